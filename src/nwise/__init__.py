@@ -1,0 +1,50 @@
+"""nwise: train networks in stages, each loss's gradient travelling through only N of them."""
+
+from nwise import heads, models
+from nwise.batchnorm import defer_batchnorm
+from nwise.flow import Flow, flow_of
+from nwise.hogwild import staleness
+from nwise.pipeline import Pipeline
+from nwise.reference import reference_grads
+from nwise.split import Chain, split
+from nwise.strategy import (
+    Blocks,
+    Credit,
+    DeepSupervision,
+    EndToEnd,
+    Geometric,
+    Hogwild,
+    Local,
+    NWise,
+    Rotating,
+    Strategy,
+    Switch,
+    strategy,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Blocks",
+    "Chain",
+    "Credit",
+    "DeepSupervision",
+    "EndToEnd",
+    "Flow",
+    "Geometric",
+    "Hogwild",
+    "Local",
+    "NWise",
+    "Pipeline",
+    "Rotating",
+    "Strategy",
+    "Switch",
+    "defer_batchnorm",
+    "flow_of",
+    "heads",
+    "models",
+    "reference_grads",
+    "split",
+    "staleness",
+    "strategy",
+]

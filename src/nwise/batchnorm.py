@@ -1,0 +1,100 @@
+"""Batch normalisation whose running statistics are those of the whole mini-batch.
+
+With M micro-batches a batch norm normalises by each micro-batch's own statistics (as in GPipe: it is
+a different function, and cannot be helped without waiting), and moves its running statistics M times
+by what a part of the batch says. `defer_batchnorm` repairs the second: the running statistics move
+once per mini-batch, by the mean and variance of all of it (GPipe, section 2.2).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A batch norm that collects statistics until `commit`; its state dict is that of the original."""
+
+    def __init__(self, original: _BatchNorm) -> None:
+        super().__init__(
+            original.num_features, original.eps, original.momentum, original.affine, original.track_running_stats
+        )
+        self.weight, self.bias = original.weight, original.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            setattr(self, name, getattr(original, name))
+        assert self.running_mean is not None
+        for name in ("_count", "_sum", "_sum_of_squares"):
+            zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
+            self.register_buffer(name, zeros[:1].clone() if name == "_count" else zeros, persistent=False)
+        self.train(original.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"The input of a batch norm should have at least 2 dimensions. Found {input.ndim}.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training:
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        with torch.no_grad():
+            # Sums in float64: the variance is a difference of two large numbers.
+            values = input.detach().double().transpose(0, 1).flatten(1)
+            self._count += values.shape[1]
+            self._sum += values.sum(1)
+            self._sum_of_squares += values.square().sum(1)
+        return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the running statistics by all that was collected since the last call."""
+        count = float(self._count)
+        if not count:
+            return
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        mean = self._sum / count
+        variance = (self._sum_of_squares / count - mean.square()).clamp(min=0) * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        for buffer in (self._count, self._sum, self._sum_of_squares):
+            buffer.zero_()
+
+
+def defer_batchnorm(module: ModuleT) -> ModuleT:
+    """Make every batch norm that tracks statistics move them once per mini-batch.
+
+    Args:
+        module: a stage, a head or a whole `Pipeline`; changed in place. Parameters, buffers and
+            their names stay the same.
+
+    Returns:
+        The module (a converted copy if it is itself a batch norm).
+
+    >>> type(defer_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))[0]).__name__
+    'DeferredBatchNorm'
+    """
+    if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
+        return DeferredBatchNorm(module)  # type: ignore[return-value]
+    for name, child in module.named_children():
+        replaced = defer_batchnorm(child)
+        if replaced is not child:
+            setattr(module, name, replaced)
+    return module
+
+
+def undeferred(module: nn.Module) -> list[str]:
+    """Names of the batch norms that move their statistics with every micro-batch."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, _BatchNorm) and not isinstance(child, DeferredBatchNorm) and child.track_running_stats
+    ]

@@ -1,0 +1,20 @@
+"""Data: images and text, embedded or through Hugging Face `datasets`, in an order made of numbers."""
+
+from nwise.data.images import Images, digits, load_images
+from nwise.data.order import batch_indices, permutation, steps_per_epoch
+from nwise.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, stream_of
+
+__all__ = [
+    "Bpe",
+    "Bytes",
+    "Images",
+    "Tokens",
+    "batch_indices",
+    "digits",
+    "embedded_text",
+    "load_images",
+    "load_text",
+    "permutation",
+    "steps_per_epoch",
+    "stream_of",
+]

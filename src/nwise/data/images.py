@@ -1,0 +1,279 @@
+"""Images and their labels: bundled digits, or anything that `datasets` reads.
+
+    B  batch    C  channels    H, W  height and width
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nwise.data import augment, sources
+from nwise.randomness import derive, generator
+
+Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Labelled images, as bytes ``[C, H, W]``, all of one size or decoded when they are asked for.
+
+    Args:
+        pixels: uint8 ``[num, C, H, W]``, or a sequence that gives uint8 ``[C, H, W]`` of any size.
+        labels: int64 ``[num]``.
+        classes: names of the classes.
+        mean: of each channel over the training images, in units of 255.
+        deviation: likewise.
+        augmentation: of training batches.
+        size: height and width of a batch's images.
+    """
+
+    pixels: Tensor | Sequence[Tensor]
+    labels: Tensor
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    augmentation: Augmentation
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels, C."""
+        return len(self.mean)
+
+    def to(self, device: torch.device) -> Images:
+        """The same with images of one size kept on a device."""
+        pixels = self.pixels.to(device) if isinstance(self.pixels, Tensor) else self.pixels
+        return replace(self, pixels=pixels, labels=self.labels.to(device))
+
+    def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Normalised float images ``[B, C, H, W]`` and labels ``[B]``.
+
+        Args:
+            indices: which.
+            random: augment from this generator; None for evaluation.
+        """
+        if isinstance(self.pixels, Tensor):
+            pixels = self.pixels[indices.to(self.pixels.device)]
+            if random is not None and self.augmentation != "none":
+                pixels = augment.crop(augment.flip(pixels, random), 4, random)
+        else:
+            pixels = torch.stack([self._fitted(self.pixels[i], random) for i in indices.tolist()])
+            if random is not None and self.augmentation != "none":
+                pixels = augment.flip(pixels, random)
+        mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
+        deviation = torch.tensor(self.deviation, device=pixels.device)[:, None, None]
+        return (pixels.float() / 255 - mean) / deviation, self.labels[indices.to(self.labels.device)]
+
+    def _fitted(self, image: Tensor, random: torch.Generator | None) -> Tensor:
+        if random is not None and self.augmentation == "resized-crop-flip":
+            return augment.random_resized_crop(image, self.size, random)
+        return augment.centre_crop(image, self.size)
+
+    def subset(self, indices: Tensor) -> Images:
+        """Some of the images, with the same normalisation."""
+        pixels = self.pixels[indices] if isinstance(self.pixels, Tensor) else [self.pixels[i] for i in indices.tolist()]
+        return replace(self, pixels=pixels, labels=self.labels[indices])
+
+
+def digits(seed: int = 0) -> tuple[Images, Images]:
+    """scikit-learn's 1,797 digits, grey, 8x8, in 10 classes: 1,437 to train and 360 to test. No network.
+
+    >>> train, test = digits()
+    >>> len(train), len(test), train.size
+    (1437, 360, 8)
+    """
+    from sklearn.datasets import load_digits
+
+    bundle = load_digits()
+    pixels = torch.from_numpy(np.round(bundle.images * (255 / 16)).astype(np.uint8))[:, None]
+    labels = torch.from_numpy(bundle.target.astype(np.int64))
+    order = torch.randperm(len(labels), generator=generator(seed, "digits"))
+    train, test = order[:1437], order[1437:]
+    mean, deviation = _statistics(pixels[train])
+    images = Images(pixels, labels, tuple(map(str, range(10))), mean, deviation, "none", 8)
+    return images.subset(train), images.subset(test)
+
+
+def _statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    values = pixels.transpose(0, 1).flatten(1).double() / 255
+    return tuple(values.mean(1).tolist()), tuple(values.std(1).clamp(min=1e-8).tolist())
+
+
+# The training statistics of ImageNet, which would take a pass over 138 GB to compute.
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def load_images(
+    source: str,
+    *,
+    hub: str | None = None,
+    num_classes: int | None = None,
+    splits: tuple[str, str] = ("train", "test"),
+    augmentation: Augmentation = "none",
+    size: int | None = None,
+    limit: tuple[int | None, int | None] = (None, None),
+    seed: int = 0,
+) -> tuple[Images, Images]:
+    """Training and test images through Hugging Face `datasets`.
+
+    Args:
+        source: a local folder with parquet files or image folders, a name inside ``$NWISE_DATA``, or a
+            data set of the hub.
+        hub: name on the hub if `source` is not found locally.
+        num_classes: how many classes there should be; None for as many as there are.
+        splits: names of the training and the test part.
+        augmentation: of training batches.
+        size: height and width of a batch's images: they are decoded when asked for and cropped
+            (ImageNet). None: all images have one size and are kept decoded in memory (CIFAR).
+        limit: how many training and test images to keep, drawn by `seed`; None for all.
+        seed: of that draw.
+
+    Raises:
+        ValueError: a damaged image or a wrong label, by file and row; columns that are missing.
+    """
+    train_tables = sources.tables(source, splits[0], hub=hub)
+    test_tables = sources.tables(source, splits[1], hub=hub)
+    classes = _classes(train_tables)
+    if num_classes is not None and len(classes) != num_classes:
+        raise ValueError(_extra_class(train_tables, classes, num_classes))
+    parts = []
+    for tables, count in ((train_tables, limit[0]), (test_tables, limit[1])):
+        rows = _Rows(tables, classes)
+        chosen = range(len(rows))
+        if count is not None and count < len(rows):
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, "subset")))
+            chosen = order[:count].tolist()
+        parts.append((_Chosen(rows, chosen), torch.tensor([rows.label(i) for i in chosen], dtype=torch.int64)))
+    (train_rows, train_labels), (test_rows, test_labels) = parts
+    if size is not None:
+        mean, deviation = _IMAGENET
+        test: Tensor | Sequence[Tensor] = test_rows
+        train: Tensor | Sequence[Tensor] = train_rows
+    else:
+        train, test = _stacked(train_rows), _stacked(test_rows)
+        mean, deviation = _statistics(train)
+        size = train.shape[-1]
+    return (
+        Images(train, train_labels, classes, mean, deviation, augmentation, size),
+        Images(test, test_labels, classes, mean, deviation, "none", size),
+    )
+
+
+_IMAGE = ("img", "image")
+_LABEL = ("label", "fine_label", "labels")
+
+
+def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
+    """From the feature's own names, or all values in order."""
+    name = sources.column(tables[0], _LABEL, "label")
+    names = getattr(tables[0].rows.features[name], "names", None)
+    if names is not None:
+        return tuple(names)
+    values = {value for table in tables for value in table.rows[name][:]} - {None}
+    return tuple(map(str, sorted(values)))
+
+
+def _extra_class(tables: list[sources.Table], classes: tuple[str, ...], num_classes: int) -> str:
+    wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
+    for table in tables:
+        for row, value in enumerate(table.rows[sources.column(table, _LABEL, "label")][:]):
+            index = value if isinstance(value, int) else classes.index(str(value))
+            if index >= num_classes:
+                return f"{wrong} The first class too many is {classes[index]!r} in {table.name}, row {row}."
+    return wrong
+
+
+class _Rows:
+    """All rows of several tables."""
+
+    def __init__(self, tables: list[sources.Table], classes: tuple[str, ...]) -> None:
+        self._tables = tables
+        self._images, self._labels = [], []
+        datasets = sources.library()
+        for table in tables:
+            image = sources.column(table, _IMAGE, "images")
+            self._images.append(table.rows.select_columns([image]).cast_column(image, datasets.Image(decode=False)))
+            self._labels.append(table.rows[sources.column(table, _LABEL, "label")][:])
+        self._index = {name: i for i, name in enumerate(classes)}
+
+    def __len__(self) -> int:
+        return sum(len(labels) for labels in self._labels)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        for t, labels in enumerate(self._labels):
+            if index < len(labels):
+                return t, index
+            index -= len(labels)
+        raise IndexError(index)
+
+    def label(self, index: int) -> int:
+        t, row = self._find(index)
+        value = self._labels[t][row]
+        place = self._index.get(str(value), value if isinstance(value, int) else -1)
+        if not 0 <= place < len(self._index):
+            raise ValueError(
+                f"The label of {self._tables[t].name}, row {row}, should be one of {len(self._index)} classes. Found {value!r}."
+            )
+        return place
+
+    def image(self, index: int) -> Tensor:
+        t, row = self._find(index)
+        (cell,) = self._images[t][row].values()
+        return _decode(cell, f"{self._tables[t].name}, row {row}")
+
+
+def _decode(cell: Any, where: str) -> Tensor:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            content = cell["bytes"]
+            picture = Image.open(io.BytesIO(content) if content is not None else cell["path"])
+            array = np.asarray(picture.convert("RGB"))
+    except Exception as error:
+        raise ValueError(
+            f"{where}, should hold a readable image. Found {type(error).__name__}: {error}; repair or remove the row."
+        ) from error
+    return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+class _Chosen(Sequence[Tensor]):
+    """Some of the rows, decoded when they are asked for."""
+
+    def __init__(self, rows: _Rows, chosen: Sequence[int]) -> None:
+        self.rows = rows
+        self.chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows.image(self.chosen[index])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.rows.image(i) for i in self.chosen)
+
+
+def _stacked(images: Sequence[Tensor]) -> Tensor:
+    first = images[0]
+    pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
+    for i, image in enumerate(images):
+        if image.shape != first.shape:
+            raise ValueError(
+                f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "
+                f"{tuple(first.shape[1:])}."
+            )
+        pixels[i] = image
+    return pixels

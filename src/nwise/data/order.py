@@ -1,0 +1,32 @@
+"""The order of samples as a function of numbers, so that a resumed run needs to store nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nwise.randomness import generator
+
+
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
+    """Mini-batches in an epoch; a ragged last one is left out of training."""
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` should be at least 1. Found {batch_size}.")
+    if num_samples < batch_size:
+        raise ValueError(f"`batch_size` should be at most the {num_samples} samples there are. Found {batch_size}.")
+    return num_samples // batch_size
+
+
+def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """All samples in the order of an epoch."""
+    return torch.randperm(num_samples, generator=generator(seed, "order", epoch))
+
+
+def batch_indices(num_samples: int, batch_size: int, seed: int, step: int) -> Tensor:
+    """The samples of a training step, counted over all epochs from 0.
+
+    >>> batch_indices(10, 4, seed=0, step=3).tolist() == batch_indices(10, 4, seed=0, step=3).tolist()
+    True
+    """
+    epoch, place = divmod(step, steps_per_epoch(num_samples, batch_size))
+    return permutation(num_samples, seed, epoch)[place * batch_size : (place + 1) * batch_size]

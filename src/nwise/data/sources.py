@@ -1,0 +1,107 @@
+"""Rows from Hugging Face `datasets`: the hub, or local parquet, image folders and text files.
+
+Every row knows the file it came from, so that an error can name both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one file, or of one split of the hub.
+
+    Args:
+        name: the file, or ``<hub name> (<split>)``.
+        rows: a `datasets.Dataset`, images not decoded.
+    """
+
+    name: str
+    rows: Any
+
+
+def local_folder(source: str) -> Path | None:
+    """The folder or file of a source: a path, or a name inside the folder that ``NWISE_DATA`` names."""
+    for path in (Path(source), Path(os.environ.get("NWISE_DATA", "/nonexistent")) / source):
+        if path.exists():
+            return path
+    return None
+
+
+def library() -> Any:
+    """The `datasets` module, or an error that names the extra."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            "Data from the hub or from local files needs Hugging Face `datasets`; install it with "
+            "`pip install 'nwise[data]'`."
+        ) from error
+    return datasets
+
+
+def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
+    """The tables of a split.
+
+    Args:
+        source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
+        split: ``"train"``, ``"test"``, ...: files named ``<split>...`` in a local folder, or a folder of
+            that name with one folder of images for each class.
+        hub: name on the hub if `source` is not found locally; default: `source` itself.
+
+    Raises:
+        FileNotFoundError: nothing there for this split.
+    """
+    path = local_folder(source)
+    datasets = library()
+    if path is None:
+        name = hub or source
+        try:
+            return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
+        except Exception as error:
+            raise FileNotFoundError(
+                f"`source` should be a local folder, a name inside $NWISE_DATA, or a data set of the hub. Found {name!r} "
+                f"in none of them ({type(error).__name__}); check the name, or give the path of a local copy."
+            ) from error
+    files = sorted(_files(path, split))
+    if files:
+        return [Table(str(file), _read(datasets, file)) for file in files]
+    if (path / split).is_dir():
+        folder = datasets.load_dataset("imagefolder", data_dir=str(path / split), split="train", drop_labels=False)
+        return [Table(str(path / split), folder)]
+    raise FileNotFoundError(
+        f"{path} should hold {split}*.parquet, {split}*.txt or a folder {split}/ with one folder of images per class. "
+        f"Found {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}."
+    )
+
+
+def _files(path: Path, split: str) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for ending in ("parquet", "txt"):
+        yield from path.glob(f"{split}*.{ending}")
+
+
+def _read(datasets: Any, file: Path) -> Any:
+    kind = "parquet" if file.suffix == ".parquet" else "text"
+    try:
+        return datasets.load_dataset(kind, data_files={"train": str(file)}, split="train")
+    except Exception as error:
+        raise ValueError(f"{file} should be a readable {kind} file. Found: {type(error).__name__}: {error}") from error
+
+
+def column(table: Table, wanted: tuple[str, ...], what: str) -> str:
+    """The first of the wanted columns that a table has."""
+    for name in wanted:
+        if name in table.rows.column_names:
+            return name
+    raise ValueError(
+        f"{table.name} should have a column with the {what}, named {' or '.join(wanted)}. "
+        f"Found {', '.join(table.rows.column_names)}."
+    )

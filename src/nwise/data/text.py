@@ -1,0 +1,247 @@
+"""Text as a stream of tokens: the interpreter's own standard library, or anything that `datasets` reads.
+
+    B  batch    T  sequence length
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nwise.data import sources
+
+
+class Tokenizer(Protocol):
+    """Text to numbers and back."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are."""
+
+    def encode(self, text: str) -> list[int]:
+        """Numbers of a text."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of numbers."""
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+
+
+class Bytes:
+    """Every byte of UTF-8 is a token."""
+
+    vocabulary_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of a text.
+
+        >>> Bytes().encode("né")
+        [110, 195, 169]
+        """
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of bytes; what is not UTF-8 becomes a replacement character."""
+        return bytes(tokens).decode(errors="replace")
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"type": "bytes"}))
+
+
+class Bpe:
+    """Byte-level byte-pair encoding by Hugging Face `tokenizers`, trained on the text itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary_size: int) -> Bpe:
+        """Merges learnt from texts.
+
+        Args:
+            texts: the training text, in pieces.
+            vocabulary_size: tokens there shall be, at least 257 (256 bytes and one merge).
+        """
+        if vocabulary_size < 257:
+            raise ValueError(f"`vocabulary_size` of a byte-pair encoding should be at least 257. Found {vocabulary_size}.")
+        library = _tokenizers()
+        inner = library.Tokenizer(library.models.BPE())
+        inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = library.decoders.ByteLevel()
+        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocabulary_size, initial_alphabet=alphabet, show_progress=False
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: Path) -> Bpe:
+        """As written by `save`."""
+        return cls(_tokenizers().Tokenizer.from_file(str(path)))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._inner.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._inner.decode(tokens))
+
+    def save(self, path: Path) -> None:
+        self._inner.save(str(path))
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError("A BPE needs Hugging Face `tokenizers`; install it with `pip install 'nwise[data]'`.") from error
+    return tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A stream of tokens cut into sequences; the target is the next token.
+
+    Args:
+        stream: int64 ``[num]``.
+        sequence_length: T.
+        tokenizer: that made the stream.
+    """
+
+    stream: Tensor
+    sequence_length: int
+    tokenizer: Tokenizer
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.sequence_length
+
+    def to(self, device: torch.device) -> Tokens:
+        """The same on a device."""
+        return Tokens(self.stream.to(device), self.sequence_length, self.tokenizer)
+
+    def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and next tokens, ``[B, T]`` each.
+
+        Args:
+            indices: which sequences.
+            random: not used; text is not augmented.
+        """
+        del random
+        starts = indices.to(self.stream.device) * self.sequence_length
+        places = starts[:, None] + torch.arange(self.sequence_length + 1, device=self.stream.device)
+        window = self.stream[places]
+        return window[:, :-1], window[:, 1:]
+
+
+def standard_library(max_bytes: int = 2_000_000) -> str:
+    """Source code of the interpreter's standard library, the same files for the same Python. No network.
+
+    Args:
+        max_bytes: stop after so many.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    pieces: list[str] = []
+    total = 0
+    for file in sorted(folder.glob("*.py")):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        pieces.append(text)
+        total += len(text.encode())
+        if total >= max_bytes:
+            break
+    if not pieces:
+        raise FileNotFoundError(f"The standard library's source should be in {folder}. Found no .py file; give a text file.")
+    return "".join(pieces)
+
+
+def stream_of(
+    train_text: list[str],
+    test_text: list[str],
+    sequence_length: int,
+    vocabulary_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[Tokens, Tokens]:
+    """Tokenised training and test text.
+
+    Args:
+        train_text: pieces of text; a BPE is trained on them.
+        test_text: likewise, tokenised by the same.
+        sequence_length: T.
+        vocabulary_size: of the BPE; None for bytes.
+        tokenizer: an existing one, in place of training one.
+    """
+    if tokenizer is None:
+        tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
+    parts = []
+    for name, text in (("training", train_text), ("test", test_text)):
+        numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in text])
+        if len(numbers) <= sequence_length:
+            raise ValueError(
+                f"The {name} text should have more than `sequence_length = {sequence_length}` tokens. Found {len(numbers)}."
+            )
+        parts.append(Tokens(torch.from_numpy(numbers), sequence_length, tokenizer))
+    return parts[0], parts[1]
+
+
+def embedded_text(test_share: float = 0.05) -> tuple[list[str], list[str]]:
+    """The standard library's source, its last part held out."""
+    text = standard_library()
+    border = int(len(text) * (1 - test_share))
+    return [text[:border]], [text[border:]]
+
+
+def load_text(
+    source: str, *, hub: str | None = None, splits: tuple[str, str] = ("train", "heldout"), sentences: bool = False
+) -> tuple[list[str], list[str]]:
+    """Training and test text through Hugging Face `datasets`.
+
+    Args:
+        source: a local folder with text or parquet files, a name inside ``$NWISE_DATA``, or a data set
+            of the hub; a single file is cut, its last twentieth held out.
+        hub: name on the hub if `source` is not found locally.
+        splits: names of the training and the test part.
+        sentences: every line is one sentence (One Billion Word), so none may be empty.
+
+    Returns:
+        Lines with their line ends.
+
+    Raises:
+        ValueError: an empty text, by file and row.
+    """
+    path = sources.local_folder(source)
+    if path is not None and path.is_file():
+        lines = _lines(sources.tables(source, "text"), sentences)
+        border = len(lines) - max(1, len(lines) // 20)
+        return lines[:border], lines[border:]
+    train, test = (_lines(sources.tables(source, split, hub=hub), sentences) for split in splits)
+    return train, test
+
+
+def _lines(tables: list[sources.Table], sentences: bool) -> list[str]:
+    lines: list[str] = []
+    for table in tables:
+        texts = table.rows[sources.column(table, ("text", "sentence"), "text")][:]
+        for row, text in enumerate(texts):
+            if text is None or (sentences and not text.strip()):
+                raise ValueError(
+                    f"{table.name}, row {row}, should hold a sentence. Found none; remove the row, or set `sentences=False`."
+                )
+        if not any(text.strip() for text in texts):
+            raise ValueError(f"{table.name} should hold text. Found {len(texts)} empty rows.")
+        lines += [text + "\n" for text in texts]
+    return lines

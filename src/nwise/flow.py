@@ -1,0 +1,182 @@
+"""From a credit matrix to what crosses each boundary and which passes each stage makes.
+
+Let ``g_j`` be the gradient of loss ``j`` at a boundary. Stages before ``k`` need, at the boundary
+below stage ``k``, the combinations ``sum_j C[j, i] g_j`` for ``i < k``: the column space of the block
+``C[k:, :k]``. Its rank is the number of messages that must cross, and a basis of it is what nwise
+sends. The basis is reduced with the *farthest* loss as pivot, so that no message waits for a loss
+that its own receiver does not ask for; for N-wise it is just ``g_k .. g_{k+n-2}``.
+
+Weight gradients are linear in the cotangent, so one pass (W) per stage and micro-batch is enough
+whatever the strategy. Where its cotangent lies in the span of the messages, one message is replaced
+by it, and a single backward pass then gives both gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Credits such as 0.9 ** (j - k) are proportional only up to rounding; what is smaller than this next
+# to the largest credit is taken for rounding.
+_TOLERANCE = 1e-12
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cotangent:
+    """A gradient at a stage's output: ``own * d + sum_p received[p] * u_p``.
+
+    Args:
+        own: weight of ``d``, the gradient of the stage's own loss.
+        received: weight of each message ``u_p`` received from the next stage.
+        far: the farthest loss it mixes; it cannot exist before that loss does.
+    """
+
+    own: float
+    received: tuple[float, ...]
+    far: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageFlow:
+    """What one stage does for one micro-batch.
+
+    Args:
+        head: whether its head runs.
+        own: whether the gradient of its own loss with respect to its output is needed.
+        messages: one input-gradient pass (I) for each message to the previous stage, nearest first.
+        weights: the cotangent of the weight-gradient pass (W); None where there is nothing to train.
+        fused: the message whose cotangent W shares, so that one pass (B) does both; or None.
+    """
+
+    head: bool
+    own: bool
+    messages: tuple[Cotangent, ...]
+    weights: Cotangent | None
+    fused: int | None
+
+    @property
+    def passes(self) -> int:
+        """Backward passes through the stage: chains that have to be walked."""
+        return len(self.messages) + (self.weights is not None and self.fused is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What every stage does for one micro-batch; ``stages[k]`` for stage ``k``."""
+
+    stages: tuple[StageFlow, ...]
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """Gradient messages over the boundaries 1 .. A-1 (boundary ``k`` is below stage ``k``)."""
+        return tuple(len(stage.messages) for stage in self.stages[1:])
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The losses that are computed."""
+        return tuple(k for k, stage in enumerate(self.stages) if stage.head)
+
+
+def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: Sequence[bool] = ()) -> Flow:
+    """The cheapest flow that gives every stage its credit.
+
+    Args:
+        credit: ``[A, A]``, as from `Strategy.credit`.
+        trainable: for each stage, whether it has a parameter to train (default: all). What would
+            only reach stages without any is not computed.
+        probes: for each stage, whether its head runs although no stage needs its loss (default: none).
+
+    Returns:
+        The flow. Boundary ``k`` carries ``rank C[k:, :k]`` messages, which is proven minimal.
+
+    >>> import nwise
+    >>> flow_of(nwise.NWise(3).credit(6)).messages
+    (1, 2, 2, 2, 1)
+    """
+    matrix = credit.numpy().copy()
+    num_stages = len(matrix)
+    if trainable is not None:
+        matrix[:, ~np.asarray(trainable, dtype=bool)] = 0.0
+    stages: list[StageFlow] = []
+    above: list[Vector] = []  # the messages of boundary k + 1, as weights of all A losses
+    for k in reversed(range(num_stages)):
+        wanted = _padded(matrix[k:, k], num_stages)
+        messages = _basis(matrix[k:, :k], num_stages) if k else []
+        fused = _share(messages, wanted)
+        passes = tuple(_combine(message, above, k) for message in messages)
+        weights = _combine(wanted, above, k) if wanted.any() else None
+        own = any(p.own for p in passes) or (weights is not None and weights.own != 0.0)
+        runs = bool(matrix[k].any()) or (bool(probes) and probes[k])
+        stages.append(StageFlow(head=runs, own=own, messages=passes, weights=weights, fused=fused))
+        above = messages
+    return Flow(tuple(reversed(stages)))
+
+
+def _padded(column: Vector, num_stages: int) -> Vector:
+    return np.concatenate([np.zeros(num_stages - len(column)), column])
+
+
+def _far(vector: Vector) -> int:
+    return int(np.flatnonzero(vector)[-1])
+
+
+def _basis(block: Vector, num_stages: int) -> list[Vector]:
+    """Basis of the column space, nearest first: reduced row echelon form with far losses first."""
+    rows = block[::-1].T.copy()
+    tiny = _TOLERANCE * np.abs(rows).max(initial=0.0)
+    found = 0
+    for pivot in range(rows.shape[1]):
+        if found == len(rows):
+            break
+        best = found + int(np.abs(rows[found:, pivot]).argmax())
+        if abs(rows[best, pivot]) <= tiny:
+            rows[found:, pivot] = 0.0
+            continue
+        rows[[found, best]] = rows[[best, found]]
+        rows[found] /= rows[found, pivot]
+        for other in range(len(rows)):
+            if other != found:
+                rows[other] -= rows[other, pivot] * rows[found]
+                rows[other, pivot] = 0.0
+        found += 1
+    rows[np.abs(rows) <= _TOLERANCE] = 0.0
+    return [_padded(row[::-1], num_stages) for row in reversed(rows[:found])]
+
+
+def _express(vector: Vector, basis: Sequence[Vector]) -> tuple[list[float], Vector]:
+    """Weights of the basis in the vector, and what is left; each element has a farthest loss of its own."""
+    rest = vector.copy()
+    weights = [0.0] * len(basis)
+    for p in sorted(range(len(basis)), key=lambda p: -_far(basis[p])):
+        far = _far(basis[p])
+        weights[p] = float(rest[far] / basis[p][far])
+        rest -= weights[p] * basis[p]
+    rest[np.abs(rest) <= _TOLERANCE * np.abs(vector).max(initial=0.0)] = 0.0
+    return weights, rest
+
+
+def _share(messages: list[Vector], wanted: Vector) -> int | None:
+    """Put the weights' cotangent in the place of a message, if the messages span it; say which."""
+    if not wanted.any() or not messages:
+        return None
+    weights, rest = _express(wanted, messages)
+    if rest.any():
+        return None
+    place = next(p for p in reversed(range(len(messages))) if weights[p])
+    messages[place] = wanted
+    return place
+
+
+def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
+    """Stage ``k``'s own part of a cotangent and its weights of the messages from above."""
+    later = vector.copy()
+    later[k] = 0.0
+    weights, rest = _express(later, above)
+    assert not rest.any(), "a stage asks for a gradient that the boundary above it does not carry"
+    return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))

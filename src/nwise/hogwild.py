@@ -1,0 +1,122 @@
+"""How stale gradients are when nobody waits: the steady timing grid of Hogwild.
+
+Under the paper's costs (a forward is one slot, each loss's pass through a stage is one slot, heads
+are free) stage ``k`` starts the forward of micro-batch ``i`` in slot ``p i + k``, where ``p`` is the
+work of the busiest stage, and fills the slots between with the passes whose gradients have arrived,
+oldest first. An update is applied with the last pass of its mini-batch; the staleness of a gradient
+is the number of updates between the forward and the update it belongs to. For end-to-end credit
+and one micro-batch that is ``A - 1 - k`` at stage ``k`` (figure 1 of the paper).
+
+What an update sees depends on those counts alone, so one process executes the grid exactly by
+computing each stage with the parameters of that many updates ago.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from nwise.flow import Flow
+from nwise.schedule.actions import Action, Kind, passes
+
+
+def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
+    """Updates between forward and update in the steady grid.
+
+    Args:
+        flow: from the credit matrix, `nwise.flow.flow_of`.
+        num_microbatches: micro-batches in a mini-batch; updates come once a mini-batch.
+
+    Returns:
+        ``[A][M]``, one count per stage and micro-batch.
+
+    >>> import nwise
+    >>> from nwise.flow import flow_of
+    >>> staleness(flow_of(nwise.EndToEnd().credit(4)))
+    [[3], [2], [1], [0]]
+    """
+    num_stages = len(flow.stages)
+    # After 2A micro-batches every stage has seen its first gradient come back; two more mini-batches
+    # are measured so that the second shows that the grid has become steady.
+    settled = -(-3 * num_stages // num_microbatches) + 2
+    first = _ages(flow, num_microbatches, settled)
+    assert first == _ages(flow, num_microbatches, settled + 1), "the grid has not become steady"
+    return first
+
+
+def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
+    """Ages of the parameters in mini-batch ``measured``, by walking through the slots."""
+    num_stages = len(flow.stages)
+    period = 1 + max(stage.passes for stage in flow.stages)
+    waiting: list[list[tuple[int, Action]]] = [[] for _ in range(num_stages)]
+    arrived: set[tuple[int, int, int]] = set()  # (stage, micro-batch, message) at its receiver
+    updates = [0] * num_stages
+    left = [[num_microbatches] * (measured + 1) for _ in range(num_stages)]
+    ages = [[0] * num_microbatches for _ in range(num_stages)]
+    trained = [stage.weights is not None for stage in flow.stages]
+    for slot in range(period * num_microbatches * (measured + 1) + num_stages):
+        done: list[Action] = []
+        for k in range(num_stages):
+            index, phase = divmod(slot - k, period)
+            if phase == 0 and 0 <= index < num_microbatches * (measured + 1):
+                batch, m = divmod(index, num_microbatches)
+                if batch == measured and trained[k]:
+                    ages[k][m] = batch - updates[k]
+                waiting[k] += [(slot, action) for action in passes(flow, k, index)]
+            else:
+                ready = next((w for w in waiting[k] if w[0] < slot and _ready(flow, w[1], arrived)), None)
+                if ready is not None:
+                    waiting[k].remove(ready)
+                    done.append(ready[1])
+        for action in done:  # what a slot produces is seen from the next slot on
+            if action.message is not None:
+                arrived.add((action.stage - 1, action.microbatch, action.message))
+            if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH):
+                batch = action.microbatch // num_microbatches
+                left[action.stage][batch] -= 1
+                updates[action.stage] += left[action.stage][batch] == 0
+    return ages
+
+
+def _ready(flow: Flow, action: Action, arrived: set[tuple[int, int, int]]) -> bool:
+    here = flow.stages[action.stage]
+    cotangent = here.weights if action.message is None else here.messages[action.message]
+    assert cotangent is not None
+    return all(
+        (action.stage, action.microbatch, p) in arrived for p, weight in enumerate(cotangent.received) if weight
+    )
+
+
+class History:
+    """The last versions of a stage's parameters; an update is what changes a parameter in place.
+
+    Args:
+        module: the stage.
+        depth: how many updates back the oldest version is.
+    """
+
+    def __init__(self, module: nn.Module, depth: int) -> None:
+        self._module = module
+        self._depth = depth
+        self._versions: deque[Mapping[str, Tensor]] = deque(maxlen=depth + 1)
+        self._counters: list[int] = []
+
+    def remember(self) -> None:
+        """Keep a copy of the parameters if they have been updated since the last call."""
+        counters = [parameter._version for parameter in self._module.parameters()]
+        if not self._depth or counters == self._counters:
+            return
+        self._counters = counters
+        self._versions.append(
+            {
+                name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
+                for name, parameter in self._module.named_parameters()
+            }
+        )
+
+    def version(self, age: int) -> tuple[Mapping[str, Tensor], int]:
+        """The version ``age`` updates ago, or the oldest there is; and its true age."""
+        age = max(0, min(age, len(self._versions) - 1))
+        return (self._versions[-1 - age] if age else {}), age

@@ -1,0 +1,91 @@
+"""Layers that both models and heads are made of.
+
+    B  batch    T  sequence length    D  width    V  vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Linear(nn.Linear):
+    """A linear layer initialised as in GPT-2: normal with deviation 0.02, zero bias."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention, ``[B, T, D] -> [B, T, D]``."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        if width % num_heads:
+            raise ValueError(f"`width` should be a multiple of `num_heads = {num_heads}`. Found {width}.")
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        batch, length, width = x_BTD.shape
+        q, k, v = self.qkv(x_BTD).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class TransformerBlock(nn.Module):
+    """The block of GPT-2: attention and a four times wider MLP, each behind a layer norm, with residuals."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, num_heads, dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.drop(self.attention(self.norm1(x_BTD)))
+        return x_BTD + self.drop(self.down(functional.gelu(self.up(self.norm2(x_BTD)))))
+
+
+class Embedding(nn.Module):
+    """Token and learned position embedding, ``[B, T] -> [B, T, D]``."""
+
+    def __init__(self, vocabulary_size: int, sequence_length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary_size, width)
+        self.positions = nn.Embedding(sequence_length, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with deviation 0.02, as in GPT-2."""
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        length = tokens_BT.shape[1]
+        if length > self.positions.num_embeddings:
+            raise ValueError(
+                f"A sequence should have at most `sequence_length = {self.positions.num_embeddings}` tokens. Found {length}."
+            )
+        return self.tokens(tokens_BT) + self.positions(torch.arange(length, device=tokens_BT.device))
+
+
+def vocabulary(width: int, size: int) -> nn.Sequential:
+    """Layer norm and vocabulary matrix, ``[B, T, D] -> [B, T, V]``."""
+    return nn.Sequential(nn.LayerNorm(width), Linear(width, size, bias=False))
+
+
+def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
+    """3x3 convolution of stride and padding 1, batch norm, ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU()
+    )

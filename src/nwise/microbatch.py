@@ -1,0 +1,91 @@
+"""Cutting a mini-batch into micro-batches (GPipe) and weighting them so that nothing changes.
+
+A loss is the mean over the whole mini-batch, so micro-batch ``m`` with ``c_m`` of the ``c`` counted
+terms enters with weight ``c_m / c``; uneven micro-batches are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Tensors = tuple[Tensor, ...]
+
+
+def as_tuple(value: Tensor | Sequence[Tensor], what: str) -> Tensors:
+    """A tensor, or a tuple of tensors, as a tuple; anything else is refused by name."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and value and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    found = type(value).__name__
+    if isinstance(value, tuple | list):
+        found += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
+    raise TypeError(f"{what} should be a tensor or a tuple of tensors. Found {found}; unpack or convert it.")
+
+
+def batch_size(tensors: Tensors, what: str) -> int:
+    """The common length of dimension 0."""
+    if any(tensor.ndim == 0 for tensor in tensors):
+        raise ValueError(f"{what} should have samples along dimension 0. Found a tensor without dimensions.")
+    sizes = {len(tensor) for tensor in tensors}
+    if len(sizes) != 1:
+        raise ValueError(f"{what} should have the same number of samples in every tensor. Found {sorted(sizes)}.")
+    return sizes.pop()
+
+
+def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
+    """Micro-batches of dimension 0, whose sizes differ by at most one (larger ones first)."""
+    size = batch_size(tensors, "The mini-batch")
+    if num_microbatches > size:
+        raise ValueError(
+            f"`num_microbatches` should be at most the {size} samples of the mini-batch. Found {num_microbatches}; "
+            f"use {size} or fewer, or a larger batch."
+        )
+    if num_microbatches == 1:
+        return [tensors]
+    return list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in tensors), strict=True))
+
+
+def terms(loss_fn: Callable[..., Tensor]) -> Callable[[Tensors], float]:
+    """How many terms of a micro-batch's target the loss averages over.
+
+    That is the number of samples, unless the loss says otherwise: cross-entropy and ``nll_loss``
+    average over the targets that are not ``ignore_index``, each with the ``weight`` of its class, and
+    a loss of one's own may have a method ``count(target)``.
+    """
+    count = getattr(loss_fn, "count", None)
+    if callable(count):
+        return lambda target: float(count(target[0] if len(target) == 1 else target))
+    options = _options(loss_fn)
+    reduction = options.get("reduction", "mean")
+    if reduction not in ("mean", "batchmean"):
+        raise ValueError(
+            f"`loss_fn` should be the mean over a micro-batch. Found reduction = {reduction!r}; use reduction='mean'."
+        )
+    if "ignore_index" not in options:
+        return lambda target: float(len(target[0]))
+
+    def counted(target: Tensors) -> float:
+        labels = target[0]
+        if labels.is_floating_point():  # class probabilities: every sample counts
+            return float(labels.numel() // labels.shape[1])
+        kept = labels[labels != options["ignore_index"]]
+        weight = options.get("weight")
+        return float(kept.numel() if weight is None else weight[kept].sum())
+
+    return counted
+
+
+def _options(loss_fn: Callable[..., Tensor]) -> dict[str, object]:
+    """The keyword arguments that matter for the mean, with their defaults; empty for an unknown loss."""
+    function = getattr(loss_fn, "func", loss_fn)  # functools.partial
+    given = dict(getattr(loss_fn, "keywords", {}))
+    if isinstance(loss_fn, nn.Module):
+        return {name: getattr(loss_fn, name) for name in ("reduction", "ignore_index", "weight") if hasattr(loss_fn, name)}
+    if function in (functional.cross_entropy, functional.nll_loss):
+        return {"ignore_index": -100, **given}
+    return given

@@ -1,0 +1,47 @@
+"""The paper's small convolutional network (experiment E1)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nwise import heads
+from nwise.models.staged import StagedModel, build, check_at_least, named
+
+
+def convnet(
+    num_stages: int = 6, num_classes: int = 10, *, in_channels: int = 3, image_size: int = 32, seed: int = 0
+) -> StagedModel:
+    """One 3x3 convolution, batch norm and ReLU a stage.
+
+    32 filters, in the last two stages 64 and a 2x2 max pool of stride 1; the last stage ends in a
+    linear layer. Every head is one linear layer.
+
+    Args:
+        num_stages: number of stages, at least 1 (the paper: 3 to 10).
+        num_classes: number of outputs.
+        in_channels: of the images ``[B, in_channels, image_size, image_size]``.
+        image_size: height and width of the images.
+        seed: of the initial values.
+
+    Returns:
+        A model with ``.stages`` and ``.heads``.
+
+    >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
+    [960, 18624, 60234]
+    """
+    check_at_least(1, num_stages=num_stages, num_classes=num_classes, in_channels=in_channels)
+    check_at_least(3, image_size=image_size)
+    blocks, shapes = [], []
+    channels, size = in_channels, image_size
+    for k in range(num_stages):
+        pooled = k >= num_stages - 2
+        filters = 64 if pooled else 32
+        layers: list[nn.Module] = [nn.Conv2d(channels, filters, 3, padding=1), nn.BatchNorm2d(filters), nn.ReLU()]
+        if pooled:
+            layers.append(nn.MaxPool2d(2, stride=1))
+            size -= 1
+        channels = filters
+        blocks.append(nn.Sequential(*layers))
+        shapes.append((channels, size, size))
+    pieces = {**named(blocks), "output": heads.linear(shapes[-1], num_classes)}
+    return build(pieces, list(pieces)[1:num_stages], lambda k: heads.linear(shapes[k], num_classes), seed)

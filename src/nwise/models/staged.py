@@ -1,0 +1,71 @@
+"""A network as a list of stages with fitting heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from nwise.randomness import derive, seeded
+from nwise.split import Chain, cut
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModel:
+    """What every builder of `nwise.models` returns.
+
+    Args:
+        stages: the main network; parameter names are those of the unsplit network, whatever the cut.
+        heads: one for every stage but the last.
+    """
+
+    stages: list[Chain]
+    heads: list[nn.Module]
+
+
+def build(
+    pieces: Mapping[str, nn.Module], at: Sequence[str], head_of: Callable[[int], nn.Module], seed: int
+) -> StagedModel:
+    """Cut the pieces, give every stage but the last its head, and set all initial values."""
+    stages = cut(pieces, at)
+    heads = [head_of(k) for k in range(len(stages) - 1)]
+    for name, piece in pieces.items():
+        initialize(piece, seed, name)
+    for k, head in enumerate(heads):
+        initialize(head, seed, f"heads.{k}")
+    return StagedModel(stages, heads)
+
+
+def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Draw every module's values anew, from nothing but the seed and the module's name.
+
+    So they are equal for every cut, and on every rank.
+
+    Args:
+        module: whose submodules' ``reset_parameters`` are called.
+        seed: of the model.
+        prefix: name of the module in the unsplit network.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> initialize(a, 0, "x"); initialize(b, 0, "x")
+    >>> bool((a.weight == b.weight).all())
+    True
+    """
+    for name, child in module.named_modules(prefix=prefix):
+        reset = getattr(child, "reset_parameters", None)
+        if callable(reset):
+            with seeded(derive(seed, "initial", name)):
+                reset()
+
+
+def check_at_least(minimum: int, **values: int) -> None:
+    """Refuse sizes that no network has."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
+
+
+def named(blocks: Iterable[nn.Module], name: str = "blocks") -> dict[str, nn.Module]:
+    """``{"<name>.0": ..., "<name>.1": ...}``."""
+    return {f"{name}.{i}": block for i, block in enumerate(blocks)}

@@ -1,0 +1,303 @@
+"""The front door: a network cut into stages, trained by a strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nwise.batchnorm import DeferredBatchNorm, undeferred
+from nwise.flow import Flow, flow_of
+from nwise.hogwild import History, staleness
+from nwise.microbatch import Tensors, as_tuple, batch_size, scatter, terms
+from nwise.randomness import derive
+from nwise.runtime.inprocess import Batch, execute
+from nwise.schedule.actions import Action, depth_first
+from nwise.stage import LossFn, Stage
+from nwise.strategy import Strategy
+from nwise.strategy import strategy as parse
+
+
+class Pipeline(nn.Module):
+    """A network in stages, each with a head, whose losses travel as far as the strategy says.
+
+    Args:
+        stages: the main network, in order. A stage takes what the one before it returns, a tensor or
+            a tuple of tensors (passed as several arguments); floating-point ones carry gradients.
+        heads: auxiliary networks for every stage but the last, None where there is none.
+        loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch; used
+            for every loss, or a list with one per stage.
+        strategy: a name (see `nwise.strategy`) or a `Strategy`.
+        num_microbatches: parts that a mini-batch is cut into, M.
+        recompute: keep only the input of each stage's forward and run it once more before its first
+            backward pass (activation checkpointing: one recomputation, however many passes).
+        seed: of dropout and other random numbers in `step`, which are functions of (seed, stage,
+            step, micro-batch); default: `torch.initial_seed()`.
+
+    Attributes:
+        steps: mini-batches done, which `Switch` and the rotating strategies go by.
+        staleness: ``[A, M]``, updates between each stage's forward and update in the last step.
+        on_action: None, or a function called with each `Action` that `step` has executed.
+
+    Raises:
+        ValueError, TypeError: the arguments do not fit together; before any tensor work.
+
+    >>> import nwise
+    >>> stages = [nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
+    >>> pipe = nwise.Pipeline(stages, [nn.Linear(8, 3), nn.Linear(8, 3)], nn.functional.cross_entropy, "2-wise")
+    >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    >>> losses = pipe.step(torch.randn(5, 4), target=torch.tensor([0, 1, 2, 0, 1]))
+    >>> optimizer.step(); optimizer.zero_grad()
+    >>> losses.isnan().tolist()
+    [True, False, False]
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        heads: Sequence[nn.Module | None] | None = None,
+        loss_fn: LossFn | Sequence[LossFn] = nn.functional.cross_entropy,
+        strategy: str | Strategy = "2-wise",
+        num_microbatches: int = 1,
+        *,
+        recompute: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        mains, sides, losses = _checked(list(stages), heads, loss_fn)
+        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {num_microbatches!r}.")
+        self.stages = nn.ModuleList(mains)
+        self.heads = nn.ModuleDict({str(k): head for k, head in enumerate(sides) if head is not None})
+        self.strategy = parse(strategy)
+        self.num_microbatches = num_microbatches
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.steps = 0
+        self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
+        self.on_action: Callable[[Action], None] | None = None
+        self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
+        self._terms = [terms(loss) for loss in losses]
+        self._flows: dict[tuple[Strategy, int, tuple[bool, ...]], Flow] = {}
+        self._orders: dict[tuple[Flow, ...], list[Action]] = {}
+        self._histories: list[History] | None = None
+        for flow in self._all_flows():
+            self._check_heads(flow)
+        self._prepare_modules()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, A."""
+        return len(self._stages)
+
+    @property
+    def credit(self) -> Tensor:
+        """The credit matrix of the next step, float64 of shape ``[A, A]`` (of its first micro-batch)."""
+        now = self.strategy.in_force(self.steps)
+        return now.credit(self.num_stages, now.turn(self.steps, 0))
+
+    def main_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the main network."""
+        return self.stages.parameters()
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the heads."""
+        return self.heads.parameters()
+
+    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
+        """Inference through the main network: the last stage's output."""
+        hidden: Tensors = inputs
+        output: Tensor | Tensors = inputs
+        for k, stage in enumerate(self.stages):
+            output = stage(*hidden)
+            hidden = as_tuple(output, f"The output of stage {k}")
+        return output
+
+    def head_outputs(self, *inputs: Tensor) -> list[Tensor | Tensors | None]:
+        """Inference with every head: one output per stage, None without a head; the last is `forward`'s."""
+        hidden: Tensors = inputs
+        outputs: list[Tensor | Tensors | None] = []
+        for k, stage in enumerate(self.stages):
+            output = stage(*hidden)
+            hidden = as_tuple(output, f"The output of stage {k}")
+            head = self.heads[str(k)] if str(k) in self.heads else None
+            outputs.append(output if k == self.num_stages - 1 else None if head is None else head(*hidden))
+        return outputs
+
+    def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Tensor:
+        """One mini-batch: add every gradient to ``.grad``; updating is left to the optimizer.
+
+        ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
+        ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
+
+        Args:
+            inputs: of the first stage, samples along dimension 0.
+            target: what every loss is given beside its head's output.
+
+        Returns:
+            The losses, detached, ``[A]``; nan where a head did not run.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit the pipeline.
+        """
+        batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
+        flows = self._flows_at(self.steps)
+        self.staleness.zero_()
+        if self.strategy.in_force(self.steps).asynchronous:
+            batch = self._with_old_versions(batch, flows)
+        if flows not in self._orders:
+            self._orders[flows] = depth_first(flows)
+        losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
+        for module in self.modules():
+            if isinstance(module, DeferredBatchNorm):
+                module.commit()
+        self.steps += 1
+        return losses
+
+    def discard_heads(self) -> None:
+        """Drop heads that no later step needs, as the paper does when it switches to end-to-end.
+
+        Raises:
+            ValueError: the strategy in force still needs one of them.
+        """
+        needed = {loss for flow in self._flows_at(self.steps) for loss in flow.heads} - {self.num_stages - 1}
+        if needed:
+            raise ValueError(
+                f"Heads can be discarded once no loss needs them. Found that {self.strategy.in_force(self.steps).name} "
+                f"at step {self.steps} needs those of stages {sorted(needed)}."
+            )
+        self.heads.clear()
+        for stage in self._stages:
+            stage.head = None
+        self._flows.clear()
+
+    def _flows_at(self, step: int) -> tuple[Flow, ...]:
+        """The flow of every micro-batch of a step."""
+        now = self.strategy.in_force(step)
+        return tuple(self._flow(now, now.turn(step, m)) for m in range(self.num_microbatches))
+
+    def _flow(self, now: Strategy, turn: int) -> Flow:
+        trainable = tuple(bool(stage.trainable()) for stage in self._stages)
+        key = (now, turn, trainable)
+        if key not in self._flows:
+            credit = now.credit(self.num_stages, turn)
+            present = [str(k) in self.heads for k in range(self.num_stages - 1)] + [True]
+            probes = present if now.heads == "all" else ()
+            self._flows[key] = flow_of(credit, trainable=trainable, probes=probes)
+        return self._flows[key]
+
+    def _all_flows(self) -> Iterator[Flow]:
+        """Flows of every turn of every phase."""
+        step = 0
+        while True:
+            now = self.strategy.in_force(step)
+            for turn in range(now.turns):
+                yield self._flow(now, turn)
+            later = self.strategy.next_switch(step)
+            if later is None:
+                return
+            step = later
+
+    def _check_heads(self, flow: Flow) -> None:
+        for k in flow.heads:
+            if k < self.num_stages - 1 and str(k) not in self.heads:
+                raise ValueError(
+                    f"`heads` should have a head for stage {k}, whose loss {self.strategy.name!r} needs. Found None; "
+                    "see `nwise.heads` for builders."
+                )
+
+    def _prepare_modules(self) -> None:
+        plain = undeferred(self)
+        if plain and self.num_microbatches > 1:
+            warnings.warn(
+                f"With {self.num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
+                f"which is another function than with the whole batch, and {plain[0]!r} and {len(plain) - 1} others move "
+                "their running statistics with every one of them. `nwise.defer_batchnorm(pipe)` moves those once per "
+                "mini-batch.",
+                stacklevel=3,
+            )
+
+    def _batch(self, inputs: Tensors, target: Tensor | Tensors | None) -> Batch:
+        size = batch_size(inputs, "The input of `step`")
+        targets = None if target is None else as_tuple(target, "`target`")
+        if targets is not None and batch_size(targets, "`target`") != size:
+            raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
+        parts = scatter(inputs, self.num_microbatches)
+        target_parts = [None] * len(parts) if targets is None else scatter(targets, self.num_microbatches)
+        weights: list[list[float]] = [[1.0] * self.num_stages]
+        if len(parts) > 1:
+            counts = [
+                [float(len(x[0])) if y is None else count(y) for count in self._terms]
+                for x, y in zip(parts, target_parts, strict=True)
+            ]
+            totals = [sum(column) for column in zip(*counts, strict=True)]
+            if not all(totals):
+                raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
+            weights = [[c / total for c, total in zip(row, totals, strict=True)] for row in counts]
+        return Batch(parts, target_parts, weights, derive(self.seed, self.steps), {})
+
+    def _with_old_versions(self, batch: Batch, flows: tuple[Flow, ...]) -> Batch:
+        """Hogwild: compute every stage with the parameters of as many updates ago as in the steady grid."""
+        if self._histories is None:
+            now = self.strategy.in_force(self.steps)
+            cycle = [staleness(self._flow(now, turn), self.num_microbatches) for turn in range(now.turns)]
+            depths = [max(max(ages[k]) for ages in cycle) for k in range(self.num_stages)]
+            self._histories = [History(stage, depth) for stage, depth in zip(self.stages, depths, strict=True)]
+        ages = [staleness(flow, self.num_microbatches) for flow in flows]
+        versions: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        for k, history in enumerate(self._histories):
+            history.remember()
+            for m in range(len(batch.inputs)):
+                version, age = history.version(ages[m][k][m])
+                self.staleness[k, m] = age
+                if age:
+                    versions[k, m] = version
+        return replace(batch, versions=versions)
+
+
+def _checked(
+    mains: list[nn.Module], heads: Sequence[nn.Module | None] | None, loss_fn: LossFn | Sequence[LossFn]
+) -> tuple[list[nn.Module], list[nn.Module | None], list[LossFn]]:
+    if not mains or not all(isinstance(stage, nn.Module) for stage in mains):
+        found = ", ".join(type(stage).__name__ for stage in mains) or "none"
+        raise TypeError(f"`stages` should be one or more nn.Modules. Found {found}.")
+    num_stages = len(mains)
+    sides = [None] * (num_stages - 1) if heads is None else list(heads)
+    if len(sides) == num_stages and sides[-1] is None:
+        sides.pop()
+    if len(sides) != num_stages - 1:
+        raise ValueError(
+            f"`heads` should have {num_stages - 1} entries, one for every stage but the last, whose output goes to the "
+            f"loss. Found {len(sides)}."
+        )
+    for k, head in enumerate(sides):
+        if head is not None and not isinstance(head, nn.Module):
+            raise TypeError(f"`heads[{k}]` should be an nn.Module or None. Found {type(head).__name__}.")
+    losses = list(loss_fn) if isinstance(loss_fn, list | tuple) else [loss_fn] * num_stages
+    if len(losses) != num_stages:
+        raise ValueError(f"`loss_fn` should be one function or a list of {num_stages}. Found {len(losses)}.")
+    for loss in losses:
+        if not callable(loss):
+            raise TypeError(f"`loss_fn` should be callable, `loss_fn(output, target)`. Found {type(loss).__name__}.")
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            raise ValueError(
+                f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
+            )
+    _refuse_sharing([(f"stages.{k}", main) for k, main in enumerate(mains)]
+                    + [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None])  # fmt: skip
+    return mains, [*sides, None], losses
+
+
+def _refuse_sharing(owners: Sequence[tuple[str, nn.Module]]) -> None:
+    """A parameter in two places would have two credits, and on two devices two values."""
+    seen: dict[int, tuple[str, str]] = {}
+    for owner, module in owners:
+        for name, parameter in module.named_parameters():
+            first = seen.setdefault(id(parameter), (owner, name))
+            if first[0] != owner:
+                raise ValueError(
+                    f"Every parameter should belong to one stage or head. Found {'.'.join(first)} again as {owner}.{name}; "
+                    "untie them, for example by a copy.deepcopy of one."
+                )

@@ -1,0 +1,92 @@
+"""The definition of what nwise computes, slowly, sharing no code with the fast path.
+
+Main parameters of stage ``k`` receive ``sum_j C[j, k] dL_j/d(theta_k)``, the parameters of head ``j``
+receive ``dL_j/d(theta_head_j)``, where ``L_j`` is the mean loss of head ``j`` over the mini-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def reference_grads(
+    stages: Sequence[nn.Module],
+    heads: Sequence[nn.Module | None] | None,
+    loss_fn: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
+    x: Tensor | tuple[Tensor, ...],
+    y: Any,
+    credit: Tensor,
+    num_microbatches: int = 1,
+    *,
+    count: Callable[[Any], float] = len,
+    heads_run: str = "live",
+) -> dict[str, Tensor]:
+    """Gradients from the definition: for every loss and every stage, one `torch.autograd.grad`.
+
+    Args:
+        stages: the main network, in order.
+        heads: one for every stage but the last, None where there is none.
+        loss_fn: ``loss_fn(head_output, target)``, the mean over samples; or one per stage.
+        x: the mini-batch, samples along dimension 0.
+        y: the target, a tensor with samples along dimension 0, or None.
+        credit: ``[A, A]``; ``credit[j, k]`` weighs loss ``j`` in the update of stage ``k``. For a
+            strategy that rotates with the micro-batch, ``[M, A, A]``.
+        num_microbatches: the mini-batch is cut into so many parts, whose sizes differ by at most one.
+        count: how many terms of a target the loss averages over.
+        heads_run: ``"live"`` gives the gradients of the heads that train a stage, ``"all"`` of all.
+
+    Returns:
+        ``{"stages.<k>.<parameter>": gradient, "heads.<k>.<parameter>": gradient}``. The modules are
+        copied first, so their buffers and ``.grad`` stay as they are.
+
+    >>> net = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    >>> for layer in net: _ = nn.init.constant_(layer.weight, 2.0)
+    >>> square = lambda output, target: output.square().mean()
+    >>> grads = reference_grads(net, [None], square, torch.ones(1, 1), None, torch.tensor([[0, 0], [1, 1]]))
+    >>> grads["stages.0.weight"].item(), grads["stages.1.weight"].item()
+    (16.0, 16.0)
+    """
+    mains = [copy.deepcopy(stage) for stage in stages]
+    sides = [copy.deepcopy(head) for head in (heads or [])] + [None] * (len(mains) - len(heads or []))
+    losses_of = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(mains)
+    xs = x if isinstance(x, tuple) else (x,)
+    parts = list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in xs), strict=True))
+    targets = [None] * num_microbatches if y is None else list(torch.tensor_split(y, num_microbatches))
+    counts = [float(len(part[0]) if target is None else count(target)) for part, target in zip(parts, targets, strict=True)]
+    credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
+
+    grads: dict[str, Tensor] = {}
+    for part, target, terms, matrix in zip(parts, targets, counts, credits, strict=True):
+        if not terms:
+            continue
+        share = terms / sum(counts)
+        hidden: Any = part
+        for j, main in enumerate(mains):
+            hidden = main(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+            runs = bool((matrix[j] != 0).any()) or heads_run == "all"
+            side = sides[j]
+            if not runs or (side is None and j < len(mains) - 1):
+                continue
+            output = hidden if side is None else side(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+            loss = losses_of[j](output, target) * share
+            for k in range(j + 1):
+                _add(grads, f"stages.{k}.", mains[k], loss, float(matrix[j, k]))
+            if side is not None:
+                _add(grads, f"heads.{j}.", side, loss, 1.0)
+    return grads
+
+
+def _add(grads: dict[str, Tensor], prefix: str, module: nn.Module, loss: Tensor, weight: float) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        grads.setdefault(prefix + name, torch.zeros_like(parameter))
+        if weight and loss.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, [parameter], retain_graph=True, allow_unused=True)
+            if gradient is not None:
+                grads[prefix + name] += weight * gradient

@@ -1,0 +1,1 @@
+"""What executes an order of actions."""

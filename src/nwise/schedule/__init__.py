@@ -1,0 +1,1 @@
+"""What runs when: actions and their orders as data."""

@@ -1,0 +1,257 @@
+"""A stage: a part of the main network with its head, and the four things that can be done with them.
+
+    F  forward, keeping what the passes need
+    H  head: forward, loss, backward to the head's parameters and to the stage's own cotangent ``d``
+    I  gradient of one message to the stage's input only
+    W  gradient of the summed cotangent to the stage's parameters only
+    B  I and W in one pass, where they share their cotangent
+
+A stage knows nothing of other stages: it takes and gives tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nwise.flow import Cotangent, StageFlow
+from nwise.microbatch import Tensors, as_tuple
+from nwise.randomness import seeded
+
+LossFn = Callable[..., Tensor]
+# One gradient per output of a stage; None stands for zero.
+Cotangents = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What a stage keeps of one micro-batch until its last pass."""
+
+    inputs: Tensors
+    outputs: Tensors
+    passes_left: int
+    versions: Mapping[str, Tensor] | None
+    rerun: Callable[[], Tensors] | None
+    own: Cotangents = ()
+
+
+class Stage:
+    """One stage and its head.
+
+    Args:
+        index: the stage's place, from 0.
+        module: the part of the main network.
+        head: the auxiliary network; None for the last stage, whose output goes to the loss.
+        loss_fn: ``loss_fn(head_output, target)``, the mean over the micro-batch.
+        recompute: keep only the input of F and run it once more before the first pass
+            (activation checkpointing).
+    """
+
+    def __init__(self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn, recompute: bool) -> None:
+        self.index = index
+        self.module = module
+        self.head = head
+        self.loss_fn = loss_fn
+        self.recompute = recompute
+        self._tapes: dict[int, _Tape] = {}
+
+    def holds(self, microbatch: int) -> bool:
+        """Whether anything of a micro-batch is kept."""
+        return microbatch in self._tapes
+
+    def trainable(self) -> list[Tensor]:
+        """The parameters of the main part that are not frozen."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        flow: StageFlow,
+        seed: int,
+        versions: Mapping[str, Tensor] | None = None,
+    ) -> Tensors:
+        """F: the outputs, detached.
+
+        Args:
+            microbatch: index of the micro-batch.
+            inputs: the outputs of the previous stage, or the model's input.
+            flow: what this stage has to do for this micro-batch.
+            seed: of every random number drawn here.
+            versions: parameters to use in the place of the current ones, by name (Hogwild).
+        """
+        leaves = tuple(
+            x.detach().requires_grad_(bool(flow.messages) and x.is_floating_point()) for x in inputs
+        )
+        graph = flow.passes > 0
+        rerun = None
+        if graph and self.recompute:
+            # The second run must see the buffers that the first saw, and move none of them again.
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            rerun = lambda: self._call(leaves, seed, {**(versions or {}), **buffers})  # noqa: E731
+        with torch.set_grad_enabled(graph and rerun is None):
+            outputs = self._call(leaves, seed, versions)
+        self._tapes[microbatch] = _Tape(leaves, outputs, flow.passes, versions, rerun)
+        result = tuple(y.detach() for y in outputs)
+        if not graph and not flow.head:
+            self.drop(microbatch)
+        return result
+
+    def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
+        counters = [x._version for x in inputs]
+        try:
+            with seeded(seed, inputs[0].device):
+                if replaced:
+                    outputs = functional_call(self.module, dict(replaced), inputs)
+                else:
+                    outputs = self.module(*inputs)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+                raise ValueError(self._in_place) from error
+            raise
+        if counters != [x._version for x in inputs]:
+            raise ValueError(self._in_place)
+        return as_tuple(outputs, f"The output of stage {self.index}")
+
+    @property
+    def _in_place(self) -> str:
+        return (
+            f"Stage {self.index} should not change its input in place, since the stage before it still needs the values. "
+            "Found an in-place operation; set `inplace=False` in its first layer."
+        )
+
+    def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
+        """H: the mean loss of the micro-batch, detached; fills the ``.grad`` of the head's parameters.
+
+        Args:
+            microbatch: index of the micro-batch.
+            target: what `loss_fn` compares with.
+            flow: what this stage has to do for this micro-batch.
+            weight: share of this micro-batch in the mini-batch.
+            seed: of every random number drawn here.
+        """
+        tape = self._tapes[microbatch]
+        leaves = tuple(y.detach().requires_grad_(flow.own and y.is_floating_point()) for y in tape.outputs)
+        with torch.enable_grad(), seeded(seed, leaves[0].device):
+            output = self.head(*leaves) if self.head is not None else _single(leaves)
+            loss = self.loss_fn(output, None if target is None else _single(target))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {found}."
+            )
+        learns = [] if self.head is None else [p for p in self.head.parameters() if p.requires_grad]
+        wrt = learns + [leaf for leaf in leaves if leaf.requires_grad]
+        if flow.own and not loss.requires_grad:
+            raise ValueError(
+                f"The loss of stage {self.index} should depend on the stage's output, since the strategy trains stages "
+                "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
+            )
+        if wrt and loss.requires_grad and weight:
+            # At weight 1 the implicit seed keeps the step bitwise equal to `loss.backward()`.
+            seed_gradient = None if weight == 1 else torch.full_like(loss, weight)
+            with _no_autocast(loss):
+                torch.autograd.backward(loss, seed_gradient, inputs=wrt)
+        tape.own = tuple(leaf.grad for leaf in leaves)
+        if not tape.passes_left:
+            self.drop(microbatch)
+        return loss.detach().reshape(()) if weight else torch.zeros_like(loss.detach()).reshape(())
+
+    def backward(
+        self,
+        microbatch: int,
+        cotangent: Cotangent,
+        received: Sequence[Cotangents],
+        *,
+        inputs: bool,
+        weights: bool,
+    ) -> Cotangents:
+        """I (``inputs``), W (``weights``) or B (both).
+
+        Args:
+            microbatch: index of the micro-batch.
+            cotangent: how to mix the own cotangent and the messages.
+            received: the messages from the next stage, those of weight 0 may be anything.
+            inputs: give the gradient to the inputs.
+            weights: add the gradient to the parameters to their ``.grad``.
+
+        Returns:
+            The gradient to each input with ``inputs``, else nothing. The graph is freed with the last pass.
+        """
+        tape = self._tapes[microbatch]
+        if tape.rerun is not None:
+            with torch.enable_grad():
+                tape.outputs = tape.rerun()
+            tape.rerun = None
+        tape.passes_left -= 1
+        seeds = _mix(cotangent, tape.own, received)
+        pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
+        learns = self._leaves_of(tape) if weights else []
+        wrt = learns + [x for x in tape.inputs if inputs and x.requires_grad]
+        if pairs and wrt:
+            with _no_autocast(pairs[0][0]):
+                torch.autograd.backward(
+                    [y for y, _ in pairs], [g for _, g in pairs], retain_graph=tape.passes_left > 0, inputs=wrt
+                )
+        gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
+        if inputs:
+            for x in tape.inputs:
+                x.grad = None
+        if weights and tape.versions is not None:
+            self._move_gradients(tape.versions)
+        if not tape.passes_left:
+            self.drop(microbatch)
+        return gradients
+
+    def _leaves_of(self, tape: _Tape) -> list[Tensor]:
+        if tape.versions is None:
+            return self.trainable()
+        return [p for p in tape.versions.values() if p.requires_grad]
+
+    def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:
+        """From the old versions to the current parameters, which is what makes the gradients stale."""
+        for name, parameter in self.module.named_parameters():
+            old = versions[name]
+            if old.grad is not None:
+                parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad
+                old.grad = None
+
+    def drop(self, microbatch: int) -> None:
+        """Free everything of a micro-batch."""
+        self._tapes.pop(microbatch, None)
+
+    def clear(self) -> None:
+        """Free everything, as after an error in the middle of a step."""
+        self._tapes.clear()
+
+
+def _single(tensors: Tensors) -> Tensor | Tensors:
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _no_autocast(like: Tensor) -> torch.autocast:
+    """Backward operations take their dtype from the forward, and should not be cast again."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) -> Cotangents:
+    """``own * d + sum_p received[p] * u_p`` for every output."""
+    sources = [(cotangent.own, own)] if cotangent.own else []
+    sources += [(weight, received[p]) for p, weight in enumerate(cotangent.received) if weight]
+    return tuple(_sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
+                 for i in range(len(sources[0][1])))
+
+
+def _sum(parts: list[tuple[float, Tensor]]) -> Tensor | None:
+    if not parts:
+        return None
+    (weight, total), *rest = parts
+    if weight != 1:
+        total = total * weight
+    for weight, part in rest:
+        total = torch.add(total, part, alpha=weight)
+    return total
