@@ -156,13 +156,19 @@ class Pipeline(nn.Module):
         self.steps += 1
         return losses
 
+    def needed_heads(self) -> set[int]:
+        """Stages whose auxiliary heads run under the strategy in force at the next step."""
+        now = self.strategy.in_force(self.steps)
+        flows = [self._flow(now, turn) for turn in range(now.turns)]
+        return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
+
     def discard_heads(self) -> None:
         """Drop heads that no later step needs, as the paper does when it switches to end-to-end.
 
         Raises:
             ValueError: the strategy in force still needs one of them.
         """
-        needed = {loss for flow in self._flows_at(self.steps) for loss in flow.heads} - {self.num_stages - 1}
+        needed = self.needed_heads()
         if needed:
             raise ValueError(
                 f"Heads can be discarded once no loss needs them. Found that {self.strategy.in_force(self.steps).name} "

@@ -42,10 +42,11 @@ def library() -> Any:
             "Data from the hub or from local files needs Hugging Face `datasets`; install it with "
             "`pip install 'nwise[data]'`."
         ) from error
+    datasets.disable_progress_bars()
     return datasets
 
 
-def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
+def tables(source: str, split: str, *, hub: str | None = None, hub_split: str | None = None) -> list[Table]:
     """The tables of a split.
 
     Args:
@@ -53,6 +54,7 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
         split: ``"train"``, ``"test"``, ...: files named ``<split>...`` in a local folder, or a folder of
             that name with one folder of images for each class.
         hub: name on the hub if `source` is not found locally; default: `source` itself.
+        hub_split: what the hub calls the split; default: the same.
 
     Raises:
         FileNotFoundError: nothing there for this split.
@@ -62,7 +64,8 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     if path is None:
         name = hub or source
         try:
-            return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
+            rows = datasets.load_dataset(name, split=hub_split or split)
+            return [Table(f"{name} ({hub_split or split})", rows)]
         except Exception as error:
             raise FileNotFoundError(
                 f"`source` should be a local folder, a name inside $NWISE_DATA, or a data set of the hub. Found {name!r} "

@@ -228,7 +228,10 @@ def load_text(
         lines = _lines(sources.tables(source, "text"), sentences)
         border = len(lines) - max(1, len(lines) // 20)
         return lines[:border], lines[border:]
-    train, test = (_lines(sources.tables(source, split, hub=hub), sentences) for split in splits)
+    on_hub = {"heldout": "test"}
+    train, test = (
+        _lines(sources.tables(source, split, hub=hub, hub_split=on_hub.get(split)), sentences) for split in splits
+    )
     return train, test
 
 

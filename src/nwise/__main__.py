@@ -1,0 +1,5 @@
+"""``python -m nwise``."""
+
+from nwise.cli import main
+
+main()

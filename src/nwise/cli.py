@@ -1,0 +1,295 @@
+"""The command line: ``nwise train``, ``compare``, ``evaluate``, ``export``, ``recipes``, ``flow``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import nwise
+from nwise import compare as comparison
+from nwise.data import Tokens, steps_per_epoch
+from nwise.recipes import RECIPES, Recipe, recipe
+from nwise.report.display import display_for, number, quality
+from nwise.report.figures import flow_figure
+from nwise.training import Run, Trainer, evaluate, main_state, new_run, pipeline_of, save_tensors
+from nwise.training.trainer import device_of
+
+OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+_FLAT = tyro.conf.arg(name="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a recipe, showing loss and accuracy of every head; writes a run folder."""
+
+    recipe: tyro.conf.Positional[str] = "digits"
+    """A recipe's name (`nwise recipes` lists them)."""
+    runs: Path = Path("runs")
+    """Folder that the run's own folder is made in."""
+    tensorboard: bool = False
+    """Write TensorBoard events too."""
+    json: bool = False
+    """Print the final scores as JSON, and nothing else."""
+    config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
+
+    def run(self, console: Console) -> int:
+        run = new_run(self.config, self.runs)
+        watchers: list[Any] = [] if self.json else [display_for(console)]
+        if self.tensorboard:
+            from nwise.report.tensorboard import TensorBoard
+
+            watchers.append(TensorBoard(run.folder))
+        try:
+            scores = Trainer(self.config, run, tuple(watchers)).train()
+        except KeyboardInterrupt:
+            note = f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them."
+            Console(stderr=True).print(note, soft_wrap=True, highlight=False)
+            return INTERRUPTED
+        if self.json:
+            heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
+            print(json.dumps({"run": str(run.folder), "heads": heads}))
+        else:
+            console.print(f"Run folder: {run.folder}", soft_wrap=True, highlight=False)
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Train several strategies from the same start; a table, and a figure of quality against steps and modelled time."""
+
+    recipe: tyro.conf.Positional[str] = "digits"
+    """A recipe's name (`nwise recipes` lists them)."""
+    strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
+    """Which ones."""
+    runs: Path = Path("runs")
+    """Folder for the runs."""
+    figure: Path | None = None
+    """Where to draw (.png, .svg or .pdf); default: beside the runs."""
+    json: bool = False
+    """Print the results as JSON, and nothing else."""
+    config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
+
+    def run(self, console: Console) -> int:
+        parent = _numbered(self.runs, f"compare-{self.config.name}")
+        figure = self.figure or parent / "compare.png"
+        watchers = () if self.json else (display_for(console),)
+        try:
+            results = comparison.compare(self.config, self.strategies, parent, watchers)
+        except KeyboardInterrupt:
+            Console(stderr=True).print(f"Interrupted. The runs so far are in {parent}.", soft_wrap=True, highlight=False)
+            return INTERRUPTED
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        comparison.draw(results, self.config, figure)
+        budget = min(result.curve.slots[-1] for result in results)
+        if self.json:
+            rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
+            print(json.dumps({"results": rows, "equal_time_slots": budget, "figure": str(figure)}))
+            return OK
+        kind = results[0].kind + (" %" if results[0].kind == "accuracy" else "")
+        table = Table(title=f"{self.config.name}: test {kind} of the last head", title_justify="left")
+        table.add_column("strategy", overflow="fold")
+        for heading in ("equal steps", "equal time", "slots/step", "seconds"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for r in results:
+            steps, slots = r.curve.steps[-1], r.curve.slots[-1]
+            last, equal = number(r.curve.values[-1], 2), number(r.at_slots(budget), 2)
+            table.add_row(r.strategy, last, equal, number(slots / steps, 1), number(r.seconds, 1))
+        console.print(table)
+        note = (
+            f"Equal time is {budget:,.0f} slots, modelled and not measured: one accelerator per stage, by the paper's "
+            "timing model\n(a forward is one slot, each loss's pass through a stage one, heads free). Seconds are those "
+            f"of this machine.\nFigure: {figure}"
+        )
+        console.print(note, soft_wrap=True, highlight=False)
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Score a run on its test set: the last head, every head, and ensembles of the top n heads."""
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder."""
+    json: bool = False
+    """Print the scores as JSON, and nothing else."""
+    device: str = "auto"
+    """Where to run."""
+
+    def run(self, console: Console) -> int:
+        run = Run.open(self.folder)
+        config = dataclasses.replace(run.recipe, device=self.device)
+        device = device_of(config)
+        train_data, test_data = config.load(run.tokenizer())
+        pipe = pipeline_of(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
+        run.load_weights(pipe)
+        pipe.to(device)
+        kind: Any = "perplexity" if isinstance(test_data, Tokens) else "accuracy"
+        scores = evaluate(pipe, test_data.to(device), 2 * config.batch_size, ensembles=True)
+        if self.json:
+            heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
+            print(json.dumps({"heads": heads, "ensembles": [dataclasses.asdict(score) for score in scores.ensembles]}))
+            return OK
+        table = Table(title=f"{self.folder}: {len(test_data):,} test samples", title_justify="left")
+        table.add_column("head")
+        table.add_column("loss", justify="right")
+        table.add_column(kind, justify="right")
+        for k, score in enumerate(scores.heads):
+            name = f"stage {k}" + (" (output)" if k == len(scores.heads) - 1 else "")
+            table.add_row(name, number(None if score is None else score.loss), quality(score, kind))
+        table.add_section()
+        for n, score in enumerate(scores.ensembles[1:], start=2):
+            table.add_row(f"mean of the top {n}", number(score.loss), quality(score, kind))
+        console.print(table)
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the main network alone, heads dropped, as safetensors under the names of the unsplit network."""
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder."""
+    out: Path | None = None
+    """The file; default: model.safetensors in the run's folder."""
+
+    def run(self, console: Console) -> int:
+        run = Run.open(self.folder)
+        weights = run.weights()
+        main = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
+        out = self.out or self.folder / "model.safetensors"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(main, out)
+        size = sum(tensor.numel() for tensor in main.values())
+        console.print(f"{out}: {len(main)} tensors, {size:,} values", soft_wrap=True, highlight=False)
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """List the recipes."""
+
+    json: bool = False
+    """Print as JSON."""
+
+    def run(self, console: Console) -> int:
+        rows = [(name, (inspect.getdoc(make) or "").split("\n")[0]) for name, make in RECIPES.items()]
+        if self.json:
+            print(json.dumps([{"name": name, "description": text} for name, text in rows]))
+            return OK
+        table = Table()
+        table.add_column("recipe", no_wrap=True)
+        table.add_column("what it trains")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Draw which loss trains which stage, and what crosses each boundary."""
+
+    strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
+    """Which ones, a panel each."""
+    stages: int = 4
+    """Number of stages."""
+    out: Path = Path("flow.png")
+    """Where to draw (.png, .svg or .pdf)."""
+
+    def run(self, console: Console) -> int:
+        if not 1 <= self.stages <= 32:
+            raise ValueError(f"`stages` should be from 1 to 32, so that they can be drawn. Found {self.stages}.")
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        flow_figure([nwise.strategy(name) for name in self.strategies], self.stages, self.out)
+        console.print(f"Figure: {self.out}", soft_wrap=True, highlight=False)
+        return OK
+
+
+_COMMANDS: dict[str, Any] = {
+    "train": Train,
+    "compare": Compare,
+    "evaluate": Evaluate,
+    "export": Export,
+    "recipes": Recipes,
+    "flow": Flow,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 2 bad input, 130 interrupted."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        _help()
+        return OK
+    if arguments[0] == "--version":
+        print(nwise.__version__)
+        return OK
+    name, *rest = arguments
+    try:
+        if name not in _COMMANDS:
+            close = difflib.get_close_matches(name, _COMMANDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint}")
+        command = _parse(name, rest)
+        return int(command.run(Console()))
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        return BAD_INPUT
+
+
+def _parse(name: str, arguments: list[str]) -> Any:
+    kind = _COMMANDS[name]
+    # A recipe's name decides the defaults of all other options, so it is looked for first.
+    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
+    while True:
+        default = kind(recipe=chosen, config=recipe(chosen)) if kind in (Train, Compare) else None
+        command = _tyro(kind, name, arguments, default)
+        if default is None or command.recipe == chosen:
+            return command
+        chosen = command.recipe
+
+
+def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:
+    return tyro.cli(
+        kind,
+        prog=f"nwise {name}",
+        args=arguments,
+        **({} if default is None else {"default": default}),
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _numbered(parent: Path, name: str) -> Path:
+    number = 1
+    while (parent / f"{name}-{number:03d}").exists():
+        number += 1
+    folder = parent / f"{name}-{number:03d}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _help() -> None:
+    console = Console()
+    console.print("[bold]nwise[/] trains networks in stages, each loss's gradient travelling through only N of them.\n")
+    console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name, kind in _COMMANDS.items():
+        table.add_row(name, inspect.getdoc(kind))
+    console.print(table)
+    console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

@@ -1,0 +1,92 @@
+"""Several strategies from the same start: who is better at equal steps, and who at equal time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nwise.data import Tokens
+from nwise.pipeline import Pipeline
+from nwise.recipes import Recipe
+from nwise.report.figures import Curve, compare_figure
+from nwise.schedule.timing import modelled_time
+from nwise.training import Run, Trainer, Watcher, new_run
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One strategy's run.
+
+    Args:
+        strategy: its name.
+        run: folder of the run.
+        kind: ``"accuracy"`` (per cent) or ``"perplexity"``.
+        curve: test quality of the last head.
+        seconds: of this run, one process doing all stages; no measure of what A accelerators would take.
+    """
+
+    strategy: str
+    run: str
+    kind: str
+    curve: Curve
+    seconds: float
+
+    def at_slots(self, slots: float) -> float:
+        """Quality of the last test within a modelled time."""
+        return [v for t, v in zip(self.curve.slots, self.curve.values, strict=True) if t <= slots][-1]
+
+
+def compare(
+    recipe: Recipe, strategies: Sequence[str], folder: Path, watchers: tuple[Watcher, ...] = ()
+) -> list[Result]:
+    """Train each strategy from the same initial values on the same batches.
+
+    Args:
+        recipe: everything but the strategy.
+        strategies: names, as for `nwise.strategy`.
+        folder: for the runs.
+        watchers: told of every run.
+    """
+    variants = [dataclasses.replace(recipe, strategy=strategy) for strategy in strategies]  # all checked first
+    return [_result(variant, folder, watchers) for variant in variants]
+
+
+def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...]) -> Result:
+    run = new_run(recipe, folder)
+    trainer = Trainer(recipe, run, watchers)
+    trainer.train()
+    kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
+    steps, values, seconds = _tests(run, kind)
+    slots = [_slots(trainer.pipe, step) for step in steps]
+    return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, slots), seconds)
+
+
+def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
+    """From the records, since a number that is shown should be one that was written."""
+    records = run.metrics()
+    tests = [record for record in records if record["kind"] == "test"]
+    last = [record["loss" if kind == "perplexity" else "accuracy"][-1] for record in tests]
+    values = [math.exp(value) if kind == "perplexity" else 100 * value for value in last]
+    return [record["step"] for record in tests], values, records[-1]["seconds"]
+
+
+def _slots(pipe: Pipeline, steps: int) -> float:
+    """Modelled slots of the first steps, on one accelerator per stage."""
+    total, first = 0.0, 0
+    while first < steps:
+        switch = pipe.strategy.next_switch(first)
+        last = steps if switch is None else min(switch, steps)
+        total += (last - first) * modelled_time(pipe.strategy.in_force(first), pipe.num_stages, pipe.num_microbatches)
+        first = last
+    return total
+
+
+def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:
+    """The figure: quality against steps and against modelled time."""
+    kind = results[0].kind
+    quality = "test perplexity" if kind == "perplexity" else "test accuracy, %"
+    title = f"{recipe.name}: batch {recipe.batch_size}, M = {recipe.microbatches}, seed {recipe.seed}"
+    compare_figure({result.strategy: result.curve for result in results}, quality, title, path)

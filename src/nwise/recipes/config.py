@@ -1,0 +1,322 @@
+"""A run's complete configuration: frozen dataclasses that can be written as JSON and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from nwise import models
+from nwise.data import images as image_data
+from nwise.data import text as text_data
+from nwise.data.images import Augmentation, Images
+from nwise.data.text import Tokenizer, Tokens
+from nwise.models import StagedModel
+from nwise.strategy import Heads, strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits:
+    """scikit-learn's bundled digits."""
+
+    def load(self, seed: int) -> tuple[Images, Images]:
+        return image_data.digits(seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource:
+    """Images through Hugging Face `datasets`."""
+
+    source: str
+    """A local folder, a name inside $NWISE_DATA, or a data set of the hub."""
+    hub: str | None = None
+    """Name on the hub if `source` is not found locally."""
+    num_classes: int = 10
+    """Classes there should be."""
+    splits: tuple[str, str] = ("train", "test")
+    """Names of the training and the test part."""
+    augmentation: Augmentation = "none"
+    """Of training batches."""
+    size: int | None = None
+    """Height and width to crop to; None if all images have one size."""
+    train_limit: int | None = None
+    """Training images to keep; None for all."""
+    test_limit: int | None = None
+    """Test images to keep; None for all."""
+
+    def load(self, seed: int) -> tuple[Images, Images]:
+        return image_data.load_images(
+            self.source,
+            hub=self.hub,
+            num_classes=self.num_classes,
+            splits=self.splits,
+            augmentation=self.augmentation,
+            size=self.size,
+            limit=(self.train_limit, self.test_limit),
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedText:
+    """Source code of the interpreter's standard library, as bytes."""
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        return text_data.embedded_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Text through Hugging Face `datasets`."""
+
+    source: str
+    """A local folder or file, a name inside $NWISE_DATA, or a data set of the hub."""
+    hub: str | None = None
+    """Name on the hub if `source` is not found locally."""
+    splits: tuple[str, str] = ("train", "heldout")
+    """Names of the training and the test part."""
+    sentences: bool = False
+    """Whether every line is a sentence, so that an empty one is an error."""
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        return text_data.load_text(self.source, hub=self.hub, splits=self.splits, sentences=self.sentences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """A multi-layer perceptron (`nwise.models.mlp`)."""
+
+    num_stages: int = 4
+    """Number of stages."""
+    width: int = 128
+    """Of every hidden layer."""
+
+    def build(self, data: Images, seed: int) -> StagedModel:
+        features = data.channels * data.size**2
+        return models.mlp(self.num_stages, features, self.width, len(data.classes), seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvNet:
+    """The paper's small convolutional network (`nwise.models.convnet`)."""
+
+    num_stages: int = 6
+    """Number of stages."""
+
+    def build(self, data: Images, seed: int) -> StagedModel:
+        return models.convnet(
+            self.num_stages, len(data.classes), in_channels=data.channels, image_size=data.size, seed=seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNet:
+    """A residual network (`nwise.models.resnet`)."""
+
+    variant: Literal["paper-32", "32", "50"] = "paper-32"
+    """Which one: paper-32 is the paper's, 32 He's."""
+    width_factor: float = 1.0
+    """Multiplies all channels."""
+
+    def build(self, data: Images, seed: int) -> StagedModel:
+        return models.resnet(self.variant, len(data.classes), data.size, width_factor=self.width_factor, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt:
+    """The paper's Transformer (`nwise.models.gpt`)."""
+
+    num_stages: int = 4
+    """Number of stages."""
+    blocks_per_stage: int = 6
+    """Transformer blocks of each stage."""
+    width: int = 1024
+    """Of the tokens."""
+    num_heads: int = 4
+    """Attention heads of each block."""
+    head_blocks: int = 2
+    """Transformer blocks of each auxiliary head."""
+    sequence_length: int = 128
+    """Tokens in a sequence."""
+    vocabulary_size: int | None = None
+    """Tokens of a byte-pair encoding trained on the text; None for bytes."""
+
+    def build(self, data: Tokens, seed: int) -> StagedModel:
+        return models.gpt(
+            self.num_stages,
+            self.blocks_per_stage,
+            self.width,
+            self.num_heads,
+            self.sequence_length,
+            data.tokenizer.vocabulary_size,
+            head_blocks=self.head_blocks,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd:
+    """Stochastic gradient descent with rate drops."""
+
+    lr: float = 0.1
+    """Rate at the start."""
+    momentum: float = 0.9
+    """Momentum."""
+    weight_decay: float = 2e-4
+    """Weight decay."""
+    drops: tuple[float, ...] = ()
+    """The rate is divided by 10 at these shares of the phase's steps."""
+    plateau_epochs: int | None = None
+    """Divide the rate by 10 after so many epochs without a lower test loss of the last head; None for never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam, at a constant rate or with the Transformer's warm-up."""
+
+    lr: float = 1e-3
+    """Rate; with `warmup_steps` the factor before min(step^-0.5, step * warmup_steps^-1.5)."""
+    beta1: float = 0.9
+    """Decay of the mean."""
+    beta2: float = 0.999
+    """Decay of the square."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.0
+    """Weight decay."""
+    warmup_steps: int = 0
+    """0 for a constant rate."""
+
+
+# On the command line `--lr`, not `--optimizer.lr`.
+_FLAT = tyro.conf.arg(name="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides what a run computes."""
+
+    name: tyro.conf.Suppress[str] = "custom"
+    """The recipe this configuration began as."""
+    data: Annotated[Digits | ImageSource | EmbeddedText | TextSource, _FLAT] = field(default_factory=Digits)
+    """What is learnt from."""
+    model: Annotated[Mlp | ConvNet | ResNet | Gpt, _FLAT] = field(default_factory=ConvNet)
+    """The network."""
+    optimizer: Annotated[Sgd | Adam, _FLAT] = field(default_factory=Adam)
+    """Of every stage and head."""
+    then: Sgd | Adam | None = None
+    """After a switch of strategy: a new optimizer with these settings; None for those of before."""
+    strategy: str = "2-wise"
+    """Which loss trains which stage, such as local, 2-wise, 3-wise-mean, end-to-end; see `nwise.strategy`.
+    In `before@T,after` T counts steps, or epochs if written `before@Tepochs,after`."""
+    heads: Heads = "live"
+    """Whether heads that no stage needs run too, as probes."""
+    microbatches: int = 1
+    """Parts that a mini-batch is cut into, M."""
+    batch_size: int = 128
+    """Samples in a mini-batch."""
+    epochs: float = 10
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after so many steps, whatever `epochs` says."""
+    eval_every: float = 1
+    """Epochs between evaluations of every head; the end is always evaluated."""
+    log_every: int = 10
+    """Steps between records of the training losses."""
+    clip: float | None = None
+    """Largest norm of all gradients together; None for no clipping."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16: forwards run under autocast."""
+    recompute: bool = False
+    """Keep only each stage's input and run its forward again before the backward passes."""
+    compile: bool = False
+    """Compile the blocks of every stage and head; needs a C++ compiler."""
+    device: str = "auto"
+    """Where to run; auto is cuda where there is one, else cpu."""
+    seed: int = 0
+    """Of initial values, order, augmentation and dropout."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_size", self.batch_size), ("log_every", self.log_every)):
+            if value < 1:
+                raise ValueError(f"`{name}` should be at least 1. Found {value}.")
+        for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
+            if number is not None and not number > 0:
+                raise ValueError(f"`{name}` should be above 0. Found {number}.")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"`max_steps` should be at least 1. Found {self.max_steps}.")
+        if self.microbatches > self.batch_size:
+            raise ValueError(
+                f"`microbatches` should be at most `batch_size = {self.batch_size}`. Found {self.microbatches}."
+            )
+        if isinstance(self.model, Gpt) != isinstance(self.data, EmbeddedText | TextSource):
+            raise ValueError(
+                f"`model` and `data` should both be of text or both of images. Found {type(self.model).__name__} and "
+                f"{type(self.data).__name__}."
+            )
+        self.strategy_for(1)
+
+    def strategy_for(self, steps_per_epoch: int) -> Any:
+        """The strategy, epochs in its name turned into steps."""
+        before, mark, rest = self.strategy.partition("epochs,")
+        text = self.strategy
+        if mark:
+            first, _, count = before.rpartition("@")
+            try:
+                text = f"{first}@{max(1, round(float(count) * steps_per_epoch))},{rest}"
+            except ValueError as error:
+                raise ValueError(f"`strategy` should give a number of epochs after '@'. Found {self.strategy!r}.") from error
+        return strategy(text, heads=self.heads) if self.heads != "live" else strategy(text)
+
+    def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:
+        """The training and the test data.
+
+        Args:
+            tokenizer: an existing one, for text.
+        """
+        if isinstance(self.data, Digits | ImageSource):
+            return self.data.load(self.seed)
+        assert isinstance(self.model, Gpt)
+        train, test = self.data.texts()
+        return text_data.stream_of(train, test, self.model.sequence_length, self.model.vocabulary_size, tokenizer)
+
+    def build(self, data: Images | Tokens) -> StagedModel:
+        """The network for the data."""
+        if isinstance(self.model, Gpt):
+            assert isinstance(data, Tokens)
+            return self.model.build(data, self.seed)
+        assert isinstance(data, Images)
+        return self.model.build(data, self.seed)
+
+
+_TYPES = {t.__name__: t for t in (Digits, ImageSource, EmbeddedText, TextSource, Mlp, ConvNet, ResNet, Gpt, Sgd, Adam, Recipe)}
+
+
+def to_json(config: Any) -> Any:
+    """Plain values, dataclasses with their name under ``type``.
+
+    >>> from_json(to_json(Recipe())) == Recipe()
+    True
+    """
+    if dataclasses.is_dataclass(config):
+        values = {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {"type": type(config).__name__, **values}
+    return list(config) if isinstance(config, tuple) else config
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` made; unknown names are errors."""
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, dict):
+        return value
+    kind = _TYPES.get(value.get("type", ""))
+    if kind is None:
+        raise ValueError(f"`type` should be one of {', '.join(_TYPES)}. Found {value.get('type')!r}.")
+    known = {f.name for f in dataclasses.fields(kind)}
+    unknown = sorted(set(value) - known - {"type"})
+    if unknown:
+        raise ValueError(f"A {kind.__name__} should have fields {', '.join(sorted(known))}. Found {unknown[0]!r}.")
+    return kind(**{name: from_json(inner) for name, inner in value.items() if name != "type"})

@@ -1,0 +1,114 @@
+"""Figures for papers and documents: quality of several runs, and the flow of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from nwise.flow import flow_of
+from nwise.strategy import Strategy
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Test scores of one run.
+
+    Args:
+        steps: at which it was tested.
+        values: accuracy in per cent, or perplexity.
+        slots: modelled time of each test on A accelerators, in slots.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    slots: Sequence[float]
+
+
+def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
+    """Quality against steps, and against the time that A accelerators would take by the timing model."""
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, (name, curve) in enumerate(curves.items()):
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": _MARKERS[i % len(_MARKERS)], "markersize": 4}
+            left.plot(curve.steps, curve.values, label=name, **style)
+            right.plot(curve.slots, curve.values, label=name, **style)
+        left.set_xlabel("steps")
+        left.set_ylabel(quality)
+        right.set_xlabel("modelled time on one accelerator per stage, slots")
+        right.set_title("(paper's timing model, not measured)", fontsize=8)
+        if quality.endswith("perplexity"):
+            left.set_yscale("log")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        left.legend(frameon=False)
+        figure.suptitle(title, fontsize=10)
+        figure.savefig(path, dpi=150)
+
+
+def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
+    """The flow of activations and gradients, as in the paper's second figure, drawn from the flow value.
+
+    One panel for each strategy: stages from left to right, above each its head and loss if it runs;
+    black arrows are activations, coloured ones gradients, a colour for each loss.
+    """
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
+        columns = min(len(strategies), max(1, 12 // num_stages))
+        rows = -(-len(strategies) // columns)
+        figure = Figure(figsize=(1.05 * (num_stages + 0.5) * columns, 2.2 * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes in panels:
+            axes.axis("off")
+        for axes, strategy in zip(panels, strategies, strict=False):
+            _draw_flow(axes, strategy, num_stages)
+        figure.savefig(path, dpi=150)
+
+
+def _draw_flow(axes: Axes, strategy: Strategy, num_stages: int) -> None:
+    credit = strategy.credit(num_stages)
+    flow = flow_of(credit)
+    axes.set(xlim=(-0.75, num_stages - 0.25), ylim=(-0.72, 1.12), aspect="equal")
+    axes.set_title(strategy.name, loc="left", fontweight="bold", fontsize=10)
+    for k, stage in enumerate(flow.stages):
+        trained = stage.weights is not None
+        _box(axes, k, 0.0, 0.6, 0.46, f"stage {k}", "#e8eef4" if trained else "#ffffff", "#444444")
+        _arrow(axes, (k - 0.7, 0.1), (k - 0.3, 0.1), "#222222")
+        if stage.head:
+            colour = COLOURS[k % len(COLOURS)]
+            _box(axes, k, 0.88, 0.6, 0.34, f"loss {k}", "#ffffff", colour)
+            _arrow(axes, (k - 0.08, 0.23), (k - 0.08, 0.71), "#222222")
+            if stage.own:
+                _arrow(axes, (k + 0.08, 0.71), (k + 0.08, 0.23), colour)
+    for k in range(1, num_stages):
+        # A gradient crosses for every loss above that trains a stage below; those that travel as one message share a lane.
+        messages = flow.stages[k].messages
+        for lane, message in enumerate(messages):
+            y = -0.06 - 0.11 * lane
+            _arrow(axes, (k - 0.3, y), (k - 0.7, y), COLOURS[message.far % len(COLOURS)])
+    for k in range(num_stages):
+        losses = [j for j in range(num_stages) if credit[j, k]]
+        axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=7, color="#555555")
+        label = ", ".join(f"{j}" for j in losses) or "–"
+        axes.text(k, -0.6, label, ha="center", va="center", fontsize=8, color=COLOURS[losses[-1] % 8] if losses else "#555")
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, edge: str) -> None:
+    corner = (x - width / 2, y - height / 2)
+    box = FancyBboxPatch(corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge)
+    axes.add_patch(box)
+    axes.text(x, y, text, ha="center", va="center", fontsize=8)
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.4, shrinkA=0, shrinkB=0))

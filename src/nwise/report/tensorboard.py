@@ -1,0 +1,56 @@
+"""Losses and scores of every head as TensorBoard events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from nwise.training import Scores, Trainer
+
+
+class TensorBoard:
+    """Writes events into the run's folder.
+
+    Args:
+        folder: where; shown by ``tensorboard --logdir``.
+
+    Raises:
+        ImportError: the extra ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "`--tensorboard` needs TensorBoard; install it with `pip install 'nwise[tensorboard]'`."
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+        self._every = 1
+
+    def started(self, trainer: Trainer) -> None:
+        """Take over the interval of the records."""
+        self._every = trainer.recipe.log_every
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        """Training losses, as often as they are recorded."""
+        if step % self._every == 0:
+            for k, loss in enumerate(losses.tolist()):
+                if loss == loss:
+                    self._writer.add_scalar(f"train_loss/stage_{k}", loss, step)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing."""
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        """Test losses and accuracies."""
+        for k, score in enumerate(scores.heads):
+            if score is not None:
+                self._writer.add_scalar(f"test_loss/stage_{k}", score.loss, step)
+                self._writer.add_scalar(f"test_accuracy/stage_{k}", score.accuracy, step)
+
+    def finished(self, status: str) -> None:
+        """Close the file."""
+        del status
+        self._writer.close()

@@ -1,0 +1,112 @@
+"""Scoring the last head, every head, and ensembles of the top n."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nwise.data import Images, Tokens
+from nwise.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean cross-entropy in nats and share of right answers, over samples or tokens."""
+
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of a test set.
+
+    Args:
+        heads: of every stage's head, None where there is none or where the strategy does not train it;
+            the last is the network's own output.
+        ensembles: of the mean of the probabilities of the top n heads; entry n - 1, from the last head
+            alone to all of them. Empty unless asked for.
+    """
+
+    heads: tuple[Score | None, ...]
+    ensembles: tuple[Score, ...] = ()
+
+
+@contextmanager
+def evaluating(pipe: Pipeline) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; every module's mode as before outside."""
+    modes = {module: module.training for module in pipe.modules()}
+    pipe.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def evaluate(
+    pipe: Pipeline,
+    data: Images | Tokens,
+    batch_size: int,
+    *,
+    ensembles: bool = False,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Score every trained head on a whole test set.
+
+    Args:
+        pipe: whose last output is logits ``[B, ..., classes]``, as the heads' are.
+        data: the test set.
+        batch_size: samples at a time.
+        ensembles: also those of the top n heads.
+        on_batch: called with batches done and batches there are.
+    """
+    sums: dict[tuple[str, int], Tensor] = {}
+    device = next(pipe.parameters()).device
+    starts = range(0, len(data), batch_size)
+    scored = pipe.needed_heads() | {pipe.num_stages - 1}
+    with evaluating(pipe):
+        for done, start in enumerate(starts):
+            inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+            outputs = pipe.head_outputs(inputs.to(device))
+            target = target.to(device).flatten()
+            top: Tensor | None = None
+            count = 0
+            for k in reversed(range(pipe.num_stages)):
+                logits = outputs[k]
+                if k not in scored or not isinstance(logits, Tensor):
+                    continue
+                log_p = functional.log_softmax(logits.flatten(0, -2).float(), dim=-1)
+                _add(sums, ("head", k), log_p, target)
+                if ensembles:
+                    count += 1
+                    top = log_p.exp() if top is None else top + log_p.exp()
+                    _add(sums, ("top", count), (top / count).log(), target)
+            if on_batch is not None:
+                on_batch(done + 1, len(starts))
+    heads = tuple(_score(sums[key]) if (key := ("head", k)) in sums else None for k in range(pipe.num_stages))
+    tops = tuple(_score(sums["top", n]) for n in range(1, pipe.num_stages + 1) if ("top", n) in sums)
+    return Scores(heads, tops)
+
+
+def _add(sums: dict[tuple[str, int], Tensor], key: tuple[str, int], log_p: Tensor, target: Tensor) -> None:
+    loss = functional.nll_loss(log_p, target, reduction="sum")
+    right = (log_p.argmax(-1) == target).sum()
+    found = torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
+    sums[key] = sums[key] + found if key in sums else found
+
+
+def _score(total: Tensor) -> Score:
+    loss, right, count = total.tolist()
+    return Score(loss / count, right / count)

@@ -1,0 +1,70 @@
+"""Optimizers and rate schedules from a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from nwise.recipes import Adam, Sgd
+
+
+def optimizer_of(config: Sgd | Adam, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """A torch optimizer with the configuration's settings."""
+    kept = [p for p in parameters if p.requires_grad]
+    if isinstance(config, Sgd):
+        return torch.optim.SGD(kept, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    return torch.optim.Adam(
+        kept, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
+    """What the rate is multiplied by at a step.
+
+    Args:
+        config: of the optimizer.
+        step: counted from 0 within the phase.
+        num_steps: of the phase.
+
+    >>> rate_factor(Sgd(drops=(0.5, 0.75)), 60, 100), rate_factor(Adam(warmup_steps=100), 99, 1000)
+    (0.1, 0.1)
+    """
+    if isinstance(config, Sgd):
+        return float(f"1e-{sum(step >= share * num_steps for share in config.drops)}")
+    if not config.warmup_steps:
+        return 1.0
+    return float(min((step + 1) ** -0.5, (step + 1) * config.warmup_steps**-1.5))
+
+
+class Rate:
+    """The rate schedule of one phase of training.
+
+    Args:
+        config: of the optimizer.
+        optimizer: whose rate is set.
+        num_steps: of the phase.
+    """
+
+    def __init__(self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        self._optimizer = optimizer
+        self._by_step = LambdaLR(optimizer, lambda step: rate_factor(config, step, num_steps))
+        patience = config.plateau_epochs if isinstance(config, Sgd) else None
+        self._by_loss = None if patience is None else ReduceLROnPlateau(optimizer, factor=0.1, patience=patience)
+
+    def step(self) -> None:
+        """After every update."""
+        if self._by_loss is None:
+            self._by_step.step()
+
+    def evaluated(self, loss: float) -> None:
+        """After every evaluation of the last head."""
+        if self._by_loss is not None:
+            self._by_loss.step(loss)
+
+    @property
+    def value(self) -> float:
+        """The rate now."""
+        return float(self._optimizer.param_groups[0]["lr"])

@@ -1,0 +1,36 @@
+"""Fixtures for all tests: fixed seeds, one thread for bitwise comparisons, the shared data folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(os.environ.get("NWISE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.set_num_threads(1)  # several processes at once, and sums in one order
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def shared_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder with real CIFAR-10 and One Billion Word text; skips where it is not."""
+    if not (SHARED / "cifar10").is_dir():
+        pytest.skip(f"no data folder at {SHARED}; set NWISE_DATA to one with cifar10/ and lm1b/")
+    monkeypatch.setenv("NWISE_DATA", str(SHARED))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    return SHARED

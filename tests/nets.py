@@ -1,0 +1,124 @@
+"""Small networks for the tests, in stages with heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nwise.layers import Embedding, TransformerBlock, vocabulary
+
+LossFn = Callable[..., Tensor]
+
+
+@dataclass
+class Net:
+    """Stages, heads, a loss and a way to draw data."""
+
+    stages: list[nn.Module]
+    heads: list[nn.Module | None]
+    loss_fn: LossFn
+    draw: Callable[[int], tuple[Tensor, Tensor]]
+    batch_statistics: bool = False
+
+
+def perceptron(num_stages: int) -> Net:
+    stages: list[nn.Module] = [
+        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(num_stages)
+    ]
+    heads: list[nn.Module | None] = [nn.Linear(5, 4) for _ in range(num_stages - 1)]
+    stages[-1] = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    return Net(
+        stages, heads, nn.functional.cross_entropy, lambda n: (torch.randn(n, 5), torch.randint(0, 4, (n,)))
+    )
+
+
+def convolutional(num_stages: int) -> Net:
+    channels = [2, *[3] * num_stages]
+    stages: list[nn.Module] = [
+        nn.Sequential(nn.Conv2d(channels[k], channels[k + 1], 3, padding=1), nn.BatchNorm2d(channels[k + 1]), nn.ReLU())
+        for k in range(num_stages)
+    ]
+    stages[-1] = nn.Sequential(stages[-1], nn.Flatten(), nn.Linear(3 * 16, 4))
+    heads: list[nn.Module | None] = [
+        nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16, 4)) for _ in range(num_stages - 1)
+    ]
+    return Net(
+        stages,
+        heads,
+        nn.functional.cross_entropy,
+        lambda n: (torch.randn(n, 2, 4, 4), torch.randint(0, 4, (n,))),
+        batch_statistics=True,
+    )
+
+
+class Mixed(nn.Module):
+    """Takes and gives a tuple: a float tensor that learns, another float tensor, and an integer one."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.mix = nn.Linear(4, 4)
+        self.side = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, side: Tensor | None = None, index: Tensor | None = None) -> tuple[Tensor, ...]:
+        if side is None or index is None:
+            side, index = x.sum(-1, keepdim=True).expand(-1, 3), x.argmax(-1)
+        hidden = torch.tanh(self.mix(x)) + side.sum(-1, keepdim=True)
+        return hidden, torch.sin(self.side(hidden)) * side, index
+
+
+class MixedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classify = nn.Linear(7, 4)
+        self.shift = nn.Embedding(4, 4)
+
+    def forward(self, x: Tensor, side: Tensor, index: Tensor) -> Tensor:
+        return self.classify(torch.cat([x, side], -1)) + self.shift(index)
+
+
+def tuples(num_stages: int) -> Net:
+    stages: list[nn.Module] = [Mixed(first=k == 0) for k in range(num_stages)]
+    heads: list[nn.Module | None] = [MixedHead() for _ in range(num_stages - 1)]
+
+    def loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        logits = output[0] + output[1].mean() if isinstance(output, tuple) else output
+        return nn.functional.cross_entropy(logits, target)
+
+    return Net(stages, heads, loss, lambda n: (torch.randn(n, 4), torch.randint(0, 4, (n,))))
+
+
+class Every(nn.Module):
+    """A loss over all tokens ``[B, T]``."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tokens(num_stages: int) -> Net:
+    stages: list[nn.Module] = [TransformerBlock(8, 2) for _ in range(num_stages)]
+    stages[0] = nn.Sequential(Embedding(11, 5, 8), stages[0])
+    stages[-1] = nn.Sequential(stages[-1], vocabulary(8, 11))
+    heads: list[nn.Module | None] = [vocabulary(8, 11) for _ in range(num_stages - 1)]
+    return Net(
+        stages, heads, Every(), lambda n: (torch.randint(0, 11, (n, 5)), torch.randint(0, 11, (n, 5)))
+    )
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+def some_without_parameters(num_stages: int) -> Net:
+    """Every second stage has nothing to train."""
+    net = perceptron(num_stages)
+    for k in range(0, num_stages - 1, 2):
+        net.stages[k] = Half()
+    return net
+
+
+ZOO = {make.__name__: make for make in (perceptron, convolutional, tuples, tokens, some_without_parameters)}

@@ -1,0 +1,166 @@
+"""The contract: every strategy computes what `reference_grads` defines, however it is run."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from nets import ZOO, Net, perceptron
+from torch import Tensor, nn
+
+import nwise
+
+STRATEGIES = [
+    "local",
+    "1-wise",
+    "2-wise",
+    "3-wise",
+    "4-wise",
+    "2-wise-mean",
+    "3-wise-mean",
+    "end-to-end",
+    "deep-supervision",
+    "geometric-0.7",
+    "blocks-2",
+    "blocks-3",
+    "rotating-2",
+    "rotating-3",
+    "rotating-2-microbatch",
+]
+
+
+def pipeline(net: Net, strategy: str | nwise.Strategy, num_microbatches: int = 1, **options: bool) -> nwise.Pipeline:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # N > A and batch norm under micro-batches have tests of their own
+        return nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, num_microbatches, seed=0, **options)
+
+
+def gradients(pipe: nwise.Pipeline) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Every gradient there should be, and no other; a stage without credit may have None for zero."""
+    assert set(found) <= set(expected)
+    for name, gradient in expected.items():
+        got = found.get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def credits(pipe: nwise.Pipeline, step: int) -> Tensor:
+    now = pipe.strategy.in_force(step)
+    return torch.stack(
+        [now.credit(pipe.num_stages, now.turn(step, m)) for m in range(pipe.num_microbatches)]
+    )
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore:`n = ")
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", list(ZOO))
+def test_gradients_are_those_of_the_definition(
+    name: str, strategy: str, num_stages: int, num_microbatches: int
+) -> None:
+    net = ZOO[name](num_stages)
+    pipe = pipeline(net, strategy, num_microbatches)
+    for step in range(pipe.strategy.turns):
+        x, y = net.draw(7)  # 7 = 4 + 3 = 3 + 2 + 2: uneven
+        if net.batch_statistics:
+            # Batch norm sees micro-batches, so the reference has to be cut into the same.
+            expected = nwise.reference_grads(
+                net.stages, net.heads, net.loss_fn, x, y, credits(pipe, step), num_microbatches
+            )
+        elif strategy.endswith("microbatch"):
+            expected = nwise.reference_grads(
+                net.stages, net.heads, net.loss_fn, x, y, credits(pipe, step), num_microbatches
+            )
+        else:
+            expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, pipe.credit)
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", list(ZOO))
+def test_probes_train_every_head_and_change_no_stage(name: str) -> None:
+    net = ZOO[name](4)
+    x, y = net.draw(6)
+    live, every = pipeline(net, "3-wise"), pipeline(net, nwise.NWise(3, heads="all"))
+    live.step(x, target=y)
+    main = {n: g.clone() for n, g in gradients(live).items() if n.startswith("stages.")}
+    live.zero_grad()
+    losses = every.step(x, target=y)
+    found = gradients(every)
+    expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, every.credit, heads_run="all")
+    assert_same(found, expected, 1e-12)
+    assert not losses.isnan().any()
+    for parameter, gradient in main.items():
+        assert torch.equal(found[parameter], gradient)
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_all_stages_is_ordinary_training_bitwise(name: str) -> None:
+    net = ZOO[name](4)
+    plain = copy.deepcopy(net.stages)
+    x, y = net.draw(6)
+    pipe = pipeline(net, nwise.NWise(4))
+    losses = pipe.step(x, target=y)
+
+    hidden: object = (x,)
+    for stage in plain:
+        hidden = stage(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+    loss = net.loss_fn(hidden, y)
+    loss.backward()
+
+    assert torch.equal(losses[-1], loss.detach())
+    for ours, theirs in zip(net.stages, plain, strict=True):
+        for (parameter_name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            if q.grad is not None:
+                assert p.grad is not None
+                assert torch.equal(p.grad, q.grad), parameter_name
+
+
+@pytest.mark.usefixtures("float64")
+def test_hand_worked_chain_of_three() -> None:
+    """Three scalar stages y = w x with w = 2, heads v = 3, loss = output, x = 1.
+
+    Loss 0 = 3*2, loss 1 = 3*4, loss 2 = 8. dL1/dw0 = v1*w1*x = 6, dL2/dw1 = w2*w0*x = 4, dL2/dw2 = w1*w0*x = 4;
+    head 1: dL1/dv1 = w1*w0*x = 4. Head 0 is dead under 2-wise.
+    """
+    stages = [nn.Linear(1, 1, bias=False) for _ in range(3)]
+    heads = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for module, value in [*((s, 2.0) for s in stages), *((h, 3.0) for h in heads)]:
+        nn.init.constant_(module.weight, value)
+    pipe = nwise.Pipeline(stages, heads, lambda output, target: output.mean(), "2-wise")
+    losses = pipe.step(torch.ones(1, 1))
+    assert losses[0].isnan()
+    assert losses[1:].tolist() == [12.0, 8.0]
+    assert [s.weight.grad.item() for s in stages if s.weight.grad is not None] == [6.0, 4.0, 4.0]
+    assert heads[0].weight.grad is None
+    assert heads[1].weight.grad is not None
+    assert heads[1].weight.grad.item() == 4.0
+
+
+@pytest.mark.usefixtures("float64")
+def test_losses_are_means_over_the_mini_batch() -> None:
+    net = perceptron(3)
+    x, y = net.draw(7)
+    whole = pipeline(net, "local").step(x, target=y)
+    for num_microbatches in (2, 3, 7):
+        torch.testing.assert_close(pipeline(net, "local", num_microbatches).step(x, target=y), whole)
+
+
+@pytest.mark.usefixtures("float64")
+def test_gradients_of_two_steps_accumulate() -> None:
+    net = perceptron(3)
+    x, y = net.draw(6)
+    pipe = pipeline(net, "2-wise")
+    pipe.step(x, target=y)
+    once = {n: g.clone() for n, g in gradients(pipe).items()}
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), {n: 2 * g for n, g in once.items()}, 1e-14)
