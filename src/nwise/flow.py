@@ -88,8 +88,8 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
 
     Args:
         credit: ``[A, A]``, as from `Strategy.credit`.
-        trainable: for each stage, whether it has a parameter to train (default: all). What would
-            only reach stages without any is not computed.
+        trainable: for each stage, whether it has a parameter to train (default: all). Gradients that
+            would only reach stages without any are not computed; their heads still run and learn.
         probes: for each stage, whether its head runs although no stage needs its loss (default: none).
 
     Returns:
@@ -101,6 +101,7 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
     """
     matrix = credit.numpy().copy()
     num_stages = len(matrix)
+    runs = matrix.any(axis=1) | np.asarray(probes or [False] * num_stages, dtype=bool)
     if trainable is not None:
         matrix[:, ~np.asarray(trainable, dtype=bool)] = 0.0
     stages: list[StageFlow] = []
@@ -112,8 +113,7 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
         passes = tuple(_combine(message, above, k) for message in messages)
         weights = _combine(wanted, above, k) if wanted.any() else None
         own = any(p.own for p in passes) or (weights is not None and weights.own != 0.0)
-        runs = bool(matrix[k].any()) or (bool(probes) and probes[k])
-        stages.append(StageFlow(head=runs, own=own, messages=passes, weights=weights, fused=fused))
+        stages.append(StageFlow(head=bool(runs[k]), own=own, messages=passes, weights=weights, fused=fused))
         above = messages
     return Flow(tuple(reversed(stages)))
 

@@ -1,0 +1,158 @@
+"""The operations that are really done: passes, messages, floating-point operations, memory, order."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import nwise
+from nwise.flow import flow_of
+from nwise.schedule.actions import Action, Kind
+
+# Multiplications and additions of one matrix product of these layers.
+WIDTH, BATCH = 6, 4
+PRODUCT = 2 * BATCH * WIDTH * WIDTH
+
+
+def layers(count: int, depth: int = 1) -> list[nn.Module]:
+    return [nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))) for _ in range(count)]
+
+
+def pipeline(strategy: str | nwise.Strategy, num_stages: int, depth: int = 1, m: int = 1) -> nwise.Pipeline:
+    return nwise.Pipeline(
+        layers(num_stages, depth), layers(num_stages - 1), lambda y, target: y.square().mean(), strategy, m
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(
+    "strategy", ["local", "2-wise", "3-wise", "2-wise-mean", "3-wise-mean", "end-to-end", "deep-supervision", "blocks-2"]
+)
+def test_flops_are_f_plus_chains_plus_one_w(strategy: str, depth: int) -> None:
+    """Work of a stage: F + r I + (rho - r) lambda I + W, with lambda = (depth - 1) / depth; a head: F, I if needed, W."""
+    num_stages = 6
+    pipe = pipeline(strategy, num_stages, depth)
+    flow = flow_of(pipe.credit)
+    products = 0
+    for k, stage in enumerate(flow.stages):
+        own_chains = stage.passes - len(stage.messages)
+        products += depth + len(stage.messages) * depth + own_chains * (depth - 1)
+        products += depth if stage.weights is not None else 0
+        if stage.head and k < num_stages - 1:
+            products += 1 + 1 + stage.own
+    with FlopCounterMode(display=False) as counter:
+        pipe.step(torch.randn(BATCH, WIDTH))
+    assert counter.get_total_flops() == products * PRODUCT
+
+
+def test_dead_heads_cost_nothing_and_probes_only_themselves() -> None:
+    flops = []
+    for heads in ("live", "all"):
+        pipe = pipeline(nwise.NWise(3, heads=heads), 5)  # type: ignore[arg-type]
+        with FlopCounterMode(display=False) as counter:
+            pipe.step(torch.randn(BATCH, WIDTH))
+        flops.append(counter.get_total_flops())
+    # two dead heads, forward and weight gradient each, no gradient to the stage
+    assert flops[1] - flops[0] == 2 * 2 * PRODUCT
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise", "4-wise-mean", "end-to-end", "deep-supervision"])
+def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipeline(strategy, 6, m=num_microbatches)
+    flow = flow_of(pipe.credit)
+    calls: list[list[Tensor]] = []
+    original = torch.autograd.backward
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        calls.append(list(kwargs["inputs"]))
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", counting)
+    actions: list[Action] = []
+    pipe.on_action = actions.append
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    pipe.step(x)
+
+    passes = sum(stage.passes for stage in flow.stages)
+    assert len(calls) == num_microbatches * (passes + len(flow.heads))
+    # One gradient message for each I or B, and each crosses one boundary.
+    sent = [a for a in actions if a.kind in (Kind.INPUT_GRAD, Kind.BOTH)]
+    for k in range(1, 6):
+        assert sum(a.stage == k for a in sent) == num_microbatches * flow.messages[k - 1]
+    # Each stage's weights are asked for exactly once a micro-batch; the model's input never.
+    for stage in pipe.stages:
+        weight = next(stage.parameters())
+        assert sum(any(t is weight for t in inputs) for inputs in calls) == num_microbatches
+    assert x.grad is None
+
+
+class Kept:
+    """A saved activation."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Alive(nn.Module):
+    """Counts how many stages have saved activations that are alive."""
+
+    alive: set[int] = set()  # noqa: RUF012
+    peak = 0
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def pack(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        if tensor.shape == (BATCH // 2, WIDTH):
+            Alive.alive.add(self.index)
+            weakref.finalize(kept, Alive.alive.discard, self.index)
+            Alive.peak = max(Alive.peak, len(Alive.alive))
+        return kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda kept: kept.tensor):
+            return self.linear(torch.sin(x))
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("local", 1), ("2-wise", 2), ("3-wise", 3), ("end-to-end", 8)])
+def test_n_wise_keeps_the_activations_of_n_stages(strategy: str, expected: int) -> None:
+    Alive.alive, Alive.peak = set(), 0
+    pipe = nwise.Pipeline([Alive(k) for k in range(8)], layers(7), lambda y, target: y.mean(), strategy, 2)
+    pipe.step(torch.randn(BATCH, WIDTH))
+    assert Alive.peak == expected
+    assert not Alive.alive
+
+
+def test_nothing_is_kept_after_a_step_or_an_error() -> None:
+    pipe = pipeline("3-wise", 4)
+    pipe.step(torch.randn(BATCH, WIDTH))
+    assert not any(stage.holds(0) for stage in pipe._stages)
+    with pytest.raises(RuntimeError, match="shape"):
+        pipe.step(torch.randn(BATCH, WIDTH + 1))
+    assert not any(stage.holds(0) for stage in pipe._stages)
+
+
+def test_running_statistics_move_once_per_micro_batch() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    head = nn.BatchNorm1d(WIDTH)
+    stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), norm), *layers(2)]
+    for recompute in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipe = nwise.Pipeline(
+                stages, [head, nn.Identity()], lambda y, t: y.square().mean(), "2-wise-mean", 3, recompute=recompute
+            )
+        before = int(norm.num_batches_tracked), int(head.num_batches_tracked)  # type: ignore[arg-type]
+        pipe.step(torch.randn(9, WIDTH))
+        after = int(norm.num_batches_tracked), int(head.num_batches_tracked)  # type: ignore[arg-type]
+        assert (after[0] - before[0], after[1] - before[1]) == (3, 3)

@@ -1,0 +1,144 @@
+"""Flow: messages are ranks, W passes are one, and nothing that nobody needs is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import nwise
+from nwise.flow import Flow, flow_of
+from nwise.schedule.actions import Kind, depth_first
+
+Matrix = NDArray[np.float64]
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Matrix:
+    """Lower-triangular, with small numbers so that dependent columns are frequent."""
+    size = draw(st.integers(1, 7))
+    values = st.sampled_from([0.0, 0.0, 1.0, 0.5, -1.0, 2.0, 0.3])
+    rows = draw(st.lists(st.lists(values, min_size=size, max_size=size), min_size=size, max_size=size))
+    return np.tril(np.array(rows, dtype=np.float64))
+
+
+def contents(flow: Flow) -> list[list[Matrix]]:
+    """Weights of all losses in every message of every boundary, worked out from the flow's own coefficients."""
+    num_stages = len(flow.stages)
+    found: list[list[Matrix]] = [[] for _ in range(num_stages + 1)]
+    for k in reversed(range(1, num_stages)):
+        found[k] = [mixed(c.own, c.received, found[k + 1], k, num_stages) for c in flow.stages[k].messages]
+    return found
+
+
+def mixed(own: float, received: tuple[float, ...], above: list[Matrix], k: int, num_stages: int) -> Matrix:
+    vector = np.zeros(num_stages)
+    vector[k] = own
+    for weight, message in zip(received, above, strict=True):
+        vector += weight * message
+    return vector
+
+
+@settings(max_examples=300, deadline=None)
+@given(matrices())
+def test_every_stage_gets_its_column_from_as_few_messages_as_possible(matrix: Matrix) -> None:
+    flow = flow_of(torch.from_numpy(matrix))
+    num_stages = len(matrix)
+    messages = contents(flow)
+    for k, stage in enumerate(flow.stages):
+        if k:
+            assert len(stage.messages) == np.linalg.matrix_rank(matrix[k:, :k])
+        got = np.zeros(num_stages)
+        if stage.weights is not None:
+            got = mixed(stage.weights.own, stage.weights.received, messages[k + 1], k, num_stages)
+        np.testing.assert_allclose(got, matrix[:, k], atol=1e-12)
+        assert (stage.weights is None) == (not matrix[:, k].any())
+        assert stage.head == matrix[k].any()
+        # chains walked inside the stage: rank C[k:, :k+1]
+        assert stage.passes == np.linalg.matrix_rank(matrix[k:, : k + 1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(matrices())
+def test_no_message_waits_for_a_loss_that_its_receivers_do_not_ask_for(matrix: Matrix) -> None:
+    """A column that stops at loss j is made of messages that stop at or before j."""
+    flow = flow_of(torch.from_numpy(matrix))
+    for k, stage in enumerate(flow.stages[:-1]):
+        above = flow.stages[k + 1].messages
+        for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
+            used = [above[p].far for p, weight in enumerate(cotangent.received) if weight]
+            assert max(used, default=k) <= cotangent.far
+
+
+@settings(max_examples=200, deadline=None)
+@given(matrices(), st.integers(1, 3))
+def test_the_order_is_complete_and_nothing_comes_before_what_it_needs(matrix: Matrix, num_microbatches: int) -> None:
+    flow = flow_of(torch.from_numpy(matrix))
+    order = depth_first([flow] * num_microbatches)
+    assert len(order) == len(set(order))
+    passes = sum(stage.passes for stage in flow.stages)
+    heads = len(flow.heads)
+    assert len(order) == num_microbatches * (len(matrix) + heads + passes)
+    seen = set()
+    for action in order:
+        k, m = action.stage, action.microbatch
+        stage = flow.stages[k]
+        if action.kind is Kind.FORWARD:
+            assert k == 0 or (Kind.FORWARD, k - 1, m) in seen
+            seen.add((Kind.FORWARD, k, m))
+        elif action.kind is Kind.HEAD:
+            assert (Kind.FORWARD, k, m) in seen
+            seen.add((Kind.HEAD, k, m))
+        else:
+            cotangent = stage.weights if action.message is None else stage.messages[action.message]
+            assert cotangent is not None
+            assert not cotangent.own or (Kind.HEAD, k, m) in seen
+            for p, weight in enumerate(cotangent.received):
+                assert not weight or (Kind.INPUT_GRAD, k + 1, m, p) in seen
+            if action.message is not None:
+                seen.add((Kind.INPUT_GRAD, k, m, action.message))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "messages", "passes", "heads"),
+    [
+        ("local", (0, 0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1, 1, 1), 8),
+        ("2-wise", (1, 1, 1, 1, 1, 1, 1), (1, 2, 2, 2, 2, 2, 2, 1), 7),
+        ("2-wise-mean", (1, 1, 1, 1, 1, 1, 1), (1, 2, 2, 2, 2, 2, 2, 1), 8),
+        ("3-wise", (1, 2, 2, 2, 2, 2, 1), (1, 2, 3, 3, 3, 3, 2, 1), 6),
+        ("3-wise-mean", (1, 2, 2, 2, 2, 2, 1), (1, 2, 3, 3, 3, 3, 2, 1), 8),
+        ("4-wise", (1, 2, 3, 3, 3, 2, 1), (1, 2, 3, 4, 4, 3, 2, 1), 5),
+        ("end-to-end", (1, 1, 1, 1, 1, 1, 1), (1,) * 8, 1),
+        ("deep-supervision", (1, 1, 1, 1, 1, 1, 1), (1,) * 8, 8),
+        ("geometric-0.9", (1, 1, 1, 1, 1, 1, 1), (1,) * 8, 8),
+        ("blocks-2", (1, 0, 1, 0, 1, 0, 1), (1,) * 8, 4),
+    ],
+)
+def test_the_table_of_eight_stages(
+    strategy: str, messages: tuple[int, ...], passes: tuple[int, ...], heads: int
+) -> None:
+    flow = flow_of(nwise.strategy(strategy).credit(8))
+    assert flow.messages == messages
+    assert tuple(stage.passes for stage in flow.stages) == passes
+    assert len(flow.heads) == heads
+    assert not flow.stages[0].messages
+
+
+def test_for_n_wise_a_message_is_the_gradient_of_one_loss() -> None:
+    flow = flow_of(nwise.NWise(3).credit(6))
+    for k, boundary in enumerate(contents(flow)[1:6], start=1):
+        losses = [int(np.flatnonzero(message)[0]) for message in boundary]
+        assert all(message.sum() == 1.0 == message.max() for message in boundary)
+        assert losses == [j for j in range(max(k, 2), min(k + 2, 6))]
+
+
+def test_what_only_frozen_stages_would_use_is_not_sent() -> None:
+    flow = flow_of(nwise.EndToEnd().credit(4), trainable=[False, False, True, True])
+    assert flow.messages == (0, 0, 1)
+    assert [stage.passes for stage in flow.stages] == [0, 0, 1, 1]
+    local = flow_of(nwise.Local().credit(2), trainable=[False, True])
+    assert local.heads == (0, 1)  # the head of a frozen stage still learns
+    assert not local.stages[0].own

@@ -1,0 +1,518 @@
+"""`Pipeline`: losses, options of real training, and everything it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from nets import perceptron, tokens
+from test_contract import assert_same, gradients, pipeline
+from torch import Tensor, nn
+
+import nwise
+from nwise.losses import TokenCrossEntropy
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def linears(*sizes: int) -> list[nn.Module]:
+    return [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+
+
+# Losses
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functools.partial(cross_entropy, ignore_index=2),
+        nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)),
+        functools.partial(cross_entropy, label_smoothing=0.2),
+        functools.partial(cross_entropy, weight=torch.tensor([1.0, 0.1, 0.5, 3.0], dtype=torch.float64), ignore_index=1),
+    ],
+)
+def test_micro_batches_are_weighted_by_the_terms_that_count(loss_fn: Callable[..., Tensor]) -> None:
+    net = perceptron(3)
+    net.loss_fn = loss_fn
+    x = torch.randn(7, 5)
+    y = torch.tensor([2, 2, 2, 1, 0, 3, 1])  # with M = 3 the first micro-batch counts for nothing if 2 is ignored
+    expected = nwise.reference_grads(net.stages, net.heads, loss_fn, x, y, nwise.NWise(2).credit(3))
+    for m in (1, 2, 3):
+        pipe = pipeline(net, "2-wise", m)
+        pipe.zero_grad()
+        losses = pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+        assert losses[1:].isfinite().all()
+
+
+@pytest.mark.usefixtures("float64")
+def test_token_losses_count_tokens() -> None:
+    net = tokens(3)
+    net.loss_fn = TokenCrossEntropy(ignore_index=0)
+    x, y = net.draw(5)
+    y[:2, 1:] = 0
+    expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.Local().credit(3))
+    for m in (1, 2, 5):
+        pipe = pipeline(net, "local", m)
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+def test_one_loss_per_stage_and_every_head_sees_its_own() -> None:
+    net = perceptron(3)
+    x, y = net.draw(6)
+    losses: list[Callable[..., Tensor]] = [
+        cross_entropy,
+        lambda output, target: output.square().mean(),
+        functools.partial(cross_entropy, label_smoothing=0.5),
+    ]
+    pipe = nwise.Pipeline(net.stages, net.heads, losses, "2-wise-mean", 2)
+    found = pipe.step(x, target=y)
+    expected = nwise.reference_grads(net.stages, net.heads, losses, x, y, pipe.credit)
+    assert_same(gradients(pipe), expected, 1e-12)
+    outputs = pipe.head_outputs(x)
+    wanted = torch.stack([loss(output, y) for loss, output in zip(losses, outputs, strict=True)])
+    torch.testing.assert_close(found, wanted.detach())
+
+
+def test_a_loss_without_a_target() -> None:
+    pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 2)], lambda y, target: y.square().mean(), "local", 2)
+    assert pipe.step(torch.randn(5, 3)).isfinite().all()
+
+
+def test_losses_are_nan_where_a_head_did_not_run() -> None:
+    net = perceptron(4)
+    x, y = net.draw(6)
+    for strategy, dead in (("3-wise", 2), ("end-to-end", 3), ("local", 0)):
+        assert pipeline(net, strategy).step(x, target=y).isnan().tolist() == [True] * dead + [False] * (4 - dead)
+
+
+# Parameters
+
+
+@pytest.mark.usefixtures("float64")
+def test_frozen_parameters_get_nothing_and_change_nothing_else() -> None:
+    net = perceptron(4)
+    x, y = net.draw(6)
+    credit = nwise.NWise(3).credit(4)
+    everything = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, credit)
+    net.stages[0].requires_grad_(False)
+    net.stages[2][0].weight.requires_grad_(False)  # type: ignore[index]
+    pipe = pipeline(net, "3-wise")
+    pipe.step(x, target=y)
+    found = gradients(pipe)
+    frozen = {n for n in everything if n.startswith("stages.0.")} | {"stages.2.0.weight"}
+    assert_same(found, {n: g for n, g in everything.items() if n not in frozen}, 1e-12)
+    # thawed between two steps, without a new pipeline
+    net.stages[0].requires_grad_(True)
+    pipe.zero_grad()
+    pipe.step(x, target=y)
+    assert "stages.0.0.weight" in gradients(pipe)
+
+
+def test_parameters_that_a_stage_does_not_use_have_no_gradient() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.used(x)
+            return y
+
+    stages = [Unused(), Unused()]
+    pipe = nwise.Pipeline(stages, [nn.Linear(3, 3)], strategy="2-wise")
+    pipe.step(torch.randn(4, 3), target=torch.tensor([0, 1, 2, 0]))
+    assert stages[0].used.weight.grad is not None
+    assert stages[0].unused.weight.grad is None
+
+
+def test_main_and_head_parameters_are_all_parameters() -> None:
+    net = perceptron(3)
+    pipe = pipeline(net, "local")
+    main, heads = list(pipe.main_parameters()), list(pipe.head_parameters())
+    assert {id(p) for p in pipe.parameters()} == {id(p) for p in main + heads}
+    assert len(heads) == 4
+    assert pipe.credit.dtype == torch.float64
+    assert set(dict(pipe.named_parameters())) >= {"stages.0.0.weight", "heads.0.weight"}
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_any_optimizer_lowers_the_losses(make: Any) -> None:
+    net = perceptron(3)
+    x, y = net.draw(16)
+    pipe = pipeline(net, "2-wise", 2)
+    optimizer = make(pipe.parameters(), lr=0.1 if make is torch.optim.SGD else 1e-2)
+    first = pipe.step(x, target=y)
+    for _ in range(100):
+        optimizer.step()
+        optimizer.zero_grad()
+        last = pipe.step(x, target=y)
+    assert (last[1:] < 0.8 * first[1:]).all()
+
+
+# Data types, devices, recomputation, compilation
+
+
+def test_several_dtypes_between_stages() -> None:
+    class To(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=dtype)
+            self.dtype = dtype
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x.to(self.dtype))
+            return y
+
+    stages = [To(torch.float64), To(torch.bfloat16), To(torch.float32)]
+    heads = [To(torch.float32), To(torch.float64)]
+    pipe = nwise.Pipeline(stages, heads, cross_entropy, "3-wise", 2)
+    pipe.step(torch.randn(5, 4), target=torch.tensor([0, 1, 2, 3, 0]))
+    assert [s.linear.weight.grad.dtype for s in stages if s.linear.weight.grad is not None] == [
+        torch.float64,
+        torch.bfloat16,
+        torch.float32,
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast_is_close_to_the_full_width(strategy: str, recompute: bool) -> None:
+    net = perceptron(3)
+    x, y = net.draw(64)
+    exact, short = pipeline(net, strategy), pipeline(net, strategy, recompute=recompute)
+    exact.step(x, target=y)
+    wanted = {n: g.clone() for n, g in gradients(exact).items()}
+    exact.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = short.step(x, target=y)
+    assert losses.dtype == torch.float32
+    found = gradients(short)
+    assert set(found) == set(wanted)
+    for name, gradient in wanted.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.01, msg=name)
+
+
+class Counting(nn.Module):
+    """Dropout, batch statistics and a count of forwards, so that a second forward would show."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.4)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y: Tensor = self.drop(torch.tanh(self.norm(self.linear(x))))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise", "4-wise-mean", "end-to-end", "hogwild"])
+def test_recomputation_runs_once_and_changes_nothing(strategy: str) -> None:
+    stages = [Counting(5) for _ in range(4)]
+    heads = [nn.Sequential(nn.Dropout(0.2), nn.Linear(5, 5)) for _ in range(3)]
+    plain = nwise.Pipeline(copy.deepcopy(stages), copy.deepcopy(heads), cross_entropy, strategy, 2, seed=3)
+    again = nwise.Pipeline(stages, heads, cross_entropy, strategy, 2, seed=3, recompute=True)
+    optimizers = [torch.optim.SGD(pipe.parameters(), lr=0.1) for pipe in (plain, again)]
+    for _ in range(5):
+        x, y = torch.randn(6, 5), torch.randint(0, 5, (6,))
+        losses = [pipe.step(x, target=y) for pipe in (plain, again)]
+        assert torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
+        for (name, p), q in zip(plain.named_parameters(), again.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain.buffers(), again.buffers(), strict=True):
+        assert torch.equal(p, q)
+    assert [stage.forwards for stage in stages] == [5 * 2 * 2] * 4  # steps, micro-batches, once more
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("strategy", ["2-wise", "3-wise-mean", "end-to-end"])
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_blocks_compute_the_same(strategy: str, backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    net = tokens(3)
+    x, y = net.draw(4)
+    plain = pipeline(net, strategy)
+    plain.step(x, target=y)
+    wanted = {n: g.clone() for n, g in gradients(plain).items()}
+    plain.zero_grad()
+    for module in (*net.stages, *net.heads):
+        assert module is not None
+        module.compile(backend=backend)
+    compiled = pipeline(net, strategy, recompute=strategy == "2-wise")
+    compiled.step(x, target=y)
+    assert_same(gradients(compiled), wanted, 1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_graph_compiled_elsewhere_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks of 3-wise-mean failed in the second backward pass over a graph with donated buffers."""
+    net = tokens(3)
+    x, y = net.draw(4)
+    for module in (*net.stages, *net.heads):
+        assert module is not None
+        module.compile(backend="aot_eager")
+    with monkeypatch.context() as patch:
+        patch.setattr("nwise.pipeline.keeping_buffers", lambda module: nullcontext())
+        with pytest.raises(RuntimeError, match="donated buffer"):
+            pipeline(net, "3-wise-mean").step(x, target=y)
+    with pytest.raises(ValueError, match=r"first time inside `Pipeline.step`.*torch.compiler.reset"):
+        pipeline(net, "3-wise-mean").step(x, target=y)
+    torch.compiler.reset()
+    assert pipeline(net, "3-wise-mean").step(x, target=y).isfinite().all()
+    torch.compiler.reset()
+
+
+# Randomness
+
+
+def test_dropout_depends_on_seed_step_and_micro_batch_alone() -> None:
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)]
+    heads = [nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)) for _ in range(2)]
+    x, y = torch.randn(6, 8), torch.randint(0, 8, (6,))
+
+    def losses(seed: int, strategy: str = "local", noise: int = 0) -> list[Tensor]:
+        torch.manual_seed(noise)
+        pipe = nwise.Pipeline(stages, heads, cross_entropy, strategy, 2, seed=seed)
+        return [pipe.step(x, target=y) for _ in range(2)]
+
+    first = losses(1)
+    assert all(torch.equal(a, b) for a, b in zip(first, losses(1, noise=7), strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], losses(2)[0])
+    # what other heads run does not change a loss
+    assert torch.equal(first[0][2], losses(1, "end-to-end")[0][2])
+
+
+def test_a_step_leaves_the_global_generator_alone() -> None:
+    net = perceptron(2)
+    x, y = net.draw(4)
+    pipe = pipeline(net, "local")
+    before = torch.get_rng_state()
+    pipe.step(x, target=y)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# Inference
+
+
+def test_inference_is_the_main_network() -> None:
+    net = perceptron(3)
+    x, _ = net.draw(5)
+    pipe = pipeline(net, "2-wise")
+    assert torch.equal(pipe(x), nn.Sequential(*net.stages)(x))
+    outputs = pipe.head_outputs(x)
+    assert len(outputs) == 3
+    assert torch.equal(outputs[2], pipe(x))  # type: ignore[arg-type]
+
+
+def test_training_after_an_evaluation_goes_on_as_if_there_had_been_none() -> None:
+    from nwise.data import digits
+    from nwise.training import evaluate
+
+    train, test = digits()
+    results = []
+    for evaluations in (0, 1):
+        model = nwise.models.convnet(3, in_channels=1, image_size=8)
+        pipe = nwise.Pipeline(model.stages, model.heads, cross_entropy, "2-wise", seed=0)
+        pipe.heads["0"].eval()  # a mode that a user chose
+        x, y = train.batch(torch.arange(32))
+        pipe.step(x, target=y)
+        for _ in range(evaluations):
+            evaluate(pipe, test, 100)
+        pipe.step(x, target=y)
+        assert pipe.training
+        assert not pipe.heads["0"].training
+        results.append({n: t.clone() for n, t in [*pipe.named_buffers(), *gradients(pipe).items()]})
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+# Refusals: what it should be, what was found
+
+
+def two() -> list[nn.Module]:
+    return linears(3, 3, 3)
+
+
+tied = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: nwise.Pipeline([]), TypeError, "`stages` should be one or more nn.Modules. Found none"),
+        (lambda: nwise.Pipeline([1]), TypeError, "Found int"),  # type: ignore[list-item]
+        (
+            lambda: nwise.Pipeline(two(), []),
+            ValueError,
+            r"`heads` should have 1 entries, one for every stage but the last.*Found 0",
+        ),
+        (lambda: nwise.Pipeline(two(), ["x"]), TypeError, r"`heads\[0\]` should be an nn.Module or None. Found str"),  # type: ignore[list-item]
+        (lambda: nwise.Pipeline(two(), None, strategy="local"), ValueError, "a head for stage 0, whose loss 'local' needs"),
+        (
+            lambda: nwise.Pipeline(linears(3, 3, 3, 3), [None, nn.Linear(3, 3)], strategy="end-to-end@3,local"),
+            ValueError,
+            "a head for stage 0",
+        ),
+        (
+            lambda: nwise.Pipeline(linears(3, 3, 3), None, strategy="rotating-2"),
+            ValueError,
+            "a head for stage 0, whose loss 'rotating-2' needs",
+        ),
+        (
+            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], [cross_entropy]),
+            ValueError,
+            "one function or a list of 2. Found 1",
+        ),
+        (lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], 3), TypeError, "`loss_fn` should be callable.*Found int"),  # type: ignore[arg-type]
+        (
+            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], nn.Bilinear(3, 3, 1)),
+            ValueError,
+            "`loss_fn` should have no parameters. Found some in Bilinear; put them into the heads",
+        ),
+        (
+            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], functools.partial(cross_entropy, reduction="sum")),
+            ValueError,
+            "mean over a micro-batch. Found reduction = 'sum'; use reduction='mean'",
+        ),
+        (
+            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], nn.CrossEntropyLoss(reduction="none")),
+            ValueError,
+            "Found reduction = 'none'",
+        ),
+        (
+            lambda: nwise.Pipeline([tied, nn.Sequential(tied)], [nn.Linear(3, 3)]),
+            ValueError,
+            r"should belong to one stage or head. Found stages.0.weight again as stages.1.0.weight; untie",
+        ),
+        (lambda: nwise.Pipeline([tied, nn.Linear(3, 3)], [tied]), ValueError, "Found stages.0.weight again as heads.0.weight"),
+        (
+            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], num_microbatches=0),
+            ValueError,
+            "`num_microbatches` should be an integer of at least 1. Found 0",
+        ),
+        (
+            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], strategy=nwise.Credit([[1]])),
+            ValueError,
+            "each of the 2 stages. Found 1",
+        ),
+        (lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], strategy="1.5-wise"), ValueError, "Found '1.5-wise'"),
+    ],
+)
+def test_refused_when_built(build: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+class Returns(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x * self.weight)
+
+
+X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "inputs", "target", "error", "message"),
+    [
+        (two(), {"num_microbatches": 5}, X, Y, ValueError, "at most the 4 samples of the mini-batch. Found 5; use 4 or fewer"),
+        (two(), {}, X, Y[:3], ValueError, "`target` should have the input's 4 samples. Found 3"),
+        (two(), {}, X, 3, TypeError, "`target` should be a tensor or a tuple of tensors. Found int"),
+        (two(), {}, X, torch.tensor(3), ValueError, "`target` should have samples along dimension 0"),
+        (two(), {}, "text", Y, TypeError, "input of `step` should be a tensor or a tuple.*Found tuple of str"),
+        (
+            [Returns(lambda y: {"logits": y}), nn.Linear(3, 3)],
+            {},
+            X,
+            Y,
+            TypeError,
+            "output of stage 0 should be a tensor or a tuple of tensors. Found dict; unpack or convert it",
+        ),
+        ([Returns(lambda y: (y, None)), nn.Linear(3, 3)], {}, X, Y, TypeError, "Found tuple of Tensor, NoneType"),
+        (
+            [nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))],
+            {},
+            X,
+            Y,
+            ValueError,
+            "Stage 1 should not change its input in place.*set `inplace=False`",
+        ),
+        (
+            [nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))],
+            {"strategy": "local"},
+            X,
+            Y,
+            ValueError,
+            "Stage 1 should not change its input in place",
+        ),
+        (
+            two(),
+            {"loss_fn": lambda output, target: output.sum(1)},
+            X,
+            Y,
+            ValueError,
+            r"`loss_fn` of stage 1 should return one number, the mean over the micro-batch. Found shape \(4,\)",
+        ),
+        (two(), {"loss_fn": lambda output, target: 1.0}, X, Y, ValueError, "Found float"),
+        (
+            two(),
+            {"loss_fn": lambda output, target: output.detach().mean()},
+            X,
+            Y,
+            ValueError,
+            "loss of stage 1 should depend on the stage's output.*Found a loss without gradient",
+        ),
+        (
+            two(),
+            {"num_microbatches": 2},
+            X,
+            torch.full((4,), -100),
+            ValueError,
+            "at least one term that counts. Found only ignored ones",
+        ),
+    ],
+)
+def test_refused_in_a_step(
+    stages: list[nn.Module], options: Any, inputs: Any, target: Any, error: type[Exception], message: str
+) -> None:
+    pipe = nwise.Pipeline(stages, [nn.Linear(3, 3)], **options)
+    with pytest.raises(error, match=message):
+        pipe.step(inputs, target=target)
+
+
+def test_inputs_of_different_lengths_are_refused() -> None:
+    pipe = nwise.Pipeline([nn.Bilinear(3, 3, 3), nn.Linear(3, 3)], [nn.Linear(3, 3)])
+    with pytest.raises(ValueError, match=r"same number of samples in every tensor. Found \[3, 4\]"):
+        pipe.step(X, X[:3], target=Y)
+
+
+def test_heads_that_are_needed_are_not_discarded() -> None:
+    pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
+    with pytest.raises(ValueError, match=r"Found that local at step 0 needs those of stages \[0\]"):
+        pipe.discard_heads()

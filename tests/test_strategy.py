@@ -1,0 +1,125 @@
+"""Strategies: their matrices, their names, their refusals."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import nwise
+
+NAMES = [
+    "local",
+    "2-wise",
+    "3-wise-mean",
+    "end-to-end",
+    "deep-supervision",
+    "geometric-0.5",
+    "blocks-2",
+    "rotating-2",
+    "rotating-3-microbatch",
+    "credit-1,0;0.5,1",
+    "hogwild",
+    "2-wise-hogwild",
+    "rotating-2-hogwild",
+    "local@500,end-to-end",
+    "local@5,2-wise@10,hogwild",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_read_back(name: str) -> None:
+    assert nwise.strategy(name).name == name
+    assert nwise.strategy(nwise.strategy(name)) == nwise.strategy(name)
+
+
+def test_matrices_by_hand() -> None:
+    half = 0.5
+    table = {
+        "2-wise": [[0, 0, 0], [1, 0, 0], [0, 1, 1]],
+        "3-wise": [[0, 0, 0], [0, 0, 0], [1, 1, 1]],
+        "2-wise-mean": [[half, 0, 0], [half, half, 0], [0, half, 1]],
+        "deep-supervision": [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+        "geometric-0.5": [[1, 0, 0], [0.5, 1, 0], [0.25, 0.5, 1]],
+        "blocks-2": [[0, 0, 0], [1, 1, 0], [0, 0, 1]],
+    }
+    for name, matrix in table.items():
+        assert nwise.strategy(name).credit(3).tolist() == matrix, name
+
+
+def test_rotating_borders_move_by_one() -> None:
+    rotating = nwise.Rotating(2)
+    assert [rotating.turn(step, 5) for step in range(4)] == [0, 1, 0, 1]
+    assert rotating.credit(4, 0).argmax(0).tolist() == [1, 1, 3, 3]
+    assert rotating.credit(4, 1).argmax(0).tolist() == [0, 2, 2, 3]
+    assert [nwise.Rotating(3).credit(5, turn).argmax(0).tolist() for turn in range(3)] == [
+        [2, 2, 2, 4, 4],
+        [1, 1, 4, 4, 4],
+        [0, 3, 3, 3, 4],
+    ]
+    assert [nwise.Rotating(2, every="microbatch").turn(1, m) for m in range(3)] == [1, 0, 1]
+
+
+def test_rotating_two_blocks_are_the_two_wise_mean_in_expectation() -> None:
+    rotating = nwise.Rotating(2)
+    mean = (rotating.credit(6, 0) + rotating.credit(6, 1)) / 2
+    assert torch.equal(mean, nwise.NWise(2, reduce="mean").credit(6))
+
+
+def test_a_window_beyond_the_stages_is_end_to_end_with_one_warning() -> None:
+    stages = [torch.nn.Linear(2, 2) for _ in range(3)]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pipe = nwise.Pipeline(stages, None, strategy="7-wise")
+        for _ in range(3):
+            pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))
+    assert [str(w.message) for w in seen] == [
+        "`n = 7` is more than the 3 stages there are: every gradient travels through all of them, as in end-to-end "
+        "training."
+    ]
+    with pytest.warns(UserWarning, match="more than the 3 stages"):
+        assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
+
+
+def test_options_by_keyword() -> None:
+    assert nwise.strategy("2-wise", heads="all") == nwise.NWise(2, heads="all")
+    assert nwise.strategy(nwise.Local(), heads="all") == nwise.Local(heads="all")
+    switch = nwise.strategy("local@3,end-to-end", heads="all")
+    assert [switch.in_force(step).heads for step in (2, 3)] == ["all", "all"]
+    assert nwise.Credit([[1, 0], [0, 1]]) == nwise.Credit(torch.eye(2))
+    assert hash(nwise.Credit([[1, 0], [0, 1]])) == hash(nwise.Credit(torch.eye(2)))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nwise.NWise(0), r"`n`, .* at least 1 .* Found `n = 0`"),
+        (lambda: nwise.strategy("0-wise"), r"Found `n = 0`"),
+        (lambda: nwise.NWise(1.5), r"integer of at least 1 .* Found `n = 1.5`"),  # type: ignore[arg-type]
+        (lambda: nwise.NWise(2, reduce="sum"), r"'last' or 'mean'. Found 'sum'"),  # type: ignore[arg-type]
+        (lambda: nwise.NWise(2, heads="some"), r"'live' or 'all'. Found 'some'"),  # type: ignore[arg-type]
+        (lambda: nwise.Geometric(0.0), r"above 0 and at most 1. Found `decay = 0.0`"),
+        (lambda: nwise.Geometric(1.5), r"Found `decay = 1.5`"),
+        (lambda: nwise.Blocks(0), r"at least 1. Found `size = 0`"),
+        (lambda: nwise.Rotating(0), r"at least 1. Found `size = 0`"),
+        (lambda: nwise.Rotating(2, every="epoch"), r"'step' or 'microbatch'. Found 'epoch'"),  # type: ignore[arg-type]
+        (lambda: nwise.Credit([[1, 2, 3]]), r"square, one row per loss. Found shape \(1, 3\)"),
+        (lambda: nwise.Credit([[1, 2], [0, 1]]), r"zero above the diagonal.*matrix\[0\]\[1\] = 2.0; set it to 0"),
+        (lambda: nwise.Credit([[float("nan")]]), r"finite numbers"),
+        (lambda: nwise.Credit([[1.0]]).credit(2), r"each of the 2 stages. Found 1"),
+        (lambda: nwise.Switch(0), r"at least 1. Found `at = 0`"),
+        (lambda: nwise.Switch(3, before=nwise.Switch(2)), r"should not be a `Switch`"),
+        (lambda: nwise.Switch(3, after=nwise.Switch(2)), r"after the first at 3. Found `at = 2`"),
+        (lambda: nwise.Hogwild(nwise.Hogwild()), r"Found 'hogwild'; put `Hogwild` inside `Switch`"),
+        (lambda: nwise.strategy("two-wise"), r"`strategy` should be one like local, 2-wise.* Found 'two-wise'"),
+    ],
+)
+def test_refusals(build, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_strategy_is_a_text_or_a_strategy() -> None:
+    with pytest.raises(TypeError, match="a text or a `nwise.Strategy`. Found int"):
+        nwise.strategy(2)  # type: ignore[arg-type]
