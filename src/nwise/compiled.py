@@ -6,9 +6,7 @@ weights together, so inside it an input-gradient pass (I) costs as much as a ful
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
+import torch
 from torch import nn
 
 
@@ -19,29 +17,17 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """Let graphs that are compiled inside keep their buffers after a backward pass.
+def keep_buffers(module: nn.Module) -> None:
+    """Make compiled graphs keep their buffers after a backward pass, for the whole process.
 
     By default a compiled backward reuses saved activations as scratch memory ("donated buffers"),
-    which forbids a second pass over the same graph (pytorch issue 161904).
-
-    Raises:
-        ValueError: a graph was compiled outside, without this.
+    which forbids a second pass over the same graph (pytorch issue 161904). The setting acts when a graph
+    is compiled, so those compiled before are thrown away and compiled again at their next call.
     """
     if not is_compiled(module):
-        yield
         return
     import torch._functorch.config as functorch
 
-    with functorch.patch(donated_buffer=False):
-        try:
-            yield
-        except RuntimeError as error:
-            if "donated buffer" not in str(error):
-                raise
-            raise ValueError(
-                "Compiled modules should run for the first time inside `Pipeline.step`, so that their graphs allow several "
-                "backward passes. Found one that had run before; call `torch.compiler.reset()` first, or set "
-                "`torch._functorch.config.donated_buffer = False` before compiling."
-            ) from error
+    if functorch.donated_buffer:
+        torch.compiler.reset()
+        functorch.donated_buffer = False

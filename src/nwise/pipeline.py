@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.batchnorm import DeferredBatchNorm, undeferred
-from nwise.compiled import keeping_buffers
+from nwise.compiled import keep_buffers
 from nwise.flow import Flow, flow_of
 from nwise.hogwild import History, staleness
 from nwise.microbatch import Tensors, as_tuple, batch_size, scatter, terms
@@ -150,8 +150,8 @@ class Pipeline(nn.Module):
             batch = self._with_old_versions(batch, flows)
         if flows not in self._orders:
             self._orders[flows] = depth_first(flows)
-        with keeping_buffers(self):
-            losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
+        keep_buffers(self)
+        losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
         for module in self.modules():
             if isinstance(module, DeferredBatchNorm):
                 module.commit()

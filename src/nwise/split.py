@@ -104,7 +104,9 @@ def split(model: nn.Module, at: Sequence[str], *, example: Tensor | Tensors | No
 def _unrolled(model: nn.Module, opened: set[str], prefix: str = "") -> dict[str, nn.Module]:
     """Children in order; lists, and the sequences that a cut goes through, are replaced by theirs."""
     pieces: dict[str, nn.Module] = {}
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children() leaves out a module's second place
+        if child is None:
+            continue
         path = prefix + name
         inside = any(path == parent or parent.startswith(path + ".") for parent in opened)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (isinstance(child, nn.Sequential | Chain) and inside):

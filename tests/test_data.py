@@ -1,0 +1,257 @@
+"""Data: embedded, from `datasets`, damaged; order and augmentation as functions of numbers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nwise.data import Bpe, Bytes, augment, batch_indices, digits, embedded_text, load_images, load_text, stream_of
+from nwise.data.order import permutation, steps_per_epoch
+from nwise.data.text import standard_library
+
+datasets = pytest.importorskip("datasets", reason="needs the extra 'data'")
+from PIL import Image  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def png(value: int, size: int = 4) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((size, size, 3), value, dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(folder: Path, rows: list[tuple[Any, Any]], test: list[tuple[Any, Any]] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    for split, part in (("train", rows), ("test", rows if test is None else test)):
+        table = {"img": [{"bytes": b, "path": None} for b, _ in part], "label": [label for _, label in part]}
+        datasets.Dataset.from_dict(table).to_parquet(str(folder / f"{split}-0.parquet"))
+    return folder
+
+
+# Order
+
+
+def test_order_is_a_function_of_seed_epoch_and_step() -> None:
+    assert torch.equal(permutation(10, 1, 2), permutation(10, 1, 2))
+    assert not torch.equal(permutation(10, 1, 2), permutation(10, 1, 3))
+    assert not torch.equal(permutation(10, 1, 2), permutation(10, 2, 2))
+    assert steps_per_epoch(11, 4) == 2
+    epoch = torch.cat([batch_indices(11, 4, 0, step) for step in (4, 5)])
+    assert torch.equal(epoch, permutation(11, 0, 2)[:8])
+    with pytest.raises(ValueError, match="at most the 3 samples there are. Found 4"):
+        steps_per_epoch(3, 4)
+    with pytest.raises(ValueError, match="at least 1. Found 0"):
+        steps_per_epoch(3, 0)
+
+
+# Images
+
+
+def test_digits_are_split_once_and_normalised() -> None:
+    train, test = digits()
+    assert (len(train), len(test), train.channels, train.size) == (1437, 360, 1, 8)
+    x, y = train.batch(torch.arange(len(train)))
+    assert x.mean().abs() < 1e-5
+    assert x.std() == pytest.approx(1, abs=1e-3)
+    assert torch.bincount(y, minlength=10).min() > 100
+    assert isinstance(train.pixels, torch.Tensor)
+    assert isinstance(test.pixels, torch.Tensor)
+    seen = {row.numpy().tobytes() for row in train.pixels}
+    assert sum(row.numpy().tobytes() in seen for row in test.pixels) == 0
+
+
+def test_parquet_images_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(10 * i), i % 3) for i in range(9)])
+    train, test = load_images(str(folder), num_classes=3)
+    assert train.classes == ("0", "1", "2")
+    assert isinstance(train.pixels, torch.Tensor)
+    assert train.pixels[:, 0, 0, 0].tolist() == [10 * i for i in range(9)]
+    assert train.labels.tolist() == [i % 3 for i in range(9)]
+    assert test.mean == train.mean
+    few, _ = load_images(str(folder), limit=(4, 2))
+    again, _ = load_images(str(folder), limit=(4, 2))
+    assert len(few) == 4
+    assert torch.equal(few.labels, again.labels)
+
+
+def test_class_names_become_numbers_in_order(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(1), "dog"), (png(2), "cat"), (png(3), "dog")], [(png(1), "cat")])
+    train, test = load_images(str(folder), num_classes=2)
+    assert train.classes == ("cat", "dog")
+    assert train.labels.tolist() == [1, 0, 1]
+    assert test.labels.tolist() == [0]
+
+
+def test_folders_of_images_are_read_and_fitted(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name, size in (("bee", 6), ("ant", 9)):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            (tmp_path / "data" / split / name / "1.png").write_bytes(png(100, size))
+    train, _ = load_images(str(tmp_path / "data"), num_classes=2, size=5, augmentation="resized-crop-flip")
+    assert train.classes == ("ant", "bee")
+    x, y = train.batch(torch.tensor([0, 1]), torch.Generator().manual_seed(0))
+    assert x.shape == (2, 3, 5, 5)
+    assert sorted(y.tolist()) == [0, 1]
+    with pytest.raises(ValueError, match=r"one size, or `size` be given. Found \(\d, \d\) at number 1"):
+        load_images(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("content", [b"not an image", png(3)[:40], b""])
+def test_a_damaged_image_is_named_by_file_and_row(tmp_path: Path, content: bytes) -> None:
+    folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1), (content, 0)])
+    with pytest.raises(ValueError, match=r"train-0.parquet, row 2, should hold a readable image. Found .*; repair or remove"):
+        load_images(str(folder))
+
+
+def test_wrong_labels_are_named_by_file_and_row(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1), (png(2), 2)])
+    with pytest.raises(ValueError, match=r"classes in .*, 3. Found 2. The first class too many is '2' in .*train-0.parquet, row 2"):
+        load_images(str(folder), num_classes=2)
+    with pytest.raises(ValueError, match="`num_classes` should be the number of classes in .*, 3. Found 5"):
+        load_images(str(folder), num_classes=5)
+    folder = write(tmp_path / "other", [(png(1), "a"), (png(2), "b")], [(png(1), "a"), (png(2), "c")])
+    with pytest.raises(ValueError, match=r"test-0.parquet, row 1, should be one of 2 classes. Found 'c'"):
+        load_images(str(folder))
+
+
+def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"should hold train\*.parquet.*Found nothing"):
+        load_images(str(tmp_path))
+    datasets.Dataset.from_dict({"x": [1]}).to_parquet(str(tmp_path / "train.parquet"))
+    (tmp_path / "test.parquet").write_bytes((tmp_path / "train.parquet").read_bytes())
+    with pytest.raises(ValueError, match="a column with the label, named label or fine_label or labels. Found x"):
+        load_images(str(tmp_path))
+    (tmp_path / "test.parquet").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="test.parquet should be a readable parquet file"):
+        load_images(str(tmp_path))
+
+
+def test_what_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(FileNotFoundError, match="a data set of the hub. Found 'nobody/nothing' in none of them"):
+        load_images("nobody/nothing")
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'nwise\[data\]'"):
+        load_images(str(tmp_path))
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'nwise\[data\]'"):
+        Bpe.train(["abc"], 300)
+
+
+# Augmentation
+
+
+def test_flips_and_crops_come_from_the_generator() -> None:
+    images = torch.arange(2 * 1 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).repeat(32, 1, 1, 1)
+    flipped = augment.flip(images, torch.Generator().manual_seed(0))
+    kept = (flipped == images).flatten(1).all(1)
+    assert 15 < int(kept.sum()) < 49
+    assert torch.equal(flipped[~kept], images[~kept].flip(-1))
+    cropped = augment.crop(images, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(cropped, augment.crop(images, 2, torch.Generator().manual_seed(0)))
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    windows = [padded[:, :, a : a + 4, b : b + 4] for a in range(5) for b in range(5)]
+    found = torch.stack([(cropped == window).flatten(1).all(1) for window in windows])
+    assert bool(found.any(0).all())
+    assert len({int(i) for i in found.int().argmax(0)}) > 10
+
+
+def test_resizing_crops_have_the_size_and_stay_inside() -> None:
+    image = torch.randint(0, 256, (3, 20, 31), dtype=torch.uint8)
+    for seed in range(20):
+        cut = augment.random_resized_crop(image, 8, torch.Generator().manual_seed(seed))
+        assert cut.shape == (3, 8, 8)
+        assert cut.dtype == torch.uint8
+    assert augment.centre_crop(image, 10).shape == (3, 10, 10)
+    assert torch.equal(augment.centre_crop(image[:, :, :20], 20), image[:, :, :20])
+
+
+# Text
+
+
+def test_bytes_and_windows() -> None:
+    train, test = stream_of(["abcdefg"], ["xyzxyz"], 3)
+    assert len(train) == 2
+    x, y = train.batch(torch.tensor([1]))
+    assert train.tokenizer.decode(x[0].tolist()) == "def"
+    assert train.tokenizer.decode(y[0].tolist()) == "efg"
+    assert test.tokenizer is train.tokenizer
+    assert Bytes().decode(Bytes().encode("naïve")) == "naïve"
+    with pytest.raises(ValueError, match="test text should have more than `sequence_length = 6` tokens. Found 2"):
+        stream_of(["abcdefg"], ["xy"], 6)
+
+
+def test_the_embedded_text_is_pythons_own_source() -> None:
+    (train,), (test,) = embedded_text()
+    assert len(train) > 1_000_000
+    assert train + test == standard_library()
+    assert "def " in test
+
+
+def test_a_trained_encoding_is_lossless_and_shorter(tmp_path: Path) -> None:
+    text = standard_library(50_000)
+    bpe = Bpe.train([text], 400)
+    assert bpe.vocabulary_size == 400
+    assert bpe.decode(bpe.encode(text)) == text
+    assert len(bpe.encode(text)) < 0.8 * len(text.encode())
+    bpe.save(tmp_path / "tokenizer.json")
+    assert Bpe.load(tmp_path / "tokenizer.json").encode(text) == bpe.encode(text)
+    with pytest.raises(ValueError, match="at least 257. Found 100"):
+        Bpe.train([text], 100)
+
+
+def test_text_files_are_read_and_single_files_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("one\ntwo\n")
+    (tmp_path / "heldout.txt").write_text("three\n")
+    assert load_text(str(tmp_path), sentences=True) == (["one\n", "two\n"], ["three\n"])
+    (tmp_path / "book.txt").write_text("\n".join(map(str, range(40))))
+    train, test = load_text(str(tmp_path / "book.txt"))
+    assert (len(train), test) == (38, ["38\n", "39\n"])
+
+
+def test_empty_text_is_named_by_file_and_row(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("one\n\nthree\n")
+    (tmp_path / "heldout.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"train.txt, row 1, should hold a sentence. Found none; remove the row"):
+        load_text(str(tmp_path), sentences=True)
+    with pytest.raises(ValueError, match=r"heldout.txt should hold text. Found 2 empty rows"):
+        load_text(str(tmp_path))
+    (tmp_path / "heldout.txt").write_text("")
+    with pytest.raises(ValueError, match=r"heldout.txt should"):
+        load_text(str(tmp_path))
+
+
+# The real thing
+
+
+def test_real_cifar10(shared_data: Path) -> None:
+    del shared_data
+    train, test = load_images("cifar10", num_classes=10, limit=(300, 100), augmentation="crop-flip")
+    assert train.classes[3] == "cat"
+    x, y = train.batch(torch.arange(64), torch.Generator().manual_seed(0))
+    assert x.shape == (64, 3, 32, 32)
+    assert x.std() == pytest.approx(1, abs=0.2)
+    assert len(set(y.tolist())) == 10
+    assert len(test) == 100
+
+
+def test_real_one_billion_word(shared_data: Path) -> None:
+    del shared_data
+    train, test = load_text("lm1b", sentences=True)
+    assert (len(train), len(test)) == (12216, 12105)
+    assert sum(len(line.split()) for line in train) == 310490

@@ -1,0 +1,173 @@
+"""The paper's networks: shapes, parameter counts, initial values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise import heads, models
+from nwise.layers import Linear, SelfAttention
+
+
+def count(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def logits(model: models.StagedModel, x: Tensor) -> list[Tensor]:
+    outputs = []
+    for k, stage in enumerate(model.stages):
+        x = stage(x)
+        outputs.append(model.heads[k](x) if k < len(model.heads) else x)
+    return outputs
+
+
+@pytest.mark.parametrize("num_stages", [1, 3, 6, 10])
+def test_the_convolutional_network_is_the_papers(num_stages: int) -> None:
+    model = models.convnet(num_stages)
+    assert len(model.stages) == num_stages
+    assert len(model.heads) == num_stages - 1
+    convolutions = [m for stage in model.stages for m in stage.modules() if isinstance(m, nn.Conv2d)]
+    assert [c.out_channels for c in convolutions] == ([32] * (num_stages - 2) + [64, 64])[-num_stages:]
+    assert all(c.kernel_size == (3, 3) and c.padding == (1, 1) and c.stride == (1, 1) for c in convolutions)
+    pools = [m for stage in model.stages[-2:] for m in stage.modules() if isinstance(m, nn.MaxPool2d)]
+    assert [(p.kernel_size, p.stride) for p in pools] == [(2, 1)] * min(2, num_stages)
+    assert [o.shape for o in logits(model, torch.randn(2, 3, 32, 32))] == [(2, 10)] * num_stages
+    assert all(len([m for m in head.modules() if isinstance(m, nn.Linear)]) == 1 for head in model.heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "size", "parameters", "shapes"),
+    [
+        # 21,282,122 and 25,557,032 are the published counts of ResNet-34 with a 3x3 stem and of ResNet-50;
+        # He et al. give 0.46M for their CIFAR ResNet-32.
+        ("paper-32", 10, 32, 21_282_122, [(64, 32, 32), (128, 16, 16), (256, 8, 8)]),
+        ("32", 10, 32, 464_154, [(16, 32, 32), (32, 16, 16)]),
+        ("50", 1000, 224, 25_557_032, [(256, 56, 56), (512, 28, 28), (1024, 14, 14)]),
+    ],
+)
+def test_residual_networks(name: Any, classes: int, size: int, parameters: int, shapes: list[tuple[int, ...]]) -> None:
+    model = models.resnet(name, classes, size)
+    assert count(*model.stages) == parameters
+    x = torch.randn(2, 3, size, size)
+    found = []
+    with torch.no_grad():
+        for k, stage in enumerate(model.stages):
+            x = stage.eval()(x)
+            if k < len(model.heads):
+                found.append(tuple(x.shape[1:]))
+                assert model.heads[k].eval()(x).shape == (2, classes)
+    assert found == shapes
+    assert x.shape == (2, classes)
+    head = [m for m in model.heads[0].modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert [tuple(m.weight.shape) for m in head] == [
+        (128, shapes[0][0], 3, 3),
+        (64, 128, 3, 3),
+        (classes, 64),
+    ]
+
+
+def test_a_stage_of_the_language_model_with_its_head_has_152_million_parameters() -> None:
+    with torch.device("meta"):
+        model = models.gpt()
+    assert len(model.stages) == 4
+    pair = count(model.stages[1], model.heads[1])
+    block = 12 * 1024**2 + 13 * 1024
+    assert pair == 8 * block + 2 * 1024 + 50257 * 1024 == 152_235_008
+    assert round(pair / 1e6) == 152
+    assert count(model.stages[0]) - count(model.stages[1]) == 50257 * 1024 + 128 * 1024
+    assert count(model.stages[3]) - count(model.stages[1]) == 50257 * 1024 + 2 * 1024
+
+
+def test_the_language_model_is_causal_and_starts_uniform() -> None:
+    model = models.gpt(2, 1, 16, 2, 8, 13)
+    x = torch.randint(0, 13, (2, 8))
+    changed = x.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 13
+    for before, after in zip(logits(model, x), logits(model, changed), strict=True):
+        assert before.shape == (2, 8, 13)
+        assert torch.equal(before[:, :5], after[:, :5])
+        assert not torch.equal(before[:, 5:], after[:, 5:])
+        loss = nn.functional.cross_entropy(before.flatten(0, 1), x.flatten())
+        assert loss.item() == pytest.approx(torch.tensor(13.0).log().item(), abs=0.1)
+    with pytest.raises(ValueError, match="at most `sequence_length = 8` tokens. Found 9"):
+        model.stages[0](torch.zeros(1, 9, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "cuts", [lambda n: models.mlp(n, 12, 8), lambda n: models.gpt(n, 4 // n, 8, 2, 4, 11)]
+)
+def test_initial_values_do_not_depend_on_the_cut(cuts: Any) -> None:
+    def state(model: models.StagedModel) -> dict[str, Tensor]:
+        return {name: t for stage in model.stages for name, t in stage.state_dict().items()}
+
+    if cuts(2).stages[0].pieces().keys() >= {"embedding"}:
+        one, two, four = (state(cuts(n)) for n in (1, 2, 4))
+        assert one.keys() == two.keys() == four.keys()
+        assert all(torch.equal(one[name], two[name]) and torch.equal(one[name], four[name]) for name in one)
+    torch.manual_seed(5)
+    assert all(torch.equal(a, b) for a, b in zip(state(cuts(2)).values(), state(cuts(2)).values(), strict=True))
+
+
+def test_another_seed_gives_other_values() -> None:
+    assert not torch.equal(
+        next(models.mlp(2, seed=0).stages[0].parameters()), next(models.mlp(2, seed=1).stages[0].parameters())
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: models.convnet(0), "`num_stages` should be an integer of at least 1. Found 0"),
+        (lambda: models.convnet(3, image_size=2), "`image_size` should be an integer of at least 3. Found 2"),
+        (lambda: models.resnet("18"), "`name` should be one of 'paper-32', '32', '50'. Found '18'"),  # type: ignore[arg-type]
+        (lambda: models.resnet("32", width_factor=0), "`width_factor` should be above 0. Found 0"),
+        (lambda: models.resnet("32", image_size=4), "`image_size` should be an integer of at least 8. Found 4"),
+        (lambda: models.gpt(2, num_heads=3), "`width` should be a multiple of `num_heads = 3`. Found 1024"),
+        (lambda: models.gpt(2, blocks_per_stage=0), "`blocks_per_stage` should be an integer of at least 1. Found 0"),
+        (lambda: models.mlp(2, width=0), "`width` should be an integer of at least 1. Found 0"),
+    ],
+)
+def test_sizes_that_no_network_has_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_heads_fit_any_feature_map_and_any_sequence() -> None:
+    for size in (1, 4, 7):
+        assert heads.convolutional(5, 3)(torch.randn(2, 5, size, size)).shape == (2, 3)
+        assert heads.linear((5, size, size), 3)(torch.randn(2, 5, size, size)).shape == (2, 3)
+        assert heads.transformer(8, 2, 11)(torch.randn(2, size, 8)).shape == (2, size, 11)
+        assert heads.pooled_tokens(8, 3)(torch.randn(2, size, 8)).shape == (2, 3)
+    assert heads.convolutional(5, 3, widths=())(torch.randn(2, 5, 4, 4)).shape == (2, 3)
+
+
+def test_attention_matches_its_definition() -> None:
+    attention = SelfAttention(8, 2, 0.0)
+    for layer in (attention.qkv, attention.out):
+        assert isinstance(layer, Linear)
+        nn.init.normal_(layer.bias)
+    x = torch.randn(2, 5, 8)
+    q, k, v = attention.qkv(x).chunk(3, -1)
+    outputs = []
+    for h in range(2):
+        part = slice(4 * h, 4 * h + 4)
+        scores = q[..., part] @ k[..., part].transpose(1, 2) / 2
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        outputs.append(scores.softmax(-1) @ v[..., part])
+    torch.testing.assert_close(attention(x), attention.out(torch.cat(outputs, -1)))
+
+
+def test_every_model_trains_two_wise() -> None:
+    for model, x in (
+        (models.mlp(3, 12, 8), torch.randn(4, 12)),
+        (models.convnet(3, image_size=6), torch.randn(4, 3, 6, 6)),
+        (models.resnet("32", image_size=8), torch.randn(4, 3, 8, 8)),
+    ):
+        pipe = nwise.Pipeline(model.stages, model.heads, strategy="2-wise")
+        losses = pipe.step(x, target=torch.tensor([0, 1, 2, 3]))
+        assert losses[1:].isfinite().all()
+        assert all(p.grad is not None for p in pipe.main_parameters())
