@@ -282,7 +282,7 @@ def test_graphs_compiled_before_are_compiled_again(backend: str, monkeypatch: py
         assert module is not None
         module.compile(backend=backend)
     with monkeypatch.context() as patch:
-        patch.setattr("nwise.pipeline.keep_buffers", lambda module: None)
+        patch.setattr("nwise.pipeline.keep_buffers", lambda: None)
         # Whether inductor donates anything depends on the graph; aot_eager does here.
         expected = pytest.raises(RuntimeError, match="donated buffer") if backend == "aot_eager" else nullcontext()
         with expected:

@@ -11,21 +11,17 @@ from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module, or one inside it, was compiled by ``module.compile()`` or ``torch.compile(module)``."""
-    return any(
-        child._compiled_call_impl is not None or type(child).__name__ == "OptimizedModule" for child in module.modules()
-    )
+    """Whether this module itself was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def keep_buffers(module: nn.Module) -> None:
+def keep_buffers() -> None:
     """Make compiled graphs keep their buffers after a backward pass, for the whole process.
 
     By default a compiled backward reuses saved activations as scratch memory ("donated buffers"),
     which forbids a second pass over the same graph (pytorch issue 161904). The setting acts when a graph
     is compiled, so those compiled before are thrown away and compiled again at their next call.
     """
-    if not is_compiled(module):
-        return
     import torch._functorch.config as functorch
 
     if functorch.donated_buffer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.batchnorm import DeferredBatchNorm, undeferred
-from nwise.compiled import keep_buffers
+from nwise.compiled import is_compiled, keep_buffers
 from nwise.flow import Flow, flow_of
 from nwise.hogwild import History, staleness
 from nwise.microbatch import Tensors, as_tuple, batch_size, scatter, terms
@@ -84,6 +84,7 @@ class Pipeline(nn.Module):
         self._flows: dict[tuple[Strategy, int, tuple[bool, ...]], Flow] = {}
         self._orders: dict[tuple[Flow, ...], list[Action]] = {}
         self._histories: list[History] | None = None
+        self._survey()
         for flow in self._all_flows():
             self._check_heads(flow)
         self._prepare_modules()
@@ -144,17 +145,16 @@ class Pipeline(nn.Module):
             ValueError, TypeError: the batch does not fit the pipeline.
         """
         batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
+        norms = self._survey()
         flows = self._flows_at(self.steps)
         self.staleness.zero_()
         if self.strategy.in_force(self.steps).asynchronous:
             batch = self._with_old_versions(batch, flows)
         if flows not in self._orders:
             self._orders[flows] = depth_first(flows)
-        keep_buffers(self)
         losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
-        for module in self.modules():
-            if isinstance(module, DeferredBatchNorm):
-                module.commit()
+        for norm in norms:
+            norm.commit()
         self.steps += 1
         return losses
 
@@ -180,6 +180,16 @@ class Pipeline(nn.Module):
         for stage in self._stages:
             stage.head = None
         self._flows.clear()
+        self._survey()
+
+    def _survey(self) -> list[DeferredBatchNorm]:
+        """Take notice of what the caller may have changed since the last step; the deferred batch norms."""
+        for stage in self._stages:
+            stage.survey()
+        modules = list(self.modules())  # walking through them costs more than looking at them
+        if any(map(is_compiled, modules)):
+            keep_buffers()
+        return [module for module in modules if isinstance(module, DeferredBatchNorm)]
 
     def _flows_at(self, step: int) -> tuple[Flow, ...]:
         """The flow of every micro-batch of a step."""
@@ -187,7 +197,7 @@ class Pipeline(nn.Module):
         return tuple(self._flow(now, now.turn(step, m)) for m in range(self.num_microbatches))
 
     def _flow(self, now: Strategy, turn: int) -> Flow:
-        trainable = tuple(bool(stage.trainable()) for stage in self._stages)
+        trainable = tuple(bool(stage.learns) for stage in self._stages)
         key = (now, turn, trainable)
         if key not in self._flows:
             credit = now.credit(self.num_stages, turn)

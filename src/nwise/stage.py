@@ -57,15 +57,18 @@ class Stage:
         self.head = head
         self.loss_fn = loss_fn
         self.recompute = recompute
+        self.learns: list[Tensor] = []
+        self.head_learns: list[Tensor] = []
         self._tapes: dict[int, _Tape] = {}
 
     def holds(self, microbatch: int) -> bool:
         """Whether anything of a micro-batch is kept."""
         return microbatch in self._tapes
 
-    def trainable(self) -> list[Tensor]:
-        """The parameters of the main part that are not frozen."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+    def survey(self) -> None:
+        """See which parameters there are and which are frozen; they may change from step to step."""
+        self.learns = [p for p in self.module.parameters() if p.requires_grad]
+        self.head_learns = [] if self.head is None else [p for p in self.head.parameters() if p.requires_grad]
 
     def forward(
         self,
@@ -144,8 +147,7 @@ class Stage:
             raise ValueError(
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {found}."
             )
-        learns = [] if self.head is None else [p for p in self.head.parameters() if p.requires_grad]
-        wrt = learns + [leaf for leaf in leaves if leaf.requires_grad]
+        wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
         if flow.own and not loss.requires_grad:
             raise ValueError(
                 f"The loss of stage {self.index} should depend on the stage's output, since the strategy trains stages "
@@ -209,7 +211,7 @@ class Stage:
 
     def _leaves_of(self, tape: _Tape) -> list[Tensor]:
         if tape.versions is None:
-            return self.trainable()
+            return self.learns
         return [p for p in tape.versions.values() if p.requires_grad]
 
     def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:

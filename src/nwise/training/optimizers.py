@@ -33,7 +33,7 @@ def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
     (0.1, 0.1)
     """
     if isinstance(config, Sgd):
-        return float(f"1e-{sum(step >= share * num_steps for share in config.drops)}")
+        return float(f"1e-{sum(step >= round(share * num_steps) for share in config.drops)}")
     if not config.warmup_steps:
         return 1.0
     return float(min((step + 1) ** -0.5, (step + 1) * config.warmup_steps**-1.5))

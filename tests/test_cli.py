@@ -1,0 +1,176 @@
+"""The command line, in this process and as a newcomer starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nwise import cli, models
+from nwise.recipes import RECIPES
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_train_evaluate_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.run(["train", "--epochs", "1", "--strategy", "3-wise"]) == 0
+    out = capsys.readouterr().out
+    assert "digits: 4 stages, 3-wise" in out
+    assert "Run folder: runs/digits-3-wise-001" in out
+    run = "runs/digits-3-wise-001"
+
+    assert cli.run(["evaluate", run]) == 0
+    assert "mean of the top 4" in capsys.readouterr().out
+    assert cli.run(["evaluate", run, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert len(scores["heads"]) == len(scores["ensembles"]) == 4
+    assert scores["heads"][3] == pytest.approx(scores["ensembles"][0])
+
+    assert cli.run(["export", run, "--out", "out/net.safetensors"]) == 0
+    weights = load_file(tmp_path / "out" / "net.safetensors")
+    whole = models.convnet(1, in_channels=1, image_size=8)
+    assert not [name for name in weights if name.startswith(("heads", "model"))]
+    stages = models.convnet(4, in_channels=1, image_size=8).stages
+    for stage in stages:
+        stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
+    assert {name for stage in stages for name in stage.state_dict()} == set(weights)
+    assert set(whole.stages[0].state_dict()) < set(weights)
+
+
+def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "digits", "--max-steps", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert Path(result["run"]).is_dir()
+    assert len(result["heads"]) == 4
+
+
+def test_a_recipe_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--max-steps", "2", "source-code", "--batch-size", "2", "--eval-every", "9", "--json"]) == 0
+    assert "source-code" in json.loads(capsys.readouterr().out)["run"]
+
+
+def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "--max-steps", "44", "--strategies", "local", "local@22,end-to-end"]
+    assert cli.run([*arguments, "--figure", "f/c.png"]) == 0
+    out = capsys.readouterr().out
+    assert "equal time" in out
+    assert "modelled and not measured" in out
+    assert Path("f/c.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.run([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [row["strategy"] for row in rows] == ["local", "local@22,end-to-end"]
+    # 4 stages: 2 slots a local step, 8 an end-to-end one.
+    assert [row["curve"]["slots"] for row in rows] == [[0, 44, 88], [0, 44, 44 + 22 * 8]]
+    assert rows[0]["curve"]["values"][0] == rows[1]["curve"]["values"][0]
+    assert rows[1]["at_equal_time"] == rows[1]["curve"]["values"][1]
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in RECIPES)
+    assert cli.run(["recipes", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(RECIPES)
+
+
+def test_flow_is_drawn() -> None:
+    for name in ("flow.png", "flow.svg"):
+        assert cli.run(["flow", "--strategies", "2-wise", "rotating-2", "--stages", "5", "--out", name]) == 0
+        assert Path(name).stat().st_size > 1000
+
+
+def test_tensorboard_events_are_written() -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
+    assert cli.run(["train", "--max-steps", "11", "--tensorboard"]) == 0
+    assert list(Path("runs/digits-2-wise-001").glob("events.out.tfevents.*"))
+
+
+def test_the_missing_tensorboard_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    assert cli.run(["train", "--tensorboard"]) == 2
+    assert "pip install 'nwise[tensorboard]'" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert cli.run(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in ("train", "compare", "evaluate", "export", "recipes", "flow"))
+    for name in ("train", "compare", "evaluate", "export", "recipes", "flow"):
+        with pytest.raises(SystemExit) as stop:
+            cli.run([name, "--help"])
+        assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "Which loss trains which stage" in out
+    for name in RECIPES:
+        with pytest.raises(SystemExit) as stop:
+            cli.run(["train", name, "--help"])
+        assert stop.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tran"], "A command should be one of .*Found 'tran'. Did you mean 'train'?"),
+        (["train", "digit"], "A recipe should be one of .*Found 'digit'. Did you mean 'digits'?"),
+        (["train", "--device", "cuda:77"], "`device` should be one of .*Found 'cuda:77'"),
+        (["train", "--num-stages", "0"], "`num_stages` should be an integer of at least 1. Found 0"),
+        (["train", "--batch-size", "5000"], "`batch_size` should be at most the 1437 samples there are. Found 5000"),
+        (["train", "--strategy", "credit-1,0;0,1"], "each of the 4 stages. Found 2"),
+        (["compare", "--strategies", "local", "nothing"], "`strategy` should be one like .*Found 'nothing'"),
+        (["evaluate", "nowhere"], "A run should be a folder with a run.json.*Found none in nowhere"),
+        (["export", "nowhere"], "A run should be a folder"),
+        (["flow", "--stages", "0"], "`stages` should be from 1 to 32.*Found 0"),
+        (["flow", "--out", "picture.xyz"], "xyz"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert cli.run(arguments) == 2
+    error = capsys.readouterr().err
+    assert re.search(message.replace("?", r"\?"), error), error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "--epochs", "x"], ["train", "--strategy", "two"], ["train", "--nonsense"], ["evaluate"]]
+)
+def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    assert captured.err
+
+
+def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nwise", "train", "--epochs", "500"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    metrics = tmp_path / "runs" / "digits-2-wise-001" / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Interrupted. The weights so far are in runs/digits-2-wise-001" in error
+    assert "Traceback" not in out + error
+    assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
+    assert torch.isfinite(load_file(metrics.parent / "weights.safetensors")["model.output.1.weight"]).all()

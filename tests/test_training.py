@@ -1,0 +1,312 @@
+"""Training a recipe: records, weights, evaluation, determinism, interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise.data import digits
+from nwise.recipes import RECIPES, Adam, ConvNet, EmbeddedText, Gpt, Mlp, Recipe, Sgd, from_json, recipe, to_json
+from nwise.training import Rate, Run, Scores, Trainer, evaluate, main_state, new_run, optimizer_of, rate_factor
+from nwise.training.trainer import device_of
+
+SHORT = dataclasses.replace(recipe("digits"), epochs=2)
+TEXT = Recipe(
+    name="tiny-text",
+    data=EmbeddedText(),
+    model=Gpt(num_stages=2, blocks_per_stage=1, width=16, num_heads=2, sequence_length=16, head_blocks=1),
+    optimizer=Adam(lr=0.1, warmup_steps=10),
+    strategy="2-wise-mean",
+    batch_size=16,
+    max_steps=6,
+    eval_every=100,
+    log_every=2,
+)
+
+
+def train(config: Recipe, folder: Path) -> tuple[Run, Trainer, Scores]:
+    run = new_run(config, folder)
+    trainer = Trainer(config, run)
+    return run, trainer, trainer.train()
+
+
+def test_a_run_learns_and_records(tmp_path: Path) -> None:
+    run, trainer, scores = train(SHORT, tmp_path)
+    assert run.folder.name == "digits-2-wise-001"
+    assert all(score is not None and score.accuracy > 0.9 for score in scores.heads)
+    state = json.loads((run.folder / "run.json").read_text())
+    assert state["status"] == "done"
+    assert state["seed"] == 0
+    assert state["versions"]["torch"] == torch.__version__
+    assert run.recipe == SHORT
+    records = run.metrics()
+    assert [r["step"] for r in records if r["kind"] == "train"] == [10, 20, 30, 40, 44]
+    tests = [r for r in records if r["kind"] == "test"]
+    assert [r["step"] for r in tests] == [0, 22, 44]
+    last = scores.heads[-1]
+    assert last is not None
+    assert tests[-1]["accuracy"][-1] == last.accuracy
+    assert tests[-1]["samples"] == 44 * 64 == trainer.num_samples
+    assert not list(run.folder.glob("*.part"))
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+    states = [main_state(train(dataclasses.replace(SHORT, seed=s), tmp_path)[1].pipe) for s in (0, 0, 1)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_micro_batches_train_the_same_network(tmp_path: Path) -> None:
+    """A network without batch statistics, so that only the order of the sums differs."""
+    config = dataclasses.replace(SHORT, model=Mlp(num_stages=3), max_steps=20)
+    whole = train(config, tmp_path)[2].heads[-1]
+    parts = train(dataclasses.replace(config, microbatches=4), tmp_path)[2].heads[-1]
+    assert whole is not None
+    assert parts is not None
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-3)
+
+
+def test_saved_weights_give_the_scores_they_had(tmp_path: Path) -> None:
+    from nwise.training import pipeline_of
+
+    run, trainer, scores = train(SHORT, tmp_path)
+    fresh = pipeline_of(run.recipe, trainer.train_data, trainer.steps_per_epoch)
+    run.load_weights(fresh)
+    for again, score in zip(evaluate(fresh, trainer.test_data, 50).heads, scores.heads, strict=True):
+        assert again is not None
+        assert score is not None
+        assert (again.loss, again.accuracy) == pytest.approx((score.loss, score.accuracy))
+    names = set(run.weights())
+    assert "model.blocks.0.0.weight" in names
+    assert "heads.0.1.weight" in names
+
+
+def test_text_is_trained_too(tmp_path: Path) -> None:
+    run, _, scores = train(TEXT, tmp_path)
+    assert (run.folder / "tokenizer.json").exists()
+    last = scores.heads[-1]
+    assert last is not None
+    assert last.perplexity == pytest.approx(math.exp(last.loss))
+    assert last.perplexity < 256
+    rates = [r["lr"] for r in run.metrics() if r["kind"] == "train"]
+    assert rates == pytest.approx([0.1 * step * 10**-1.5 for step in (2, 4, 6)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "bf16"},
+        {"recompute": True},
+        {"clip": 0.1},
+        {"strategy": "hogwild", "heads": "live"},
+        {"strategy": "rotating-2-microbatch", "microbatches": 2},
+        {"strategy": "credit-1,0,0,0;0,1,0,0;0.5,0,1,0;0,1,0,1"},
+        {"optimizer": Sgd(lr=0.05, plateau_epochs=1)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
+def test_every_option_trains(change: dict[str, Any], tmp_path: Path) -> None:
+    run, _, scores = train(dataclasses.replace(SHORT, **change), tmp_path)
+    last = scores.heads[-1]
+    assert last is not None
+    assert last.accuracy > 0.6
+    if change.get("strategy") == "hogwild":
+        # The steady grid of four stages: 3, 2, 1, 0 updates old.
+        assert [r["staleness"] for r in run.metrics() if r["kind"] == "train"][0] == [[3], [2], [1], [0]]
+
+
+def test_clipping_bounds_the_norm_of_all_gradients() -> None:
+    trainer = Trainer(dataclasses.replace(SHORT, clip=1e-3, optimizer=Sgd(lr=1.0, momentum=0.0, weight_decay=0.0)))
+    before = [p.detach().clone() for p in trainer.pipe.parameters()]
+    optimizer = optimizer_of(trainer.recipe.optimizer, trainer.pipe.parameters())
+    trainer._began = 0.0
+    trainer._step(0, optimizer, Rate(trainer.recipe.optimizer, optimizer, 1))
+    moved = torch.cat([(p - q).flatten() for p, q in zip(trainer.pipe.parameters(), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+class Interrupts:
+    """Presses Ctrl-C after a few steps."""
+
+    def started(self, trainer: Trainer) -> None:
+        """Nothing."""
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        if step == 30:
+            raise KeyboardInterrupt
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing."""
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        """Nothing."""
+
+    def finished(self, status: str) -> None:
+        self.status = status
+
+
+def test_an_interrupted_run_can_be_used(tmp_path: Path) -> None:
+    run = new_run(SHORT, tmp_path)
+    watcher = Interrupts()
+    trainer = Trainer(SHORT, run, (watcher,))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert watcher.status == "interrupted"
+    assert json.loads((run.folder / "run.json").read_text())["status"] == "interrupted"
+    assert run.metrics()[-1]["kind"] == "interrupted"
+    weights = run.weights()
+    assert torch.equal(weights["model.output.1.weight"], main_state(trainer.pipe)["output.1.weight"])
+
+
+# Schedules of the rate
+
+
+def test_drops_and_warm_up() -> None:
+    sgd = Sgd(lr=0.1, drops=(91 / 200, 136 / 200, 182 / 200))
+    epochs = [0, 90, 91, 135, 136, 181, 182, 199]
+    assert [rate_factor(sgd, e * 390, 200 * 390) for e in epochs] == [1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
+    adam = Adam(lr=1024**-0.5, warmup_steps=4000)
+    rates = [adam.lr * rate_factor(adam, step - 1, 10**6) for step in (1, 4000, 16000)]
+    assert rates == pytest.approx([1024**-0.5 * min(s**-0.5, s * 4000**-1.5) for s in (1, 4000, 16000)])
+    assert rate_factor(Adam(), 123, 1000) == 1
+
+
+def test_a_plateau_drops_the_rate() -> None:
+    config = Sgd(lr=0.1, plateau_epochs=2)
+    optimizer = optimizer_of(config, [nn.Parameter(torch.ones(1))])
+    rate = Rate(config, optimizer, 100)
+    seen = []
+    for loss in (1.0, 0.9, 0.9, 0.9, 0.9, 0.8):
+        optimizer.step()
+        rate.step()
+        rate.evaluated(loss)
+        seen.append(rate.value)
+    assert seen == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
+
+
+# Scores
+
+
+def test_scores_by_hand() -> None:
+    """Two stages that give fixed logits; the ensemble averages probabilities, not logits."""
+
+    class Fixed(nn.Module):
+        def __init__(self, logits: list[float]) -> None:
+            super().__init__()
+            self.logits = nn.Parameter(torch.tensor(logits))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.logits.expand(len(x), -1)
+
+    _, test = digits()
+    few = test.subset(torch.arange(10))
+    few.labels[:] = torch.tensor([0] * 7 + [1] * 3)
+    near, far = torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8])
+    pipe = nwise.Pipeline([nn.Identity(), Fixed(far.log().tolist())], [Fixed(near.log().tolist())], strategy="local")
+    scores = evaluate(pipe, few, 4, ensembles=True)
+    first, last = scores.heads
+    assert first is not None
+    assert last is not None
+    assert first.accuracy == pytest.approx(0.7)
+    assert last.accuracy == pytest.approx(0.3)
+    assert last.loss == pytest.approx(-(7 * math.log(0.2) + 3 * math.log(0.8)) / 10)
+    assert scores.ensembles[0].loss == pytest.approx(last.loss)
+    assert scores.ensembles[1].loss == pytest.approx(-(7 * math.log(0.55) + 3 * math.log(0.45)) / 10)
+    assert scores.ensembles[1].accuracy == pytest.approx(0.7)
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_recipes_are_complete_and_survive_json(name: str) -> None:
+    made = recipe(name)
+    assert made.name == name
+    assert from_json(json.loads(json.dumps(to_json(made)))) == made
+    assert (RECIPES[name].__doc__ or "").strip()
+
+
+def test_recipes_are_the_papers() -> None:
+    e2 = recipe("cifar10-resnet")
+    assert isinstance(e2.optimizer, Sgd)
+    assert (e2.optimizer.lr, e2.optimizer.momentum, e2.optimizer.weight_decay) == (0.1, 0.9, 2e-4)
+    assert [round(share * e2.epochs) for share in e2.optimizer.drops] == [91, 136, 182]
+    tuned = recipe("cifar10-finetune")
+    switch = tuned.strategy_for(390)
+    assert (switch.at, tuned.epochs) == (80 * 390, 100)
+    text = recipe("lm1b")
+    assert isinstance(text.optimizer, Adam)
+    assert (text.optimizer.beta1, text.optimizer.beta2, text.optimizer.eps) == (0.9, 0.98, 1e-9)
+    assert text.strategy == "2-wise-mean"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 0}, "`batch_size` should be at least 1. Found 0"),
+        ({"epochs": 0}, "`epochs` should be above 0. Found 0"),
+        ({"clip": -1.0}, "`clip` should be above 0. Found -1.0"),
+        ({"max_steps": 0}, "`max_steps` should be at least 1. Found 0"),
+        ({"microbatches": 65, "batch_size": 64}, "`microbatches` should be at most `batch_size = 64`. Found 65"),
+        ({"model": Gpt()}, "both be of text or both of images. Found Gpt and Digits"),
+        ({"strategy": "x"}, "`strategy` should be one like"),
+        ({"strategy": "local@threeepochs,2-wise"}, "a number of epochs after '@'"),
+    ],
+)
+def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SHORT, **change)
+
+
+def test_devices_that_do_not_exist_are_refused() -> None:
+    for device in ("cuda:99", "quantum"):
+        with pytest.raises(ValueError, match=f"`device` should be .* Found '{device}'"):
+            device_of(dataclasses.replace(SHORT, device=device))
+
+
+def test_unknown_names_in_json_are_errors() -> None:
+    value = to_json(SHORT)
+    with pytest.raises(ValueError, match="A Recipe should have fields .*Found 'epoch'"):
+        from_json({**value, "epoch": 3})
+    with pytest.raises(ValueError, match="`type` should be one of .*Found 'Net'"):
+        from_json({"type": "Net"})
+
+
+def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"a folder with a run.json.*Found none"):
+        Run.open(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run.json should hold a run's configuration"):
+        _ = Run.open(tmp_path).recipe
+    (tmp_path / "run.json").write_text(json.dumps({"config": to_json(Mlp())}))
+    with pytest.raises(ValueError, match=r"should hold a Recipe under 'config'. Found Mlp"):
+        _ = Run.open(tmp_path).recipe
+    with pytest.raises(FileNotFoundError, match="should hold the run's weights. Found none"):
+        Run.open(tmp_path).weights()
+    (tmp_path / "weights.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="should be a safetensors file. Found"):
+        Run.open(tmp_path).weights()
+
+
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
+    from nwise.training import pipeline_of
+
+    run, trainer, _ = train(dataclasses.replace(SHORT, max_steps=1), tmp_path)
+    other = pipeline_of(dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, 1)
+    with pytest.raises(ValueError, match="names of the network's parameters and buffers. Found that 'blocks.4"):
+        run.load_weights(other)
+
+
+def test_stages_whose_names_collide_cannot_be_saved_as_one_network() -> None:
+    pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, strategy="end-to-end")
+    with pytest.raises(ValueError, match="Found 'weight' in stage 1 and in one before"):
+        main_state(pipe)
