@@ -1,6 +1,6 @@
 """Your own network, 2-wise, in a plain training loop.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 from __future__ import annotations

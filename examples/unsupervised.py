@@ -9,6 +9,8 @@ how much the code knows about classes that no loss has seen.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +21,7 @@ from nwise.data import batch_indices, digits
 
 def build(widths: tuple[int, ...] = (64, 48, 32, 16)) -> nwise.Pipeline:
     """An encoder in stages; every head decodes its stage's output, the last stage ends in a decoder."""
-    encoders = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
+    encoders = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
     heads = [nn.Linear(width, widths[0]) for width in widths[1:-1]]
     output = nn.Sequential(encoders[-1], nn.Linear(widths[-1], widths[0]))
     return nwise.Pipeline([*encoders[:-1], output], heads, functional.mse_loss, strategy="2-wise", seed=0)

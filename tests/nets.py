@@ -25,14 +25,10 @@ class Net:
 
 
 def perceptron(num_stages: int) -> Net:
-    stages: list[nn.Module] = [
-        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(num_stages)
-    ]
+    stages: list[nn.Module] = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(num_stages)]
     heads: list[nn.Module | None] = [nn.Linear(5, 4) for _ in range(num_stages - 1)]
     stages[-1] = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
-    return Net(
-        stages, heads, nn.functional.cross_entropy, lambda n: (torch.randn(n, 5), torch.randint(0, 4, (n,)))
-    )
+    return Net(stages, heads, nn.functional.cross_entropy, lambda n: (torch.randn(n, 5), torch.randint(0, 4, (n,))))
 
 
 def convolutional(num_stages: int) -> Net:
@@ -103,9 +99,7 @@ def tokens(num_stages: int) -> Net:
     stages[0] = nn.Sequential(Embedding(11, 5, 8), stages[0])
     stages[-1] = nn.Sequential(stages[-1], vocabulary(8, 11))
     heads: list[nn.Module | None] = [vocabulary(8, 11) for _ in range(num_stages - 1)]
-    return Net(
-        stages, heads, Every(), lambda n: (torch.randint(0, 11, (n, 5)), torch.randint(0, 11, (n, 5)))
-    )
+    return Net(stages, heads, Every(), lambda n: (torch.randint(0, 11, (n, 5)), torch.randint(0, 11, (n, 5))))
 
 
 class Half(nn.Module):

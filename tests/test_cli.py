@@ -57,7 +57,9 @@ def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_recipe_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--max-steps", "2", "source-code", "--batch-size", "2", "--eval-every", "9", "--json"]) == 0
+    assert (
+        cli.run(["train", "--max-steps", "2", "source-code", "--batch-size", "2", "--eval-every", "9", "--json"]) == 0
+    )
     assert "source-code" in json.loads(capsys.readouterr().out)["run"]
 
 

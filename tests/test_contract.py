@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from nets import ZOO, Net, perceptron
 from torch import Tensor, nn
 
 import nwise
+from nets import ZOO, Net, perceptron
 
 STRATEGIES = [
     "local",
@@ -46,14 +46,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
     assert set(found) <= set(expected)
     for name, gradient in expected.items():
         got = found.get(name, torch.zeros_like(gradient))
-        torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
 
 
 def credits(pipe: nwise.Pipeline, step: int) -> Tensor:
     now = pipe.strategy.in_force(step)
-    return torch.stack(
-        [now.credit(pipe.num_stages, now.turn(step, m)) for m in range(pipe.num_microbatches)]
-    )
+    return torch.stack([now.credit(pipe.num_stages, now.turn(step, m)) for m in range(pipe.num_microbatches)])
 
 
 @pytest.mark.usefixtures("float64")

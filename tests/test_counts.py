@@ -32,7 +32,8 @@ def pipeline(strategy: str | nwise.Strategy, num_stages: int, depth: int = 1, m:
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(
-    "strategy", ["local", "2-wise", "3-wise", "2-wise-mean", "3-wise-mean", "end-to-end", "deep-supervision", "blocks-2"]
+    "strategy",
+    ["local", "2-wise", "3-wise", "2-wise-mean", "3-wise-mean", "end-to-end", "deep-supervision", "blocks-2"],
 )
 def test_flops_are_f_plus_chains_plus_one_w(strategy: str, depth: int) -> None:
     """Work of a stage: F + r I + (rho - r) lambda I + W, with lambda = (depth - 1) / depth; a head: F, I if needed, W."""
@@ -54,7 +55,7 @@ def test_flops_are_f_plus_chains_plus_one_w(strategy: str, depth: int) -> None:
 def test_dead_heads_cost_nothing_and_probes_only_themselves() -> None:
     flops = []
     for heads in ("live", "all"):
-        pipe = pipeline(nwise.NWise(3, heads=heads), 5)  # type: ignore[arg-type]
+        pipe = pipeline(nwise.NWise(3, heads=heads), 5)
         with FlopCounterMode(display=False) as counter:
             pipe.step(torch.randn(BATCH, WIDTH))
         flops.append(counter.get_total_flops())

@@ -108,13 +108,17 @@ def test_folders_of_images_are_read_and_fitted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"not an image", png(3)[:40], b""])
 def test_a_damaged_image_is_named_by_file_and_row(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1), (content, 0)])
-    with pytest.raises(ValueError, match=r"train-0.parquet, row 2, should hold a readable image. Found .*; repair or remove"):
+    with pytest.raises(
+        ValueError, match=r"train-0.parquet, row 2, should hold a readable image. Found .*; repair or remove"
+    ):
         load_images(str(folder))
 
 
 def test_wrong_labels_are_named_by_file_and_row(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1), (png(2), 2)])
-    with pytest.raises(ValueError, match=r"classes in .*, 3. Found 2. The first class too many is '2' in .*train-0.parquet, row 2"):
+    with pytest.raises(
+        ValueError, match=r"classes in .*, 3. Found 2. The first class too many is '2' in .*train-0.parquet, row 2"
+    ):
         load_images(str(folder), num_classes=2)
     with pytest.raises(ValueError, match="`num_classes` should be the number of classes in .*, 3. Found 5"):
         load_images(str(folder), num_classes=5)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_contract import assert_same, gradients
 
 import nwise
+from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import predsim

@@ -82,7 +82,7 @@ def test_the_order_is_complete_and_nothing_comes_before_what_it_needs(matrix: Ma
     passes = sum(stage.passes for stage in flow.stages)
     heads = len(flow.heads)
     assert len(order) == num_microbatches * (len(matrix) + heads + passes)
-    seen = set()
+    seen: set[tuple[Kind | int, ...]] = set()
     for action in order:
         k, m = action.stage, action.microbatch
         stage = flow.stages[k]
@@ -132,7 +132,7 @@ def test_for_n_wise_a_message_is_the_gradient_of_one_loss() -> None:
     for k, boundary in enumerate(contents(flow)[1:6], start=1):
         losses = [int(np.flatnonzero(message)[0]) for message in boundary]
         assert all(message.sum() == 1.0 == message.max() for message in boundary)
-        assert losses == [j for j in range(max(k, 2), min(k + 2, 6))]
+        assert losses == list(range(max(k, 2), min(k + 2, 6)))
 
 
 def test_what_only_frozen_stages_would_use_is_not_sent() -> None:

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from nets import perceptron
 from torch import Tensor, nn
 
 import nwise
+from nets import perceptron
 from nwise.flow import flow_of
 
 

@@ -97,9 +97,7 @@ def test_the_language_model_is_causal_and_starts_uniform() -> None:
         model.stages[0](torch.zeros(1, 9, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
-    "cuts", [lambda n: models.mlp(n, 12, 8), lambda n: models.gpt(n, 4 // n, 8, 2, 4, 11)]
-)
+@pytest.mark.parametrize("cuts", [lambda n: models.mlp(n, 12, 8), lambda n: models.gpt(n, 4 // n, 8, 2, 4, 11)])
 def test_initial_values_do_not_depend_on_the_cut(cuts: Any) -> None:
     def state(model: models.StagedModel) -> dict[str, Tensor]:
         return {name: t for stage in model.stages for name, t in stage.state_dict().items()}

@@ -7,22 +7,23 @@ import functools
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from nets import perceptron, tokens
-from test_contract import assert_same, gradients, pipeline
 from torch import Tensor, nn
 
 import nwise
+from nets import perceptron, tokens
 from nwise.losses import TokenCrossEntropy
+from test_contract import assert_same, gradients, pipeline
 
 cross_entropy = nn.functional.cross_entropy
 
 
 def linears(*sizes: int) -> list[nn.Module]:
-    return [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    return [nn.Linear(a, b) for a, b in pairwise(sizes)]
 
 
 # Losses
@@ -36,7 +37,9 @@ def linears(*sizes: int) -> list[nn.Module]:
         nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1),
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)),
         functools.partial(cross_entropy, label_smoothing=0.2),
-        functools.partial(cross_entropy, weight=torch.tensor([1.0, 0.1, 0.5, 3.0], dtype=torch.float64), ignore_index=1),
+        functools.partial(
+            cross_entropy, weight=torch.tensor([1.0, 0.1, 0.5, 3.0], dtype=torch.float64), ignore_index=1
+        ),
     ],
 )
 def test_micro_batches_are_weighted_by_the_terms_that_count(loss_fn: Callable[..., Tensor]) -> None:
@@ -239,8 +242,8 @@ def test_recomputation_runs_once_and_changes_nothing(strategy: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for p, q in zip(plain.buffers(), again.buffers(), strict=True):
-        assert torch.equal(p, q)
+    for a, b in zip(plain.buffers(), again.buffers(), strict=True):
+        assert torch.equal(a, b)
     assert [stage.forwards for stage in stages] == [5 * 2 * 2] * 4  # steps, micro-batches, once more
 
 
@@ -379,7 +382,11 @@ tied = nn.Linear(3, 3)
             r"`heads` should have 1 entries, one for every stage but the last.*Found 0",
         ),
         (lambda: nwise.Pipeline(two(), ["x"]), TypeError, r"`heads\[0\]` should be an nn.Module or None. Found str"),  # type: ignore[list-item]
-        (lambda: nwise.Pipeline(two(), None, strategy="local"), ValueError, "a head for stage 0, whose loss 'local' needs"),
+        (
+            lambda: nwise.Pipeline(two(), None, strategy="local"),
+            ValueError,
+            "a head for stage 0, whose loss 'local' needs",
+        ),
         (
             lambda: nwise.Pipeline(linears(3, 3, 3, 3), [None, nn.Linear(3, 3)], strategy="end-to-end@3,local"),
             ValueError,
@@ -416,7 +423,11 @@ tied = nn.Linear(3, 3)
             ValueError,
             r"should belong to one stage or head. Found stages.0.weight again as stages.1.0.weight; untie",
         ),
-        (lambda: nwise.Pipeline([tied, nn.Linear(3, 3)], [tied]), ValueError, "Found stages.0.weight again as heads.0.weight"),
+        (
+            lambda: nwise.Pipeline([tied, nn.Linear(3, 3)], [tied]),
+            ValueError,
+            "Found stages.0.weight again as heads.0.weight",
+        ),
         (
             lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], num_microbatches=0),
             ValueError,
@@ -451,7 +462,14 @@ X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
 @pytest.mark.parametrize(
     ("stages", "options", "inputs", "target", "error", "message"),
     [
-        (two(), {"num_microbatches": 5}, X, Y, ValueError, "at most the 4 samples of the mini-batch. Found 5; use 4 or fewer"),
+        (
+            two(),
+            {"num_microbatches": 5},
+            X,
+            Y,
+            ValueError,
+            "at most the 4 samples of the mini-batch. Found 5; use 4 or fewer",
+        ),
         (two(), {}, X, Y[:3], ValueError, "`target` should have the input's 4 samples. Found 3"),
         (two(), {}, X, 3, TypeError, "`target` should be a tensor or a tuple of tensors. Found int"),
         (two(), {}, X, torch.tensor(3), ValueError, "`target` should have samples along dimension 0"),

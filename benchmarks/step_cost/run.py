@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -180,7 +180,7 @@ def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) ->
         for name, pairs in times.items():
             wall = quartiles([w / b for (w, _), (b, _) in zip(pairs, base, strict=True)])
             processor = quartiles([p / b for (_, p), (_, b) in zip(pairs, base, strict=True)])
-            record = {
+            record: dict[str, Any] = {
                 "case": case,
                 "method": name,
                 "rounds": rounds,

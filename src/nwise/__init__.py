@@ -2,25 +2,13 @@
 
 from nwise import heads, models
 from nwise.batchnorm import defer_batchnorm
+from nwise.credit import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating, Strategy
 from nwise.flow import Flow, flow_of
 from nwise.hogwild import staleness
 from nwise.pipeline import Pipeline
 from nwise.reference import reference_grads
 from nwise.split import Chain, split
-from nwise.strategy import (
-    Blocks,
-    Credit,
-    DeepSupervision,
-    EndToEnd,
-    Geometric,
-    Hogwild,
-    Local,
-    NWise,
-    Rotating,
-    Strategy,
-    Switch,
-    strategy,
-)
+from nwise.strategy import Hogwild, Switch, strategy
 
 __version__ = "0.1.0"
 

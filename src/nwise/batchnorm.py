@@ -21,6 +21,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class DeferredBatchNorm(_BatchNorm):
     """A batch norm that collects statistics until `commit`; its state dict is that of the original."""
 
+    _count: Tensor
+    _sum: Tensor
+    _sum_of_squares: Tensor
+
     def __init__(self, original: _BatchNorm) -> None:
         super().__init__(
             original.num_features, original.eps, original.momentum, original.affine, original.track_running_stats
@@ -58,7 +62,9 @@ class DeferredBatchNorm(_BatchNorm):
         count = float(self._count)
         if not count:
             return
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         mean = self._sum / count

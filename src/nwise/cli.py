@@ -22,7 +22,7 @@ from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, recipe
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import flow_figure
-from nwise.training import Run, Trainer, evaluate, main_state, new_run, pipeline_of, save_tensors
+from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
 from nwise.training.trainer import device_of
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -88,7 +88,9 @@ class Compare:
         try:
             results = comparison.compare(self.config, self.strategies, parent, watchers)
         except KeyboardInterrupt:
-            Console(stderr=True).print(f"Interrupted. The runs so far are in {parent}.", soft_wrap=True, highlight=False)
+            Console(stderr=True).print(
+                f"Interrupted. The runs so far are in {parent}.", soft_wrap=True, highlight=False
+            )
             return INTERRUPTED
         figure.parent.mkdir(parents=True, exist_ok=True)
         comparison.draw(results, self.config, figure)

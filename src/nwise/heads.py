@@ -1,6 +1,6 @@
 """Builders of auxiliary heads, for any feature map or token sequence.
 
-    B  batch    C  channels    T  sequence length    D  width    V  vocabulary
+B  batch    C  channels    T  sequence length    D  width    V  vocabulary
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def convolutional(channels: int, num_classes: int, widths: Sequence[int] = (128,
     layers: list[nn.Module] = [
         conv_bn_relu(before, after) for before, after in zip([channels, *widths], widths, strict=False)
     ]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear([channels, *widths][-1], num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear([channels, *widths][-1], num_classes)
+    )
 
 
 def transformer(width: int, num_heads: int, vocabulary_size: int, num_blocks: int = 2) -> nn.Sequential:

@@ -84,9 +84,7 @@ def _ready(flow: Flow, action: Action, arrived: set[tuple[int, int, int]]) -> bo
     here = flow.stages[action.stage]
     cotangent = here.weights if action.message is None else here.messages[action.message]
     assert cotangent is not None
-    return all(
-        (action.stage, action.microbatch, p) in arrived for p, weight in enumerate(cotangent.received) if weight
-    )
+    return all((action.stage, action.microbatch, p) in arrived for p, weight in enumerate(cotangent.received) if weight)
 
 
 class History:

@@ -1,6 +1,6 @@
 """Layers that both models and heads are made of.
 
-    B  batch    T  sequence length    D  width    V  vocabulary
+B  batch    T  sequence length    D  width    V  vocabulary
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ terms enters with weight ``c_m / c``; uneven micro-batches are allowed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +81,14 @@ def terms(loss_fn: Callable[..., Tensor]) -> Callable[[Tensors], float]:
     return counted
 
 
-def _options(loss_fn: Callable[..., Tensor]) -> dict[str, object]:
+def _options(loss_fn: Callable[..., Tensor]) -> dict[str, Any]:
     """The keyword arguments that matter for the mean, with their defaults; empty for an unknown loss."""
     function = getattr(loss_fn, "func", loss_fn)  # functools.partial
     given = dict(getattr(loss_fn, "keywords", {}))
     if isinstance(loss_fn, nn.Module):
-        return {name: getattr(loss_fn, name) for name in ("reduction", "ignore_index", "weight") if hasattr(loss_fn, name)}
+        return {
+            name: getattr(loss_fn, name) for name in ("reduction", "ignore_index", "weight") if hasattr(loss_fn, name)
+        }
     if function in (functional.cross_entropy, functional.nll_loss):
         return {"ignore_index": -100, **given}
     return given

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nwise.batchnorm import DeferredBatchNorm, undeferred
 from nwise.compiled import is_compiled, keep_buffers
+from nwise.credit import Strategy
 from nwise.flow import Flow, flow_of
 from nwise.hogwild import History, staleness
 from nwise.microbatch import Tensors, as_tuple, batch_size, scatter, terms
@@ -18,7 +19,6 @@ from nwise.randomness import derive
 from nwise.runtime.inprocess import Batch, execute
 from nwise.schedule.actions import Action, depth_first
 from nwise.stage import LossFn, Stage
-from nwise.strategy import Strategy
 from nwise.strategy import strategy as parse
 
 
@@ -124,8 +124,10 @@ class Pipeline(nn.Module):
         for k, stage in enumerate(self.stages):
             output = stage(*hidden)
             hidden = as_tuple(output, f"The output of stage {k}")
-            head = self.heads[str(k)] if str(k) in self.heads else None
-            outputs.append(output if k == self.num_stages - 1 else None if head is None else head(*hidden))
+            if k == self.num_stages - 1:
+                outputs.append(output)
+            else:
+                outputs.append(self.heads[str(k)](*hidden) if str(k) in self.heads else None)
         return outputs
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Tensor:
@@ -293,7 +295,7 @@ def _checked(
     for k, head in enumerate(sides):
         if head is not None and not isinstance(head, nn.Module):
             raise TypeError(f"`heads[{k}]` should be an nn.Module or None. Found {type(head).__name__}.")
-    losses = list(loss_fn) if isinstance(loss_fn, list | tuple) else [loss_fn] * num_stages
+    losses: list[LossFn] = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * num_stages
     if len(losses) != num_stages:
         raise ValueError(f"`loss_fn` should be one function or a list of {num_stages}. Found {len(losses)}.")
     for loss in losses:

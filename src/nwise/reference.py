@@ -57,7 +57,9 @@ def reference_grads(
     xs = x if isinstance(x, tuple) else (x,)
     parts = list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in xs), strict=True))
     targets = [None] * num_microbatches if y is None else list(torch.tensor_split(y, num_microbatches))
-    counts = [float(len(part[0]) if target is None else count(target)) for part, target in zip(parts, targets, strict=True)]
+    counts = [
+        float(len(part[0]) if target is None else count(target)) for part, target in zip(parts, targets, strict=True)
+    ]
     credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
 
     grads: dict[str, Tensor] = {}

@@ -87,7 +87,9 @@ def split(model: nn.Module, at: Sequence[str], *, example: Tensor | Tensors | No
     """
     pieces = _unrolled(model, {name.rpartition(".")[0] for name in at})
     if not pieces:
-        raise ValueError("`model` should be an nn.Sequential or have child modules that run in order. Found no children.")
+        raise ValueError(
+            "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
+        )
     stages = cut(pieces, at)
     kept = {name for stage in stages for name in stage.state_dict()}
     lost = sorted(set(model.state_dict()) - kept)

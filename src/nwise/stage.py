@@ -87,9 +87,7 @@ class Stage:
             seed: of every random number drawn here.
             versions: parameters to use in the place of the current ones, by name (Hogwild).
         """
-        leaves = tuple(
-            x.detach().requires_grad_(bool(flow.messages) and x.is_floating_point()) for x in inputs
-        )
+        leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and x.is_floating_point()) for x in inputs)
         graph = flow.passes > 0
         rerun = None
         if graph and self.recompute:
@@ -244,8 +242,10 @@ def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) 
     """``own * d + sum_p received[p] * u_p`` for every output."""
     sources = [(cotangent.own, own)] if cotangent.own else []
     sources += [(weight, received[p]) for p, weight in enumerate(cotangent.received) if weight]
-    return tuple(_sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
-                 for i in range(len(sources[0][1])))
+    return tuple(
+        _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
+        for i in range(len(sources[0][1]))
+    )
 
 
 def _sum(parts: list[tuple[float, Tensor]]) -> Tensor | None:

@@ -1,298 +1,25 @@
-"""Which loss trains which stage: credit matrices and their names.
-
-Every synchronous method is one lower-triangular matrix ``C`` of shape ``[A, A]``: ``C[j, k]`` is the
-weight that the gradient of loss ``j`` has in the update of stage ``k``. Stage ``k`` feeds loss ``j``
-only if ``j >= k``, so there is nothing above the diagonal.
-
-    A  number of stages, indexed 0 .. A-1 from input to output
-    n  window: how many stages a loss's gradient travels through (the paper's N)
-"""
+"""Strategies: relaxed in order (Hogwild), changing over time (Switch), and named by a text."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
-Heads = Literal["live", "all"]
-
-
-@dataclass(frozen=True)
-class Strategy(ABC):
-    """A rule that gives every stage its losses.
-
-    Args:
-        heads: ``"live"`` runs only the heads whose loss some stage needs; ``"all"`` trains the others
-            too, as probes on detached activations, so that every depth can be scored.
-    """
-
-    heads: Heads = field(default="live", kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.heads not in ("live", "all"):
-            raise ValueError(f"`heads` should be 'live' or 'all'. Found {self.heads!r}.")
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse arguments that name no strategy."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The text that `nwise.strategy` parses back into this strategy."""
-
-    @abstractmethod
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        """The credit matrix, float64 of shape ``[num_stages, num_stages]``, of one turn of the cycle."""
-
-    @property
-    def turns(self) -> int:
-        """Length of the cycle of matrices; 1 unless the strategy rotates."""
-        return 1
-
-    def turn(self, step: int, microbatch: int) -> int:
-        """Which matrix of the cycle holds at a step and micro-batch."""
-        del step, microbatch
-        return 0
-
-    def in_force(self, step: int) -> Strategy:
-        """The strategy in force at a step; another one than this only for `Switch`."""
-        del step
-        return self
-
-    def next_switch(self, step: int) -> int | None:
-        """The first step after `step` at which another strategy is in force."""
-        del step
-        return None
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether updates are applied the moment gradients arrive (`Hogwild`)."""
-        return False
-
-
-def _each_stage_by(loss_of_stage: list[int]) -> Tensor:
-    credit = torch.zeros(len(loss_of_stage), len(loss_of_stage), dtype=torch.float64)
-    for stage, loss in enumerate(loss_of_stage):
-        credit[loss, stage] = 1.0
-    return credit
-
-
-@dataclass(frozen=True)
-class EndToEnd(Strategy):
-    """Ordinary training: every stage learns from the last loss, ``C[A-1, k] = 1``.
-
-    >>> EndToEnd().credit(2).tolist()
-    [[0.0, 0.0], [1.0, 1.0]]
-    """
-
-    @property
-    def name(self) -> str:
-        return "end-to-end"
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return _each_stage_by([num_stages - 1] * num_stages)
-
-
-@dataclass(frozen=True)
-class Local(Strategy):
-    """Local (1-wise) training: every stage learns from its own loss, ``C = identity``."""
-
-    @property
-    def name(self) -> str:
-        return "local"
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return torch.eye(num_stages, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class NWise(Strategy):
-    """Interlocking training (section 3 of the paper): ``C[min(k + n - 1, A - 1), k] = 1``.
-
-    Args:
-        n: the window, at least 1. 1 is local, the number of stages or more is end-to-end.
-        reduce: ``"last"`` takes the farthest loss of the window; ``"mean"`` half of the own and half
-            of the farthest loss (the paper's Transformers), 1 where the two coincide.
-
-    >>> NWise(2).credit(3).tolist()
-    [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
-    """
-
-    n: int
-    reduce: Literal["last", "mean"] = "last"
-
-    def _check(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(
-                "`n`, the number of stages a loss's gradient travels through, should be an integer of at least 1 "
-                f"(1 is local training). Found `n = {self.n}`."
-            )
-        if self.reduce not in ("last", "mean"):
-            raise ValueError(f"`reduce` should be 'last' or 'mean'. Found {self.reduce!r}.")
-
-    @property
-    def name(self) -> str:
-        return f"{self.n}-wise" + ("-mean" if self.reduce == "mean" else "")
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        if self.n > num_stages:
-            warnings.warn(
-                f"`n = {self.n}` is more than the {num_stages} stages there are: every gradient travels through all of "
-                "them, as in end-to-end training.",
-                stacklevel=2,
-            )
-        far = _each_stage_by([min(k + self.n - 1, num_stages - 1) for k in range(num_stages)])
-        return far if self.reduce == "last" else (far + torch.eye(num_stages, dtype=torch.float64)) / 2
-
-
-@dataclass(frozen=True)
-class DeepSupervision(Strategy):
-    """Every stage learns from the sum of its own and all later losses: ones on and below the diagonal."""
-
-    @property
-    def name(self) -> str:
-        return "deep-supervision"
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return torch.ones(num_stages, num_stages, dtype=torch.float64).tril()
-
-
-@dataclass(frozen=True)
-class Geometric(Strategy):
-    """Credit that fades with distance: ``C[j, k] = decay ** (j - k)`` for ``j >= k``.
-
-    Args:
-        decay: weight lost per stage, above 0 and at most 1 (1 is deep supervision).
-    """
-
-    decay: float
-
-    def _check(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"`decay` should be above 0 and at most 1. Found `decay = {self.decay}`.")
-
-    @property
-    def name(self) -> str:
-        return f"geometric-{self.decay!r}"
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        distance = torch.arange(num_stages)[:, None] - torch.arange(num_stages)[None, :]
-        return torch.pow(torch.tensor(self.decay, dtype=torch.float64), distance.clamp(min=0)).tril()
-
-
-def _last_of_block(num_stages: int, size: int, first_border: int) -> list[int]:
-    """The loss of every stage if blocks of ``size`` stages end before ``first_border``, ``+ size``, ..."""
-    return [min(k + (first_border - k - 1) % size, num_stages - 1) for k in range(num_stages)]
-
-
-@dataclass(frozen=True)
-class Blocks(Strategy):
-    """Disjoint groups of stages, each trained by its last loss ("1-wise double size" is ``Blocks(2)``).
-
-    Args:
-        size: stages in a block, at least 1; the last block may be smaller.
-
-    >>> Blocks(2).credit(3).tolist()
-    [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-    """
-
-    size: int
-
-    def _check(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"`size`, the stages in a block, should be at least 1. Found `size = {self.size}`.")
-
-    @property
-    def name(self) -> str:
-        return f"blocks-{self.size}"
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return _each_stage_by(_last_of_block(num_stages, self.size, self.size))
-
-
-@dataclass(frozen=True)
-class Rotating(Strategy):
-    """Disjoint blocks whose borders move by one stage from turn to turn.
-
-    Not in the paper: with ``size = 2`` every stage has its own and the next loss in turn, the 2-wise
-    mean in expectation, at the work of end-to-end training.
-
-    Args:
-        size: stages in a block, at least 1; also the length of the cycle.
-        every: the borders move with every ``"step"`` or with every ``"microbatch"``.
-    """
-
-    size: int
-    every: Literal["step", "microbatch"] = "step"
-
-    def _check(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"`size`, the stages in a block, should be at least 1. Found `size = {self.size}`.")
-        if self.every not in ("step", "microbatch"):
-            raise ValueError(f"`every` should be 'step' or 'microbatch'. Found {self.every!r}.")
-
-    @property
-    def name(self) -> str:
-        return f"rotating-{self.size}" + ("-microbatch" if self.every == "microbatch" else "")
-
-    @property
-    def turns(self) -> int:
-        return self.size
-
-    def turn(self, step: int, microbatch: int) -> int:
-        return (step + (microbatch if self.every == "microbatch" else 0)) % self.size
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return _each_stage_by(_last_of_block(num_stages, self.size, self.size - turn % self.size))
-
-
-@dataclass(frozen=True)
-class Credit(Strategy):
-    """A credit matrix of one's own.
-
-    Args:
-        matrix: ``[A, A]`` numbers (nested lists, numpy or torch), zero above the diagonal;
-            ``matrix[j][k]`` is the weight of loss ``j`` in the update of stage ``k``.
-
-    >>> Credit([[1, 0], [0.5, 1]]).credit(2).tolist()
-    [[1.0, 0.0], [0.5, 1.0]]
-    """
-
-    matrix: Any
-
-    def _check(self) -> None:
-        rows = torch.as_tensor(self.matrix, dtype=torch.float64)
-        if rows.ndim != 2 or rows.shape[0] != rows.shape[1] or rows.shape[0] == 0:
-            raise ValueError(f"`matrix` should be square, one row per loss. Found shape {tuple(rows.shape)}.")
-        if not bool(torch.isfinite(rows).all()):
-            raise ValueError("`matrix` should hold finite numbers. Found nan or infinity; use 0 for no credit.")
-        above = rows.triu(1).nonzero()
-        if len(above):
-            j, k = above[0].tolist()
-            raise ValueError(
-                "`matrix` should be zero above the diagonal, since loss j does not depend on later stages. "
-                f"Found matrix[{j}][{k}] = {rows[j, k].item()}; set it to 0."
-            )
-        # Tuples compare and hash, which a frozen value should.
-        object.__setattr__(self, "matrix", tuple(map(tuple, rows.tolist())))
-
-    @property
-    def name(self) -> str:
-        return "credit-" + ";".join(",".join(f"{value:g}" for value in row) for row in self.matrix)
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        if num_stages != len(self.matrix):
-            raise ValueError(
-                f"`matrix` should have one row and column for each of the {num_stages} stages. Found {len(self.matrix)}."
-            )
-        return torch.tensor(self.matrix, dtype=torch.float64)
+from nwise.credit import (
+    Blocks,
+    Credit,
+    DeepSupervision,
+    EndToEnd,
+    Geometric,
+    Local,
+    NWise,
+    Rotating,
+    Strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -357,7 +84,9 @@ class Switch(Strategy):
 
     def _check(self) -> None:
         if isinstance(self.at, bool) or not isinstance(self.at, int) or self.at < 1:
-            raise ValueError(f"`at`, the first step of the second strategy, should be at least 1. Found `at = {self.at}`.")
+            raise ValueError(
+                f"`at`, the first step of the second strategy, should be at least 1. Found `at = {self.at}`."
+            )
         if isinstance(self.before, Switch):
             raise ValueError("`before` should not be a `Switch`. Nest a second switch in `after`, with a later step.")
         if isinstance(self.after, Switch) and self.after.at <= self.at:

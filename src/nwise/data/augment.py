@@ -1,6 +1,6 @@
 """Augmentation of a batch of images in plain torch, from a generator.
 
-    B  batch    C  channels    H, W  height and width
+B  batch    C  channels    H, W  height and width
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Images and their labels: bundled digits, or anything that `datasets` reads.
 
-    B  batch    C  channels    H, W  height and width
+B  batch    C  channels    H, W  height and width
 """
 
 from __future__ import annotations
@@ -150,12 +150,14 @@ def load_images(
     parts = []
     for tables, count in ((train_tables, limit[0]), (test_tables, limit[1])):
         rows = _Rows(tables, classes)
-        chosen = range(len(rows))
+        chosen: Sequence[int] = range(len(rows))
         if count is not None and count < len(rows):
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, "subset")))
             chosen = order[:count].tolist()
         parts.append((_Chosen(rows, chosen), torch.tensor([rows.label(i) for i in chosen], dtype=torch.int64)))
     (train_rows, train_labels), (test_rows, test_labels) = parts
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
     if size is not None:
         mean, deviation = _IMAGENET
         test: Tensor | Sequence[Tensor] = test_rows

@@ -1,6 +1,6 @@
 """Text as a stream of tokens: the interpreter's own standard library, or anything that `datasets` reads.
 
-    B  batch    T  sequence length
+B  batch    T  sequence length
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Bpe:
             vocabulary_size: tokens there shall be, at least 257 (256 bytes and one merge).
         """
         if vocabulary_size < 257:
-            raise ValueError(f"`vocabulary_size` of a byte-pair encoding should be at least 257. Found {vocabulary_size}.")
+            raise ValueError(
+                f"`vocabulary_size` of a byte-pair encoding should be at least 257. Found {vocabulary_size}."
+            )
         library = _tokenizers()
         inner = library.Tokenizer(library.models.BPE())
         inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -107,7 +109,9 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError("A BPE needs Hugging Face `tokenizers`; install it with `pip install 'nwise[data]'`.") from error
+        raise ImportError(
+            "A BPE needs Hugging Face `tokenizers`; install it with `pip install 'nwise[data]'`."
+        ) from error
     return tokenizers
 
 
@@ -165,7 +169,9 @@ def standard_library(max_bytes: int = 2_000_000) -> str:
         if total >= max_bytes:
             break
     if not pieces:
-        raise FileNotFoundError(f"The standard library's source should be in {folder}. Found no .py file; give a text file.")
+        raise FileNotFoundError(
+            f"The standard library's source should be in {folder}. Found no .py file; give a text file."
+        )
     return "".join(pieces)
 
 

@@ -27,7 +27,7 @@ def convnet(
         A model with ``.stages`` and ``.heads``.
 
     >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
-    [960, 18624, 60234]
+    [960, 18624, 60106]
     """
     check_at_least(1, num_stages=num_stages, num_classes=num_classes, in_channels=in_channels)
     check_at_least(3, image_size=image_size)

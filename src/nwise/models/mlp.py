@@ -8,7 +8,9 @@ from nwise import heads
 from nwise.models.staged import StagedModel, build, check_at_least, named
 
 
-def mlp(num_stages: int = 4, in_features: int = 64, width: int = 128, num_classes: int = 10, *, seed: int = 0) -> StagedModel:
+def mlp(
+    num_stages: int = 4, in_features: int = 64, width: int = 128, num_classes: int = 10, *, seed: int = 0
+) -> StagedModel:
     """One linear layer and ReLU a stage; the last stage also has the output layer.
 
     Args:

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from nwise import models
+from nwise.credit import Heads
 from nwise.data import images as image_data
 from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
-from nwise.strategy import Heads, strategy
+from nwise.strategy import strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +268,9 @@ class Recipe:
             try:
                 text = f"{first}@{max(1, round(float(count) * steps_per_epoch))},{rest}"
             except ValueError as error:
-                raise ValueError(f"`strategy` should give a number of epochs after '@'. Found {self.strategy!r}.") from error
+                raise ValueError(
+                    f"`strategy` should give a number of epochs after '@'. Found {self.strategy!r}."
+                ) from error
         return strategy(text, heads=self.heads) if self.heads != "live" else strategy(text)
 
     def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:
@@ -291,7 +294,9 @@ class Recipe:
         return self.model.build(data, self.seed)
 
 
-_TYPES = {t.__name__: t for t in (Digits, ImageSource, EmbeddedText, TextSource, Mlp, ConvNet, ResNet, Gpt, Sgd, Adam, Recipe)}
+_TYPES = {
+    t.__name__: t for t in (Digits, ImageSource, EmbeddedText, TextSource, Mlp, ConvNet, ResNet, Gpt, Sgd, Adam, Recipe)
+}
 
 
 def to_json(config: Any) -> Any:

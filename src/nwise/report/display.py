@@ -63,7 +63,11 @@ class LiveDisplay(_Base):
         self.losses: list[float] = [float("nan")] * trainer.pipe.num_stages
         self.scores: Scores | None = None
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
         )
         self.task: TaskID = self.progress.add_task("training", total=trainer.num_steps)
         self.live = Live(self.draw(), console=self.console, refresh_per_second=_REFRESH_PER_SECOND)

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from nwise.credit import Strategy
 from nwise.flow import flow_of
-from nwise.strategy import Strategy
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -100,15 +100,21 @@ def _draw_flow(axes: Axes, strategy: Strategy, num_stages: int) -> None:
         losses = [j for j in range(num_stages) if credit[j, k]]
         axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=7, color="#555555")
         label = ", ".join(f"{j}" for j in losses) or "–"
-        axes.text(k, -0.6, label, ha="center", va="center", fontsize=8, color=COLOURS[losses[-1] % 8] if losses else "#555")
+        axes.text(
+            k, -0.6, label, ha="center", va="center", fontsize=8, color=COLOURS[losses[-1] % 8] if losses else "#555"
+        )
 
 
 def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, edge: str) -> None:
     corner = (x - width / 2, y - height / 2)
-    box = FancyBboxPatch(corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge)
+    box = FancyBboxPatch(
+        corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge
+    )
     axes.add_patch(box)
     axes.text(x, y, text, ha="center", va="center", fontsize=8)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.4, shrinkA=0, shrinkB=0))
+    axes.add_patch(
+        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.4, shrinkA=0, shrinkB=0)
+    )

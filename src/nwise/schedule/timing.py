@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nwise.credit import Strategy
 from nwise.flow import Flow, flow_of
 from nwise.schedule.actions import Action, Kind, passes
-from nwise.strategy import Strategy
 
 
 def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:

@@ -1,9 +1,9 @@
 """A run's folder: configuration, versions, metrics as JSON lines, weights.
 
-    run.json             configuration, versions, status
-    metrics.jsonl        one record a line, as the run writes them
-    weights.safetensors  ``model.<name of the unsplit network>`` and ``heads.<stage>.<name>``
-    tokenizer.json       for text
+run.json             configuration, versions, status
+metrics.jsonl        one record a line, as the run writes them
+weights.safetensors  ``model.<name of the unsplit network>`` and ``heads.<stage>.<name>``
+tokenizer.json       for text
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Run:
     def open(cls, folder: Path) -> Run:
         """An existing folder."""
         if not (folder / "run.json").is_file():
-            raise FileNotFoundError(f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {folder}.")
+            raise FileNotFoundError(
+                f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {folder}."
+            )
         return cls(folder)
 
     @property
@@ -62,9 +64,13 @@ class Run:
         try:
             recipe = from_json(self._state()["config"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.folder / 'run.json'} should hold a run's configuration. Found: {error}.") from error
+            raise ValueError(
+                f"{self.folder / 'run.json'} should hold a run's configuration. Found: {error}."
+            ) from error
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"{self.folder / 'run.json'} should hold a Recipe under 'config'. Found {type(recipe).__name__}.")
+            raise ValueError(
+                f"{self.folder / 'run.json'} should hold a Recipe under 'config'. Found {type(recipe).__name__}."
+            )
         return recipe
 
     def _state(self) -> Any:
@@ -97,7 +103,9 @@ class Run:
         """What `save_weights` wrote."""
         path = self.folder / "weights.safetensors"
         if not path.exists():
-            raise FileNotFoundError(f"{path} should hold the run's weights. Found none; did the run reach its first evaluation?")
+            raise FileNotFoundError(
+                f"{path} should hold the run's weights. Found none; did the run reach its first evaluation?"
+            )
         try:
             return load_file(path)
         except Exception as error:
@@ -157,10 +165,11 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
     expected = set(main_state(pipe))
     if expected != set(state):
         odd = sorted(expected ^ set(state))[0]
-        raise ValueError(f"Weights should have the names of the network's parameters and buffers. Found that {odd!r} differs.")
+        raise ValueError(
+            f"Weights should have the names of the network's parameters and buffers. Found that {odd!r} differs."
+        )
     for stage in pipe.stages:
         stage.load_state_dict({name: state[name] for name in stage.state_dict()})
-
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,0 +1,41 @@
+# make train    a virtual environment, the package, and the embedded job
+# make test     ruff, mypy, pytest; under ten minutes on two cores
+# make test-all the slow tests too
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Several test processes share the cores, so that each should keep to one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+.PHONY: train test test-all check format clean
+
+train: $(STAMP)
+	$(BIN)/nwise train
+
+test: check
+	$(PYTEST)
+
+test-all: check
+	$(PYTEST) -m "slow or not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and alone: its version is pinned so that no other package asks for another build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[data,tensorboard,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

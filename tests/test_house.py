@@ -1,0 +1,102 @@
+"""The shape of the house: sizes, import direction, documented names, one voice in errors."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+import nwise
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "nwise"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# A file may import those of its own rank and below; data flows from strategy to command line.
+RANKS = [
+    ["credit", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "reference"],
+    ["strategy", "flow", "heads", "split"],
+    ["schedule", "stage", "models"],
+    ["hogwild", "runtime", "data"],
+    ["pipeline", "recipes"],
+    ["training"],
+    ["report"],
+    ["compare"],
+    ["cli", "__main__"],
+]
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+
+
+def part(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> list[str]:
+    """Names of the parts of nwise that a file imports at its head."""
+    found = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nwise"):
+            path = (node.module or "").split(".")
+            found += [path[1]] if len(path) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("nwise.")]
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_files_are_short_and_import_downwards(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    assert len(file.read_text().splitlines()) <= 400
+    assert ast.get_docstring(tree), "a file begins with what it is for"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            documented = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+            assert (node.end_lineno or 0) - (documented or 0) <= 60, f"{node.name} should fit a screen"
+    if part(file) != "__init__":
+        for name in imports(file):
+            if name in RANK:
+                assert RANK[name] <= RANK[part(file)], f"{part(file)} should not import {name}"
+
+
+def test_every_part_has_a_rank() -> None:
+    assert {part(file) for file in FILES} - {"__init__"} == set(RANK)
+
+
+def test_the_core_is_free_of_processes_and_models() -> None:
+    for name in ("credit", "strategy", "flow"):
+        text = (SOURCE / f"{name}.py").read_text()
+        assert "torch.distributed" not in text
+        assert "models" not in imports(SOURCE / f"{name}.py")
+
+
+def test_the_reference_shares_no_code_with_the_fast_path() -> None:
+    assert imports(SOURCE / "reference.py") == []
+
+
+def test_no_module_reaches_into_anothers_underscore_names() -> None:
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nwise"):
+                assert not [alias.name for alias in node.names if re.match(r"_[^_]", alias.name)], file
+
+
+def test_public_names_are_sorted_and_documented() -> None:
+    assert nwise.__all__ == sorted(nwise.__all__)
+    for name in nwise.__all__:
+        value = getattr(nwise, name)
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value):
+            for method, member in vars(value).items():
+                if not method.startswith("_") and isinstance(member, types.FunctionType | property):
+                    inherited = any(hasattr(base, method) for base in value.__mro__[1:])
+                    assert inspect.getdoc(member) or inherited, f"{name}.{method}"
+
+
+def test_packages_named_in_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
+        assert (ROOT / path).exists(), path
