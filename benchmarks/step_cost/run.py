@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -131,12 +132,13 @@ def methods(case: Case) -> dict[str, Step]:
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall-clock and processor seconds of every step, the methods taking turns, first one after the other."""
+    """Wall-clock and processor seconds of every step, the methods taking turns in a random order."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)
+    shuffle = random.Random(0)
     for round_ in track(range(rounds + 3), description="measuring"):
-        # Another order each time, so that no method always runs in the wake of the same one.
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+        shuffle.shuffle(names)  # so that no method always runs in the wake of the same one
+        for name in names:
             wall, processor = time.perf_counter(), time.process_time()
             steps[name]()
             pair = time.perf_counter() - wall, time.process_time() - processor

@@ -186,9 +186,7 @@ class Pipeline(nn.Module):
 
     def _survey(self) -> list[DeferredBatchNorm]:
         """Take notice of what the caller may have changed since the last step; the deferred batch norms."""
-        for stage in self._stages:
-            stage.survey()
-        modules = list(self.modules())  # walking through them costs more than looking at them
+        modules = [module for stage in self._stages for module in stage.survey()]
         if any(map(is_compiled, modules)):
             keep_buffers()
         return [module for module in modules if isinstance(module, DeferredBatchNorm)]

@@ -12,6 +12,7 @@ A stage knows nothing of other stages: it takes and gives tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -65,10 +66,16 @@ class Stage:
         """Whether anything of a micro-batch is kept."""
         return microbatch in self._tapes
 
-    def survey(self) -> None:
-        """See which parameters there are and which are frozen; they may change from step to step."""
-        self.learns = [p for p in self.module.parameters() if p.requires_grad]
-        self.head_learns = [] if self.head is None else [p for p in self.head.parameters() if p.requires_grad]
+    def survey(self) -> list[nn.Module]:
+        """See which parameters there are and which are frozen, since they may change from step to step.
+
+        Returns:
+            All modules of the stage and its head: walking through them costs more than looking at them.
+        """
+        main = list(self.module.modules())
+        side = [] if self.head is None else list(self.head.modules())
+        self.learns, self.head_learns = _trainable(main), _trainable(side)
+        return main + side
 
     def forward(
         self,
@@ -233,9 +240,15 @@ def _single(tensors: Tensors) -> Tensor | Tensors:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def _no_autocast(like: Tensor) -> torch.autocast:
+def _trainable(modules: Sequence[nn.Module]) -> list[Tensor]:
+    parameters = (p for module in modules for p in module._parameters.values() if p is not None and p.requires_grad)
+    return list(dict.fromkeys(parameters))
+
+
+def _no_autocast(like: Tensor) -> AbstractContextManager[object]:
     """Backward operations take their dtype from the forward, and should not be cast again."""
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) -> Cotangents:

@@ -174,7 +174,7 @@ def lm1b_small() -> Recipe:
         strategy="2-wise-mean",
         batch_size=32,
         epochs=1,
-        eval_every=0.1,
+        eval_every=0.2,
     )
 
 
