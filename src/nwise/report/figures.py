@@ -10,6 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from torch import Tensor
 
 from nwise.credit import Strategy
 from nwise.flow import flow_of
@@ -60,30 +61,32 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
     """The flow of activations and gradients, as in the paper's second figure, drawn from the flow value.
 
-    One panel for each strategy: stages from left to right, above each its head and loss if it runs;
+    One panel for each strategy, and for each turn of one that rotates: stages from left to right, above each its head and loss if it runs;
     black arrows are activations, coloured ones gradients, a colour for each loss.
     """
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
-        columns = min(len(strategies), max(1, 12 // num_stages))
-        rows = -(-len(strategies) // columns)
+        turns = [(strategy, turn) for strategy in strategies for turn in range(strategy.turns)]
+        columns = min(len(turns), max(1, 12 // num_stages))
+        rows = -(-len(turns) // columns)
         figure = Figure(figsize=(1.05 * (num_stages + 0.5) * columns, 2.2 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes in panels:
             axes.axis("off")
-        for axes, strategy in zip(panels, strategies, strict=False):
-            _draw_flow(axes, strategy, num_stages)
+        for axes, (strategy, turn) in zip(panels, turns, strict=False):
+            title = strategy.name + (f", turn {turn + 1} of {strategy.turns}" if strategy.turns > 1 else "")
+            axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
+            _draw_flow(axes, strategy.credit(num_stages, turn))
         figure.savefig(path, dpi=150)
 
 
-def _draw_flow(axes: Axes, strategy: Strategy, num_stages: int) -> None:
-    credit = strategy.credit(num_stages)
+def _draw_flow(axes: Axes, credit: Tensor) -> None:
+    num_stages = len(credit)
     flow = flow_of(credit)
     axes.set(xlim=(-0.75, num_stages - 0.25), ylim=(-0.72, 1.12), aspect="equal")
-    axes.set_title(strategy.name, loc="left", fontweight="bold", fontsize=10)
     for k, stage in enumerate(flow.stages):
         trained = stage.weights is not None
-        _box(axes, k, 0.0, 0.6, 0.46, f"stage {k}", "#e8eef4" if trained else "#ffffff", "#444444")
-        _arrow(axes, (k - 0.7, 0.1), (k - 0.3, 0.1), "#222222")
+        _box(axes, k, 0.0, 0.66, 0.46, f"stage {k}", "#e8eef4" if trained else "#ffffff", "#444444")
+        _arrow(axes, (k - 0.67, 0.1), (k - 0.33, 0.1), "#222222")
         if stage.head:
             colour = COLOURS[k % len(COLOURS)]
             _box(axes, k, 0.88, 0.6, 0.34, f"loss {k}", "#ffffff", colour)
@@ -95,13 +98,15 @@ def _draw_flow(axes: Axes, strategy: Strategy, num_stages: int) -> None:
         messages = flow.stages[k].messages
         for lane, message in enumerate(messages):
             y = -0.06 - 0.11 * lane
-            _arrow(axes, (k - 0.3, y), (k - 0.7, y), COLOURS[message.far % len(COLOURS)])
+            _arrow(axes, (k - 0.33, y), (k - 0.67, y), COLOURS[message.far % len(COLOURS)])
     for k in range(num_stages):
         losses = [j for j in range(num_stages) if credit[j, k]]
-        axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=7, color="#555555")
-        label = ", ".join(f"{j}" for j in losses) or "–"
+        axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=9, color="#555555")
+        whole = len(losses) > 2 and losses[-1] - losses[0] == len(losses) - 1
+        label = f"{losses[0]} to {losses[-1]}" if whole else ", ".join(map(str, losses)) or "–"
+        label = f"loss {label}" if len(losses) == 1 else label
         axes.text(
-            k, -0.6, label, ha="center", va="center", fontsize=8, color=COLOURS[losses[-1] % 8] if losses else "#555"
+            k, -0.6, label, ha="center", va="center", fontsize=10.5, color=COLOURS[losses[-1] % 8] if losses else "#555"
         )
 
 
@@ -111,10 +116,10 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str,
         corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge
     )
     axes.add_patch(box)
-    axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    axes.text(x, y, text, ha="center", va="center", fontsize=10.5)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
     axes.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=colour, lw=1.4, shrinkA=0, shrinkB=0)
+        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=colour, lw=1.4, shrinkA=0, shrinkB=0)
     )
