@@ -18,6 +18,8 @@ STRATEGIES = [
     "2-wise",
     "3-wise",
     "4-wise",
+    "5-wise",
+    "6-wise",
     "2-wise-mean",
     "3-wise-mean",
     "end-to-end",

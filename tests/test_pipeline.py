@@ -100,6 +100,14 @@ def test_losses_are_nan_where_a_head_did_not_run() -> None:
         assert pipeline(net, strategy).step(x, target=y).isnan().tolist() == [True] * dead + [False] * (4 - dead)
 
 
+def test_a_matrix_without_credit_trains_nothing() -> None:
+    net = perceptron(3)
+    x, y = net.draw(4)
+    pipe = pipeline(net, nwise.Credit(torch.zeros(3, 3)))
+    assert pipe.step(x, target=y).isnan().all()
+    assert not gradients(pipe)
+
+
 # Parameters
 
 

@@ -1,7 +1,7 @@
 """Cost of one training step in one process: plain autograd, N-wise written by hand, nwise.
 
 All methods take turns in one run; each starts from the same network and batch. Prints a table and
-appends one JSON record per method to ``records/<case>.jsonl``.
+writes one JSON record per method to ``records/<case>.jsonl``.
 
     python benchmarks/step_cost/run.py --case convnet --rounds 40
 """
@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
@@ -147,11 +149,31 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, 
     return times
 
 
-def flops(step: Step) -> int:
-    """Floating-point operations of the matrix products and convolutions of a step."""
-    with FlopCounterMode(display=False) as counter:
+class ByteCounter(TorchDispatchMode):
+    """Bytes that operations read and write, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func not in _NO_WORK:
+            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.total += sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+        return result
+
+
+_NO_WORK = {torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default}
+
+
+def counts(step: Step) -> dict[str, int]:
+    """Operations of a step: floating-point ones of matrix products and convolutions, and bytes of all."""
+    with FlopCounterMode(display=False) as flops:
         step()
-    return counter.get_total_flops()
+    with ByteCounter() as moved:
+        step()
+    return {"flops": flops.get_total_flops(), "bytes": moved.total}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -161,7 +183,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) -> None:
-    """Measure a case and append its records.
+    """Measure a case and write its records.
 
     Args:
         case: which network.
@@ -170,11 +192,11 @@ def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) ->
     """
     torch.set_num_threads(threads)
     steps = methods({"convnet": convnet, "gpt": gpt}[case]())
-    counted = {name: flops(step) for name, step in steps.items()}
+    counted = {name: counts(step) for name, step in steps.items()}
     times = measure(steps, rounds)
     base = times["plain end-to-end"]
     table = Table(title=f"{case}: {rounds} rounds, {threads} threads; ratios to plain end-to-end, round by round")
-    for heading in ("method", "wall, ms", "wall ratio", "quartiles", "processor ratio", "counted FLOPs ratio"):
+    for heading in ("method", "wall, ms", "wall ratio", "quartiles", "processor ratio", "FLOPs", "bytes"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     folder = Path(__file__).parent / "records"
     folder.mkdir(exist_ok=True)
@@ -191,8 +213,8 @@ def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) ->
                 "processor_s": quartiles([p for _, p in pairs]),
                 "wall_ratio": wall,
                 "processor_ratio": processor,
-                "flops": counted[name],
-                "flops_ratio": counted[name] / counted["plain end-to-end"],
+                **counted[name],
+                **{f"{what}_ratio": counted[name][what] / counted["plain end-to-end"][what] for what in counted[name]},
                 "versus_by_hand_wall": versus(times, name, 0),
                 "versus_by_hand_processor": versus(times, name, 1),
                 "torch": torch.__version__,
@@ -207,6 +229,7 @@ def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) ->
                 f"{wall[0]:.3f} – {wall[2]:.3f}",
                 f"{processor[1]:.3f}",
                 f"{record['flops_ratio']:.3f}",
+                f"{record['bytes_ratio']:.3f}",
             )
     console = Console()
     console.print(table)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nwise.data import augment, sources
+from nwise.data.progress import tracked
 from nwise.randomness import derive, generator
 
 Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
@@ -271,7 +272,7 @@ class _Chosen(Sequence[Tensor]):
 def _stacked(images: Sequence[Tensor]) -> Tensor:
     first = images[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
-    for i, image in enumerate(images):
+    for i, image in enumerate(tracked(images, "decoding images")):
         if image.shape != first.shape:
             raise ValueError(
                 f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "

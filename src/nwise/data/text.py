@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nwise.data import sources
+from nwise.data.progress import tracked
 
 
 class Tokenizer(Protocol):
@@ -195,7 +196,8 @@ def stream_of(
         tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
     parts = []
     for name, text in (("training", train_text), ("test", test_text)):
-        numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in text])
+        pieces = tracked(text, f"tokenising {name} text")
+        numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
         if len(numbers) <= sequence_length:
             raise ValueError(
                 f"The {name} text should have more than `sequence_length = {sequence_length}` tokens. Found {len(numbers)}."

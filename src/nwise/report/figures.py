@@ -61,8 +61,9 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
     """The flow of activations and gradients, as in the paper's second figure, drawn from the flow value.
 
-    One panel for each strategy, and for each turn of one that rotates: stages from left to right, above each its head and loss if it runs;
-    black arrows are activations, coloured ones gradients, a colour for each loss.
+    One panel for each strategy, and for each turn of one that rotates: stages from left to right, above
+    each its head and loss if it runs; black arrows are activations, coloured ones gradients, in the
+    colour of the farthest loss that they carry.
     """
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
         turns = [(strategy, turn) for strategy in strategies for turn in range(strategy.turns)]

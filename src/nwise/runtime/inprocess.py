@@ -101,7 +101,7 @@ def _backward(stage: Stage, flow: StageFlow, action: Action, received: Mailbox) 
 
 def _mean_losses(losses: Sequence[Sequence[tuple[float, Tensor]]]) -> Tensor:
     """Weighted by the share of the micro-batches in which the head ran."""
-    like = next(loss for parts in losses for _, loss in parts)
+    like = next((loss for parts in losses for _, loss in parts), torch.zeros(()))
     result = torch.full((len(losses),), torch.nan, dtype=like.dtype, device=like.device)
     for k, parts in enumerate(losses):
         if len(parts) == 1:
