@@ -23,7 +23,6 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import nwise
 from nwise import models
 from nwise.losses import TokenCrossEntropy
+
+PLAIN = "plain end-to-end"
 
 Step = Callable[[], None]
 LossFn = Callable[..., Tensor]
@@ -60,6 +61,15 @@ def gpt() -> Case:
     tokens = torch.randint(0, 2000, (8, 65), generator=generator)
     model = models.gpt(4, 3, 256, 4, 64, 2000)
     return Case(model, TokenCrossEntropy(), tokens[:, :-1], tokens[:, 1:])
+
+
+def overhead() -> Case:
+    """The convolutional network on two images of 4x4, where bookkeeping is all that takes time."""
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    return Case(models.convnet(10, image_size=4), nn.functional.cross_entropy, x, torch.tensor([0, 1]))
+
+
+CASES = {"convnet": convnet, "gpt": gpt, "overhead": overhead}
 
 
 def plain(case: Case) -> Step:
@@ -122,7 +132,7 @@ def ours(case: Case, strategy: str) -> Step:
 def methods(case: Case) -> dict[str, Step]:
     """All that are compared, by name."""
     return {
-        "plain end-to-end": plain(case),
+        PLAIN: plain(case),
         "by hand, 2-wise": by_hand(case, 2),
         "nwise, 2-wise": ours(case, "2-wise"),
         "by hand, 3-wise": by_hand(case, 3),
@@ -153,7 +163,7 @@ class ByteCounter(TorchDispatchMode):
     """Bytes that operations read and write, views aside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,8 +192,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) -> None:
-    """Measure a case and write its records.
+def main(case: Literal["convnet", "gpt", "overhead"], rounds: int = 40, threads: int = 2) -> None:
+    """Measure a case and write its records, as JSON lines and as a table.
 
     Args:
         case: which network.
@@ -191,60 +201,73 @@ def main(case: Literal["convnet", "gpt"], rounds: int = 40, threads: int = 2) ->
         threads: of torch.
     """
     torch.set_num_threads(threads)
-    steps = methods({"convnet": convnet, "gpt": gpt}[case]())
+    steps = methods(CASES[case]())
     counted = {name: counts(step) for name, step in steps.items()}
     times = measure(steps, rounds)
-    base = times["plain end-to-end"]
-    table = Table(title=f"{case}: {rounds} rounds, {threads} threads; ratios to plain end-to-end, round by round")
-    for heading in ("method", "wall, ms", "wall ratio", "quartiles", "processor ratio", "FLOPs", "bytes"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+    settings = {
+        "case": case,
+        "rounds": rounds,
+        "threads": threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": cpu(),
+    }
+    records = [{**settings, "method": name, **summary(times, counted, name)} for name in steps]
     folder = Path(__file__).parent / "records"
     folder.mkdir(exist_ok=True)
-    with (folder / f"{case}.jsonl").open("w") as file:
-        for name, pairs in times.items():
-            wall = quartiles([w / b for (w, _), (b, _) in zip(pairs, base, strict=True)])
-            processor = quartiles([p / b for (_, p), (_, b) in zip(pairs, base, strict=True)])
-            record: dict[str, Any] = {
-                "case": case,
-                "method": name,
-                "rounds": rounds,
-                "threads": threads,
-                "wall_s": quartiles([w for w, _ in pairs]),
-                "processor_s": quartiles([p for _, p in pairs]),
-                "wall_ratio": wall,
-                "processor_ratio": processor,
-                **counted[name],
-                **{f"{what}_ratio": counted[name][what] / counted["plain end-to-end"][what] for what in counted[name]},
-                "versus_by_hand_wall": versus(times, name, 0),
-                "versus_by_hand_processor": versus(times, name, 1),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "processor": cpu(),
-            }
-            file.write(json.dumps(record) + "\n")
-            table.add_row(
-                name,
-                f"{1e3 * record['wall_s'][1]:.1f}",
-                f"{wall[1]:.3f}",
-                f"{wall[0]:.3f} – {wall[2]:.3f}",
-                f"{processor[1]:.3f}",
-                f"{record['flops_ratio']:.3f}",
-                f"{record['bytes_ratio']:.3f}",
-            )
-    console = Console()
-    console.print(table)
-    for name in times:
-        pair = versus(times, name, 0), versus(times, name, 1)
-        if pair[0] is not None and pair[1] is not None:
-            console.print(f"{name} / by hand: wall {pair[0][1]:.3f}, processor {pair[1][1]:.3f}")
+    (folder / f"{case}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = markdown(records)
+    (folder / f"{case}.md").write_text(text)
+    Console().print(text, soft_wrap=True, highlight=False)
 
 
-def versus(times: dict[str, list[tuple[float, float]]], name: str, clock: int) -> tuple[float, float, float] | None:
-    """Quartiles of the ratio to the same strategy by hand, round by round."""
-    rival = name.replace("nwise", "by hand")
-    if rival == name or rival not in times:
-        return None
-    return quartiles([a[clock] / b[clock] for a, b in zip(times[name], times[rival], strict=True)])
+def summary(
+    times: dict[str, list[tuple[float, float]]], counted: dict[str, dict[str, int]], name: str
+) -> dict[str, Any]:
+    """Quartiles of a method's seconds and of its ratios, round by round, and its counts."""
+    pairs, base = times[name], times[PLAIN]
+    rival = times.get(name.replace("nwise", "by hand"), pairs) if name.startswith("nwise") else pairs
+    result: dict[str, Any] = {}
+    for clock, what in enumerate(("wall", "processor")):
+        result[f"{what}_s"] = quartiles([t[clock] for t in pairs])
+        result[f"{what}_ratio"] = quartiles([t[clock] / b[clock] for t, b in zip(pairs, base, strict=True)])
+        if rival is not pairs:
+            result[f"{what}_by_hand"] = quartiles([t[clock] / r[clock] for t, r in zip(pairs, rival, strict=True)])
+    for what, count in counted[name].items():
+        result |= {what: count, f"{what}_ratio": count / counted[PLAIN][what]}
+    return result
+
+
+def markdown(records: Sequence[dict[str, Any]]) -> str:
+    """The table of the README."""
+
+    def middle(record: dict[str, Any], what: str, unit: float = 1.0, digits: int = 2) -> str:
+        if what not in record:
+            return ""
+        low, median, high = (f"{unit * value:.{digits}f}" for value in record[what])
+        return f"{median} ({low}–{high})"
+
+    lines = [
+        "| method | wall, ms | wall / plain | processor / plain | FLOPs / plain | bytes / plain "
+        "| wall / by hand | processor / by hand |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        cells = [
+            r["method"],
+            middle(r, "wall_s", 1e3, 0 if r["wall_s"][1] > 0.1 else 2),
+            middle(r, "wall_ratio"),
+            middle(r, "processor_ratio"),
+        ]
+        cells += [f"{r['flops_ratio']:.3f}", f"{r['bytes_ratio']:.3f}"]
+        cells += [middle(r, "wall_by_hand", digits=3), middle(r, "processor_by_hand", digits=3)]
+        lines.append("| " + " | ".join(cells) + " |")
+    r = records[0]
+    lines.append(
+        f"\n{r['case']}: median (quartiles) of {r['rounds']} rounds, {r['threads']} threads, {r['processor']}, "
+        f"torch {r['torch']}, Python {r['python']}."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def cpu() -> str:
