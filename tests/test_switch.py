@@ -55,8 +55,8 @@ def test_the_trainer_discards_heads_resets_the_optimizer_and_sets_the_rate(tmp_p
         log_every=1,
     )
     run = new_run(config, tmp_path)
-    trainer = Trainer(config, run)
-    trainer.train()
+    trainer = Trainer(config)
+    trainer.train(run)
     assert trainer.steps_per_epoch == 22
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = {r["step"]: r for r in records if r["kind"] == "train"}

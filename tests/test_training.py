@@ -34,8 +34,8 @@ TEXT = Recipe(
 
 def train(config: Recipe, folder: Path) -> tuple[Run, Trainer, Scores]:
     run = new_run(config, folder)
-    trainer = Trainer(config, run)
-    return run, trainer, trainer.train()
+    trainer = Trainer(config)
+    return run, trainer, trainer.train(run)
 
 
 def test_a_run_learns_and_records(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ class Interrupts:
 def test_an_interrupted_run_can_be_used(tmp_path: Path) -> None:
     run = new_run(SHORT, tmp_path)
     watcher = Interrupts()
-    trainer = Trainer(SHORT, run, (watcher,))
+    trainer = Trainer(SHORT)
     with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+        trainer.train(run, (watcher,))
     assert watcher.status == "interrupted"
     assert json.loads((run.folder / "run.json").read_text())["status"] == "interrupted"
     assert run.metrics()[-1]["kind"] == "interrupted"
@@ -190,7 +190,7 @@ def test_a_plateau_drops_the_rate() -> None:
         rate.step()
         rate.evaluated(loss)
         seen.append(rate.value)
-    assert seen == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
+    assert seen == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01, 0.01])
 
 
 # Scores

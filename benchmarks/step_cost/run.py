@@ -253,12 +253,8 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in records:
-        cells = [
-            r["method"],
-            middle(r, "wall_s", 1e3, 0 if r["wall_s"][1] > 0.1 else 2),
-            middle(r, "wall_ratio"),
-            middle(r, "processor_ratio"),
-        ]
+        wall = middle(r, "wall_s", 1e3, 0 if r["wall_s"][1] > 0.1 else 2)
+        cells = [r["method"], wall, middle(r, "wall_ratio"), middle(r, "processor_ratio")]
         cells += [f"{r['flops_ratio']:.3f}", f"{r['bytes_ratio']:.3f}"]
         cells += [middle(r, "wall_by_hand", digits=3), middle(r, "processor_by_hand", digits=3)]
         lines.append("| " + " | ".join(cells) + " |")

@@ -2,6 +2,7 @@
 
 from nwise import heads, models
 from nwise.batchnorm import defer_batchnorm
+from nwise.compiled import compile_module
 from nwise.credit import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating, Strategy
 from nwise.flow import Flow, flow_of
 from nwise.hogwild import staleness
@@ -27,6 +28,7 @@ __all__ = [
     "Rotating",
     "Strategy",
     "Switch",
+    "compile_module",
     "defer_batchnorm",
     "flow_of",
     "heads",

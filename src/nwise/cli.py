@@ -7,6 +7,7 @@ import difflib
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,9 @@ from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, recipe
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import flow_figure
+from nwise.report.tensorboard import TensorBoard
 from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
+from nwise.training.run import numbered
 from nwise.training.trainer import device_of
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -45,14 +48,13 @@ class Train:
     config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
+        trainer = Trainer(self.config)  # what is wrong with configuration or data shows before a folder is made
         run = new_run(self.config, self.runs)
         watchers: list[Any] = [] if self.json else [display_for(console)]
         if self.tensorboard:
-            from nwise.report.tensorboard import TensorBoard
-
             watchers.append(TensorBoard(run.folder))
         try:
-            scores = Trainer(self.config, run, tuple(watchers)).train()
+            scores = trainer.train(run, tuple(watchers))
         except KeyboardInterrupt:
             note = f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them."
             Console(stderr=True).print(note, soft_wrap=True, highlight=False)
@@ -82,7 +84,7 @@ class Compare:
     config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
-        parent = _numbered(self.runs, f"compare-{self.config.name}")
+        parent = numbered(self.runs, f"compare-{self.config.name}")
         figure = self.figure or parent / "compare.png"
         watchers = () if self.json else (display_for(console),)
         try:
@@ -110,9 +112,9 @@ class Compare:
             table.add_row(r.strategy, last, equal, number(slots / steps, 1), number(r.seconds, 1))
         console.print(table)
         note = (
-            f"Equal time is {budget:,.0f} slots, modelled and not measured: one accelerator per stage, by the paper's "
-            "timing model\n(a forward is one slot, each loss's pass through a stage one, heads free). Seconds are those "
-            f"of this machine.\nFigure: {figure}"
+            f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: by the paper's timing\n"
+            "model a forward is one slot, each loss's pass through a stage one, heads free; between tests quality is\n"
+            f"interpolated. Seconds are those of this machine, one process doing all stages.\nFigure: {figure}"
         )
         console.print(note, soft_wrap=True, highlight=False)
         return OK
@@ -248,8 +250,12 @@ def run(arguments: list[str]) -> int:
             close = difflib.get_close_matches(name, _COMMANDS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint}")
-        command = _parse(name, rest)
-        return int(command.run(Console()))
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
+            return int(_parse(name, rest).run(Console()))
+    except KeyboardInterrupt:
+        print(f"nwise {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (ValueError, TypeError, OSError, ImportError) as error:
         Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
         return BAD_INPUT
@@ -275,15 +281,6 @@ def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: An
         **({} if default is None else {"default": default}),
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     )
-
-
-def _numbered(parent: Path, name: str) -> Path:
-    number = 1
-    while (parent / f"{name}-{number:03d}").exists():
-        number += 1
-    folder = parent / f"{name}-{number:03d}"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def _help() -> None:

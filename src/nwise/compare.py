@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from nwise.data import Tokens
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
@@ -35,8 +37,8 @@ class Result:
     seconds: float
 
     def at_slots(self, slots: float) -> float:
-        """Quality of the last test within a modelled time."""
-        return [v for t, v in zip(self.curve.slots, self.curve.values, strict=True) if t <= slots][-1]
+        """Quality at a modelled time, interpolated between two tests."""
+        return float(np.interp(slots, self.curve.slots, self.curve.values))
 
 
 def compare(
@@ -55,9 +57,9 @@ def compare(
 
 
 def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...]) -> Result:
+    trainer = Trainer(recipe)
     run = new_run(recipe, folder)
-    trainer = Trainer(recipe, run, watchers)
-    trainer.train()
+    trainer.train(run, watchers)
     kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
     steps, values, seconds = _tests(run, kind)
     slots = [_slots(trainer.pipe, step) for step in steps]

@@ -6,13 +6,36 @@ weights together, so inside it an input-gradient pass (I) costs as much as a ful
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this module itself was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    """Whether this module itself was compiled, by `compile_module`, ``module.compile()`` or ``torch.compile(module)``."""
+    return (
+        module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile a module in place.
+
+    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers,
+    whose calls the compiler does not trace; their ``forward`` it does.
+
+    Args:
+        module: a block of a stage, or a head.
+        backend: of `torch.compile`.
+    """
+    if type(module).__module__.startswith("torch."):
+        vars(module)["forward"] = torch.compile(module.forward, backend=backend)
+    else:
+        module.compile(backend=backend)
 
 
 def keep_buffers() -> None:

@@ -43,7 +43,7 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The text that `nwise.strategy` parses back into this strategy."""
+        """The text that `nwise.strategy` parses back into this strategy, options aside."""
 
     @abstractmethod
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
@@ -130,7 +130,7 @@ class NWise(Strategy):
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ValueError(
                 "`n`, the number of stages a loss's gradient travels through, should be an integer of at least 1 "
-                f"(1 is local training). Found `n = {self.n}`."
+                f"(1 is local training). Found `n = {self.n!r}`."
             )
         if self.reduce not in ("last", "mean"):
             raise ValueError(f"`reduce` should be 'last' or 'mean'. Found {self.reduce!r}.")
@@ -173,8 +173,8 @@ class Geometric(Strategy):
     decay: float
 
     def _check(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"`decay` should be above 0 and at most 1. Found `decay = {self.decay}`.")
+        if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+            raise ValueError(f"`decay` should be above 0 and at most 1. Found `decay = {self.decay!r}`.")
 
     @property
     def name(self) -> str:
@@ -183,6 +183,11 @@ class Geometric(Strategy):
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         distance = torch.arange(num_stages)[:, None] - torch.arange(num_stages)[None, :]
         return torch.pow(torch.tensor(self.decay, dtype=torch.float64), distance.clamp(min=0)).tril()
+
+
+def _check_size(size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"`size`, the stages in a block, should be an integer of at least 1. Found `size = {size!r}`.")
 
 
 def _last_of_block(num_stages: int, size: int, first_border: int) -> list[int]:
@@ -204,8 +209,7 @@ class Blocks(Strategy):
     size: int
 
     def _check(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"`size`, the stages in a block, should be at least 1. Found `size = {self.size}`.")
+        _check_size(self.size)
 
     @property
     def name(self) -> str:
@@ -231,8 +235,7 @@ class Rotating(Strategy):
     every: Literal["step", "microbatch"] = "step"
 
     def _check(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"`size`, the stages in a block, should be at least 1. Found `size = {self.size}`.")
+        _check_size(self.size)
         if self.every not in ("step", "microbatch"):
             raise ValueError(f"`every` should be 'step' or 'microbatch'. Found {self.every!r}.")
 
@@ -266,7 +269,12 @@ class Credit(Strategy):
     matrix: Any
 
     def _check(self) -> None:
-        rows = torch.as_tensor(self.matrix, dtype=torch.float64)
+        try:
+            rows = torch.as_tensor(self.matrix, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"`matrix` should be rows of numbers, all of one length. Found {self.matrix!r}."
+            ) from error
         if rows.ndim != 2 or rows.shape[0] != rows.shape[1] or rows.shape[0] == 0:
             raise ValueError(f"`matrix` should be square, one row per loss. Found shape {tuple(rows.shape)}.")
         if not bool(torch.isfinite(rows).all()):
@@ -283,7 +291,7 @@ class Credit(Strategy):
 
     @property
     def name(self) -> str:
-        return "credit-" + ";".join(",".join(f"{value:g}" for value in row) for row in self.matrix)
+        return "credit-" + ";".join(",".join(f"{value:.17g}" for value in row) for row in self.matrix)
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         if num_stages != len(self.matrix):

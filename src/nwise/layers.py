@@ -56,19 +56,20 @@ class TransformerBlock(nn.Module):
         return x_BTD + self.drop(self.down(functional.gelu(self.up(self.norm2(x_BTD)))))
 
 
+class Table(nn.Embedding):
+    """An embedding initialised as in GPT-2: normal with deviation 0.02."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
 class Embedding(nn.Module):
     """Token and learned position embedding, ``[B, T] -> [B, T, D]``."""
 
     def __init__(self, vocabulary_size: int, sequence_length: int, width: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary_size, width)
-        self.positions = nn.Embedding(sequence_length, width)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Normal with deviation 0.02, as in GPT-2."""
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
+        self.tokens = Table(vocabulary_size, width)
+        self.positions = Table(sequence_length, width)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         length = tokens_BT.shape[1]

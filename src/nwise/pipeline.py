@@ -22,6 +22,20 @@ from nwise.stage import LossFn, Stage
 from nwise.strategy import strategy as parse
 
 
+class Heads(nn.ModuleDict):
+    """The heads there are, by the number of their stage: ``pipe.heads[2]``."""
+
+    def __getitem__(self, stage: int | str) -> nn.Module:
+        return super().__getitem__(str(stage))
+
+    def __contains__(self, stage: object) -> bool:
+        return super().__contains__(str(stage))
+
+    def of(self, stage: int) -> nn.Module | None:
+        """The head of a stage, or None."""
+        return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
+
+
 class Pipeline(nn.Module):
     """A network in stages, each with a head, whose losses travel as far as the strategy says.
 
@@ -72,7 +86,7 @@ class Pipeline(nn.Module):
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {num_microbatches!r}.")
         self.stages = nn.ModuleList(mains)
-        self.heads = nn.ModuleDict({str(k): head for k, head in enumerate(sides) if head is not None})
+        self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
         self.strategy = parse(strategy)
         self.num_microbatches = num_microbatches
         self.seed = torch.initial_seed() if seed is None else seed
@@ -83,7 +97,7 @@ class Pipeline(nn.Module):
         self._terms = [terms(loss) for loss in losses]
         self._flows: dict[tuple[Strategy, int, tuple[bool, ...]], Flow] = {}
         self._orders: dict[tuple[Flow, ...], list[Action]] = {}
-        self._histories: list[History] | None = None
+        self._histories: tuple[Strategy | None, list[History]] = (None, [])
         self._survey()
         for flow in self._all_flows():
             self._check_heads(flow)
@@ -127,7 +141,8 @@ class Pipeline(nn.Module):
             if k == self.num_stages - 1:
                 outputs.append(output)
             else:
-                outputs.append(self.heads[str(k)](*hidden) if str(k) in self.heads else None)
+                head = self.heads.of(k)
+                outputs.append(None if head is None else head(*hidden))
         return outputs
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Tensor:
@@ -179,13 +194,14 @@ class Pipeline(nn.Module):
                 f"at step {self.steps} needs those of stages {sorted(needed)}."
             )
         self.heads.clear()
-        for stage in self._stages:
-            stage.head = None
         self._flows.clear()
         self._survey()
 
     def _survey(self) -> list[DeferredBatchNorm]:
         """Take notice of what the caller may have changed since the last step; the deferred batch norms."""
+        for k, stage in enumerate(self._stages):
+            stage.module = self.stages[k]
+            stage.head = self.heads.of(k)
         modules = [module for stage in self._stages for module in stage.survey()]
         if any(map(is_compiled, modules)):
             keep_buffers()
@@ -201,7 +217,7 @@ class Pipeline(nn.Module):
         key = (now, turn, trainable)
         if key not in self._flows:
             credit = now.credit(self.num_stages, turn)
-            present = [str(k) in self.heads for k in range(self.num_stages - 1)] + [True]
+            present = [k in self.heads for k in range(self.num_stages - 1)] + [True]
             probes = present if now.heads == "all" else ()
             self._flows[key] = flow_of(credit, trainable=trainable, probes=probes)
         return self._flows[key]
@@ -220,7 +236,7 @@ class Pipeline(nn.Module):
 
     def _check_heads(self, flow: Flow) -> None:
         for k in flow.heads:
-            if k < self.num_stages - 1 and str(k) not in self.heads:
+            if k < self.num_stages - 1 and k not in self.heads:
                 raise ValueError(
                     f"`heads` should have a head for stage {k}, whose loss {self.strategy.name!r} needs. Found None; "
                     "see `nwise.heads` for builders."
@@ -258,14 +274,14 @@ class Pipeline(nn.Module):
 
     def _with_old_versions(self, batch: Batch, flows: tuple[Flow, ...]) -> Batch:
         """Hogwild: compute every stage with the parameters of as many updates ago as in the steady grid."""
-        if self._histories is None:
-            now = self.strategy.in_force(self.steps)
+        now = self.strategy.in_force(self.steps)
+        if self._histories[0] != now:
             cycle = [staleness(self._flow(now, turn), self.num_microbatches) for turn in range(now.turns)]
             depths = [max(max(ages[k]) for ages in cycle) for k in range(self.num_stages)]
-            self._histories = [History(stage, depth) for stage, depth in zip(self.stages, depths, strict=True)]
+            self._histories = now, [History(stage, depth) for stage, depth in zip(self.stages, depths, strict=True)]
         ages = [staleness(flow, self.num_microbatches) for flow in flows]
         versions: dict[tuple[int, int], Mapping[str, Tensor]] = {}
-        for k, history in enumerate(self._histories):
+        for k, history in enumerate(self._histories[1]):
             history.remember()
             for m in range(len(batch.inputs)):
                 version, age = history.version(ages[m][k][m])

@@ -23,7 +23,7 @@ def reference_grads(
     credit: Tensor,
     num_microbatches: int = 1,
     *,
-    count: Callable[[Any], float] = len,
+    count: Callable[[Any], float] | None = None,
     heads_run: str = "live",
 ) -> dict[str, Tensor]:
     """Gradients from the definition: for every loss and every stage, one `torch.autograd.grad`.
@@ -33,11 +33,11 @@ def reference_grads(
         heads: one for every stage but the last, None where there is none.
         loss_fn: ``loss_fn(head_output, target)``, the mean over samples; or one per stage.
         x: the mini-batch, samples along dimension 0.
-        y: the target, a tensor with samples along dimension 0, or None.
+        y: the target, a tensor or a tuple of them with samples along dimension 0, or None.
         credit: ``[A, A]``; ``credit[j, k]`` weighs loss ``j`` in the update of stage ``k``. For a
             strategy that rotates with the micro-batch, ``[M, A, A]``.
         num_microbatches: the mini-batch is cut into so many parts, whose sizes differ by at most one.
-        count: how many terms of a target the loss averages over.
+        count: how many terms of a target the loss averages over; by default samples.
         heads_run: ``"live"`` gives the gradients of the heads that train a stage, ``"all"`` of all.
 
     Returns:
@@ -56,13 +56,23 @@ def reference_grads(
     losses_of = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(mains)
     xs = x if isinstance(x, tuple) else (x,)
     parts = list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in xs), strict=True))
-    targets = [None] * num_microbatches if y is None else list(torch.tensor_split(y, num_microbatches))
+    targets: list[Any] = [None] * num_microbatches
+    if isinstance(y, tuple):
+        targets = list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in y), strict=True))
+    elif y is not None:
+        targets = list(torch.tensor_split(y, num_microbatches))
     counts = [
-        float(len(part[0]) if target is None else count(target)) for part, target in zip(parts, targets, strict=True)
+        float(len(part[0]) if count is None else count(target)) for part, target in zip(parts, targets, strict=True)
     ]
     credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
 
-    grads: dict[str, Tensor] = {}
+    # A stage that no loss has credit for learns nothing: its sum is empty.
+    grads = {
+        f"stages.{k}.{name}": torch.zeros_like(parameter)
+        for k, main in enumerate(mains)
+        for name, parameter in main.named_parameters()
+        if parameter.requires_grad
+    }
     for part, target, terms, matrix in zip(parts, targets, counts, credits, strict=True):
         if not terms:
             continue

@@ -11,8 +11,8 @@ A stage knows nothing of other stages: it takes and gives tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -110,27 +110,26 @@ class Stage:
         return result
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
-        counters = [x._version for x in inputs]
-        try:
-            with seeded(seed, inputs[0].device):
-                if replaced:
-                    outputs = functional_call(self.module, dict(replaced), inputs)
-                else:
-                    outputs = self.module(*inputs)
-        except RuntimeError as error:
-            if "a leaf Variable that requires grad is being used in an in-place" in str(error):
-                raise ValueError(self._in_place) from error
-            raise
-        if counters != [x._version for x in inputs]:
-            raise ValueError(self._in_place)
+        with seeded(seed, inputs[0].device), self._unchanged(inputs, "Stage"):
+            outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")
 
-    @property
-    def _in_place(self) -> str:
-        return (
-            f"Stage {self.index} should not change its input in place, since the stage before it still needs the values. "
+    @contextmanager
+    def _unchanged(self, inputs: Tensors, who: str) -> Iterator[None]:
+        """Refuse operations that change in place what others still need."""
+        message = (
+            f"{who} {self.index} should not change its input in place, since others still need the values. "
             "Found an in-place operation; set `inplace=False` in its first layer."
         )
+        counters = [x._version for x in inputs]
+        try:
+            yield
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+                raise ValueError(message) from error
+            raise
+        if counters != [x._version for x in inputs]:
+            raise ValueError(message)
 
     def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """H: the mean loss of the micro-batch, detached; fills the ``.grad`` of the head's parameters.
@@ -144,7 +143,7 @@ class Stage:
         """
         tape = self._tapes[microbatch]
         leaves = tuple(y.detach().requires_grad_(flow.own and y.is_floating_point()) for y in tape.outputs)
-        with torch.enable_grad(), seeded(seed, leaves[0].device):
+        with torch.enable_grad(), seeded(seed, leaves[0].device), self._unchanged(leaves, "The head or loss of stage"):
             output = self.head(*leaves) if self.head is not None else _single(leaves)
             loss = self.loss_fn(output, None if target is None else _single(target))
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -30,12 +30,15 @@ class Hogwild(Strategy):
     `nwise.staleness` says how many times. With end-to-end credit that is ``A - 1 - k``.
 
     Args:
-        base: the credit that is relaxed.
+        base: the credit that is relaxed; a strategy or its name.
     """
 
     base: Strategy = field(default_factory=EndToEnd)
 
     def _check(self) -> None:
+        object.__setattr__(self, "base", strategy(self.base))
+        if self.base.heads == "all":
+            object.__setattr__(self, "heads", "all")
         if isinstance(self.base, Hogwild | Switch):
             raise ValueError(
                 f"`base` should be a strategy of one credit matrix or a cycle of them. Found {self.base.name!r}; "
@@ -71,8 +74,8 @@ class Switch(Strategy):
 
     Args:
         at: first step, counted from 0, of the second strategy.
-        before: the first strategy, by default local.
-        after: the second strategy, by default end-to-end.
+        before: the first strategy or its name, by default local.
+        after: the second strategy or its name, by default end-to-end.
 
     >>> Switch(10).in_force(9).name, Switch(10).in_force(10).name
     ('local', 'end-to-end')
@@ -83,6 +86,8 @@ class Switch(Strategy):
     after: Strategy = field(default_factory=EndToEnd)
 
     def _check(self) -> None:
+        object.__setattr__(self, "before", strategy(self.before))
+        object.__setattr__(self, "after", strategy(self.after))
         if isinstance(self.at, bool) or not isinstance(self.at, int) or self.at < 1:
             raise ValueError(
                 f"`at`, the first step of the second strategy, should be at least 1. Found `at = {self.at}`."
@@ -111,19 +116,25 @@ class Switch(Strategy):
         return self.before.credit(num_stages, turn)
 
 
+def _rows(text: str) -> list[list[float]]:
+    """``"1,0;0.5,1"`` as rows of numbers."""
+    try:
+        return [[float(value) for value in row.split(",")] for row in text.split(";")]
+    except ValueError as error:
+        raise ValueError(f"`credit-` should be followed by rows like 1,0;0.5,1. Found {text!r}.") from error
+
+
 _NAMES: dict[str, Callable[..., Strategy]] = {
     r"end-to-end": lambda **options: EndToEnd(**options),
     r"local": lambda **options: Local(**options),
     r"(\d+)-wise": lambda n, **options: NWise(int(n), **options),
     r"(\d+)-wise-mean": lambda n, **options: NWise(int(n), reduce="mean", **options),
     r"deep-supervision": lambda **options: DeepSupervision(**options),
-    r"geometric-([\d.e-]+)": lambda decay, **options: Geometric(float(decay), **options),
+    r"geometric-(\d*\.?\d+(?:e-?\d+)?)": lambda decay, **options: Geometric(float(decay), **options),
     r"blocks-(\d+)": lambda size, **options: Blocks(int(size), **options),
     r"rotating-(\d+)": lambda size, **options: Rotating(int(size), **options),
     r"rotating-(\d+)-microbatch": lambda size, **options: Rotating(int(size), every="microbatch", **options),
-    r"credit-([-\d.e,;+]+)": lambda rows, **options: Credit(
-        [[float(value) for value in row.split(",")] for row in rows.split(";")], **options
-    ),
+    r"credit-(.+)": lambda rows, **options: Credit(_rows(rows), **options),
     r"hogwild": lambda **options: Hogwild(**options),
     r"(.+)-hogwild": lambda base, **options: Hogwild(strategy(base), **options),
     r"([^@]+)@(\d+),(.+)": lambda before, at, after, **options: Switch(

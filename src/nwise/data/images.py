@@ -30,7 +30,7 @@ class Images:
         pixels: uint8 ``[num, C, H, W]``, or a sequence that gives uint8 ``[C, H, W]`` of any size.
         labels: int64 ``[num]``.
         classes: names of the classes.
-        mean: of each channel over the training images, in units of 255.
+        mean: of each channel, that images are normalised by, in units of 255.
         deviation: likewise.
         augmentation: of training batches.
         size: height and width of a batch's images.
@@ -136,13 +136,18 @@ def load_images(
         splits: names of the training and the test part.
         augmentation: of training batches.
         size: height and width of a batch's images: they are decoded when asked for and cropped
-            (ImageNet). None: all images have one size and are kept decoded in memory (CIFAR).
+            and normalised by ImageNet's statistics (ImageNet). None: all images have one size, are kept
+            decoded in memory, and are normalised by their own training statistics (CIFAR).
         limit: how many training and test images to keep, drawn by `seed`; None for all.
         seed: of that draw.
 
     Raises:
-        ValueError: a damaged image or a wrong label, by file and row; columns that are missing.
+        ValueError: a damaged image or a wrong label, by file and row; columns that are missing; an
+            augmentation that does not fit `size`.
     """
+    if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
+        fitting = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
+        raise ValueError(f"`augmentation` should be {fitting}. Found {augmentation!r} and `size = {size}`.")
     train_tables = sources.tables(source, splits[0], hub=hub)
     test_tables = sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
@@ -191,7 +196,7 @@ def _extra_class(tables: list[sources.Table], classes: tuple[str, ...], num_clas
     wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
     for table in tables:
         for row, value in enumerate(table.rows[sources.column(table, _LABEL, "label")][:]):
-            index = value if isinstance(value, int) else classes.index(str(value))
+            index = classes.index(str(value)) if str(value) in classes else value
             if index >= num_classes:
                 return f"{wrong} The first class too many is {classes[index]!r} in {table.name}, row {row}."
     return wrong
@@ -202,12 +207,14 @@ class _Rows:
 
     def __init__(self, tables: list[sources.Table], classes: tuple[str, ...]) -> None:
         self._tables = tables
-        self._images, self._labels = [], []
+        self._images, self._labels, self._named = [], [], []
         datasets = sources.library()
         for table in tables:
             image = sources.column(table, _IMAGE, "images")
             self._images.append(table.rows.select_columns([image]).cast_column(image, datasets.Image(decode=False)))
-            self._labels.append(table.rows[sources.column(table, _LABEL, "label")][:])
+            label = sources.column(table, _LABEL, "label")
+            self._labels.append(table.rows[label][:])
+            self._named.append(getattr(table.rows.features[label], "names", None) is not None)
         self._index = {name: i for i, name in enumerate(classes)}
 
     def __len__(self) -> int:
@@ -223,7 +230,8 @@ class _Rows:
     def label(self, index: int) -> int:
         t, row = self._find(index)
         value = self._labels[t][row]
-        place = self._index.get(str(value), value if isinstance(value, int) else -1)
+        # With class names in the file the numbers are indices; without, classes are named by the values.
+        place = value if self._named[t] and isinstance(value, int) else self._index.get(str(value), -1)
         if not 0 <= place < len(self._index):
             raise ValueError(
                 f"The label of {self._tables[t].name}, row {row}, should be one of {len(self._index)} classes. Found {value!r}."

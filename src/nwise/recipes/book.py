@@ -166,15 +166,16 @@ def lm1b() -> Recipe:
 
 def lm1b_small() -> Recipe:
     """E6, small: 4 stages of one block, width 128, BPE of 1,000 on a piece of One Billion Word, minutes on 2 cores."""
+    data = TextSource(source="lm1b", hub="billion-word-benchmark/lm1b", sentences=True, test_limit=1000)
     return Recipe(
         name="lm1b-small",
-        data=_LM1B,
+        data=data,
         model=Gpt(blocks_per_stage=1, width=128, sequence_length=32, head_blocks=1, vocabulary_size=1000),
         optimizer=Adam(lr=128**-0.5, beta2=0.98, eps=1e-9, warmup_steps=200),
         strategy="2-wise-mean",
         batch_size=32,
         epochs=1,
-        eval_every=0.2,
+        eval_every=0.1,
     )
 
 

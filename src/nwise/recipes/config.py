@@ -80,9 +80,14 @@ class TextSource:
     """Names of the training and the test part."""
     sentences: bool = False
     """Whether every line is a sentence, so that an empty one is an error."""
+    train_limit: int | None = None
+    """Training lines to keep, from the start; None for all."""
+    test_limit: int | None = None
+    """Test lines to keep, from the start; None for all."""
 
     def texts(self) -> tuple[list[str], list[str]]:
-        return text_data.load_text(self.source, hub=self.hub, splits=self.splits, sentences=self.sentences)
+        train, test = text_data.load_text(self.source, hub=self.hub, splits=self.splits, sentences=self.sentences)
+        return train[: self.train_limit], test[: self.test_limit]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +215,9 @@ class Recipe:
     then: Sgd | Adam | None = None
     """After a switch of strategy: a new optimizer with these settings; None for those of before."""
     strategy: str = "2-wise"
-    """Which loss trains which stage, such as local, 2-wise, 3-wise-mean, end-to-end; see `nwise.strategy`.
-    In `before@T,after` T counts steps, or epochs if written `before@Tepochs,after`."""
+    """Which loss trains which stage: local, 2-wise, 3-wise-mean, ..., end-to-end, deep-supervision, geometric-0.5,
+    blocks-2, rotating-2, rotating-2-microbatch, credit-1,0;1,1 (rows of one's own matrix), hogwild or 2-wise-hogwild, and
+    local@500,end-to-end for one up to step 500 and then another (local@3epochs,end-to-end: up to epoch 3)."""
     heads: Heads = "live"
     """Whether heads that no stage needs run too, as probes."""
     microbatches: int = 1
@@ -230,6 +236,8 @@ class Recipe:
     """Largest norm of all gradients together; None for no clipping."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16: forwards run under autocast."""
+    defer_batchnorm: bool = False
+    """With micro-batches, move batch norm's running statistics once per mini-batch, by those of all of it."""
     recompute: bool = False
     """Keep only each stage's input and run its forward again before the backward passes."""
     compile: bool = False

@@ -46,13 +46,20 @@ class Rate:
         config: of the optimizer.
         optimizer: whose rate is set.
         num_steps: of the phase.
+        eval_every: epochs between two evaluations.
     """
 
-    def __init__(self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    def __init__(
+        self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int, eval_every: float = 1
+    ) -> None:
         self._optimizer = optimizer
         self._by_step = LambdaLR(optimizer, lambda step: rate_factor(config, step, num_steps))
-        patience = config.plateau_epochs if isinstance(config, Sgd) else None
-        self._by_loss = None if patience is None else ReduceLROnPlateau(optimizer, factor=0.1, patience=patience)
+        epochs = config.plateau_epochs if isinstance(config, Sgd) else None
+        self._by_loss = None
+        if epochs is not None:
+            # torch drops the rate after one bad evaluation more than its patience.
+            patience = max(1, round(epochs / eval_every)) - 1
+            self._by_loss = ReduceLROnPlateau(optimizer, factor=0.1, patience=patience, threshold=0.0)
 
     def step(self) -> None:
         """After every update."""

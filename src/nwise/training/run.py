@@ -8,9 +8,11 @@ tokenizer.json       for text
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,16 +37,7 @@ class Run:
     @classmethod
     def create(cls, parent: Path, name: str, recipe: Recipe) -> Run:
         """A new folder ``<parent>/<name>-<number>`` with the configuration in it."""
-        parent.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            folder = parent / f"{name}-{number:03d}"
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                break
+        folder = numbered(parent, name)
         run = cls(folder)
         run._write_state({"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"})
         return run
@@ -132,6 +125,17 @@ class Run:
         if not path.exists():
             return None
         return Bytes() if json.loads(path.read_text()).get("type") == "bytes" else Bpe.load(path)
+
+
+def numbered(parent: Path, name: str) -> Path:
+    """A new folder ``<parent>/<name>-<number>``, with the first number that is free."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / f"{name}-{number:03d}"
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
 
 
 def versions() -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nwise.batchnorm import defer_batchnorm
+from nwise.compiled import compile_module
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.losses import TokenCrossEntropy
 from nwise.pipeline import Pipeline
 from nwise.randomness import generator
 from nwise.recipes import Recipe
+from nwise.split import Chain
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.optimizers import Rate, optimizer_of
 from nwise.training.run import Run
@@ -45,14 +48,15 @@ class Trainer:
 
     Args:
         recipe: the configuration.
-        run: where to write; None to write nothing.
-        watchers: who is told.
+
+    Raises:
+        ValueError: configuration, data and network do not fit together.
     """
 
-    def __init__(self, recipe: Recipe, run: Run | None = None, watchers: tuple[Watcher, ...] = ()) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.run = run
-        self.watchers = watchers
+        self.run: Run | None = None
+        self.watchers: tuple[Watcher, ...] = ()
         self.device = device_of(recipe)
         self.train_data, self.test_data = (part.to(self.device) for part in recipe.load())
         self.steps_per_epoch = steps_per_epoch(len(self.train_data), recipe.batch_size)
@@ -62,24 +66,29 @@ class Trainer:
         self.pipe = pipeline_of(recipe, self.train_data, self.steps_per_epoch).to(self.device)
         if recipe.compile:
             compile_blocks(self.pipe)
-        if run is not None and isinstance(self.train_data, Tokens):
-            run.save_tokenizer(self.train_data.tokenizer)
 
     @property
     def num_samples(self) -> int:
         """Training samples of the whole run."""
         return self.num_steps * self.recipe.batch_size
 
-    def train(self) -> Scores:
+    def train(self, run: Run | None = None, watchers: tuple[Watcher, ...] = ()) -> Scores:
         """All steps of the recipe, recording and saving as it says.
+
+        Args:
+            run: where to write; None to write nothing.
+            watchers: who is told.
 
         Returns:
             The scores after the last step. An interruption (Ctrl-C) saves the weights before it goes on.
         """
+        self.run, self.watchers = run, watchers
         status = "failed"
         self._began = time.perf_counter()
         self._tell("started", self)
         try:
+            if run is not None and isinstance(self.train_data, Tokens):
+                run.save_tokenizer(self.train_data.tokenizer)
             scores = self._all_phases()
             status = "done"
         except KeyboardInterrupt:
@@ -87,9 +96,9 @@ class Trainer:
             self._record("interrupted", self.pipe.steps)
             raise
         finally:
-            if self.run is not None:
-                self.run.save_weights(self.pipe)
-                self.run.finish(status)
+            if run is not None:
+                run.save_weights(self.pipe)
+                run.finish(status)
             self._tell("finished", status)
         return scores
 
@@ -100,7 +109,7 @@ class Trainer:
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
             optimizer = optimizer_of(config, self.pipe.parameters())
-            rate = Rate(config, optimizer, last - first)
+            rate = Rate(config, optimizer, last - first, self.recipe.eval_every)
             for step in range(first, last):
                 self._step(step, optimizer, rate)
                 if self._is_due(step + 1):
@@ -185,6 +194,9 @@ def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> 
     """The recipe's network as a pipeline, on the CPU."""
     model = recipe.build(data)
     loss_fn = TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
+    if recipe.defer_batchnorm:
+        for module in (*model.stages, *model.heads):
+            defer_batchnorm(module)
     return Pipeline(
         model.stages,
         model.heads,
@@ -201,13 +213,13 @@ def autocast(recipe: Recipe, device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext()
 
 
-def compile_blocks(pipe: Pipeline) -> None:
+def compile_blocks(pipe: Pipeline, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile every piece of every stage, and every head."""
     for stage in pipe.stages:
-        for piece in getattr(stage, "pieces", lambda stage=stage: {"": stage})().values():
-            piece.compile()
+        for piece in stage.pieces().values() if isinstance(stage, Chain) else [stage]:
+            compile_module(piece, backend)
     for head in pipe.heads.values():
-        head.compile()
+        compile_module(head, backend)
 
 
 def new_run(recipe: Recipe, parent: Path) -> Run:
