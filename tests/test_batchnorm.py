@@ -70,3 +70,15 @@ def test_statistics_follow_the_device_and_the_mode() -> None:
     untracked = nn.BatchNorm1d(3, track_running_stats=False)
     assert not nwise.defer_batchnorm(frozen).training
     assert nwise.defer_batchnorm(untracked) is untracked
+
+
+@pytest.mark.filterwarnings("ignore:With 3 micro-batches")
+def test_a_stage_or_head_that_is_itself_a_batch_norm_is_deferred() -> None:
+    """The pipeline's modules were replaced, but the old ones went on running."""
+    pipe = nwise.Pipeline(
+        [nn.BatchNorm1d(4), nn.Linear(4, 4)], [nn.BatchNorm1d(4)], strategy="local", num_microbatches=3
+    )
+    nwise.defer_batchnorm(pipe)
+    pipe.step(torch.randn(9, 4), target=torch.arange(9) % 4)
+    assert int(pipe.stages[0].num_batches_tracked) == 1  # type: ignore[arg-type]
+    assert int(pipe.heads[0].num_batches_tracked) == 1  # type: ignore[arg-type]

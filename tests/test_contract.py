@@ -7,10 +7,13 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nwise
 from nets import ZOO, Net, perceptron
+from test_flow import Matrix, matrices
 
 STRATEGIES = [
     "local",
@@ -22,6 +25,8 @@ STRATEGIES = [
     "6-wise",
     "2-wise-mean",
     "3-wise-mean",
+    "4-wise-mean",
+    "6-wise-mean",
     "end-to-end",
     "deep-supervision",
     "geometric-0.7",
@@ -103,12 +108,26 @@ def test_probes_train_every_head_and_change_no_stage(name: str) -> None:
         assert torch.equal(found[parameter], gradient)
 
 
+@pytest.mark.usefixtures("float64")
+@settings(max_examples=150, deadline=None)
+@given(
+    matrices(), st.integers(1, 3), st.booleans(), st.sampled_from(["perceptron", "tuples", "some_without_parameters"])
+)
+def test_any_matrix_of_ones_own(matrix: Matrix, num_microbatches: int, recompute: bool, name: str) -> None:
+    net = ZOO[name](len(matrix))
+    x, y = net.draw(5)
+    pipe = pipeline(net, nwise.Credit(matrix), num_microbatches, recompute=recompute)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, pipe.credit), 1e-12)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", list(ZOO))
-def test_all_stages_is_ordinary_training_bitwise(name: str) -> None:
-    net = ZOO[name](4)
+def test_all_stages_is_ordinary_training_bitwise(name: str, num_stages: int) -> None:
+    net = ZOO[name](num_stages)
     plain = copy.deepcopy(net.stages)
     x, y = net.draw(6)
-    pipe = pipeline(net, nwise.NWise(4))
+    pipe = pipeline(net, nwise.NWise(num_stages))
     losses = pipe.step(x, target=y)
 
     hidden: object = (x,)

@@ -91,6 +91,30 @@ def test_class_names_become_numbers_in_order(tmp_path: Path) -> None:
     assert test.labels.tolist() == [0]
 
 
+def test_numbers_that_are_no_indices_name_classes(tmp_path: Path) -> None:
+    """Folders 1, 2, 3 became the classes 0, 0, 1: the index was looked up among the names."""
+    folder = write(tmp_path / "data", [(png(1), 5), (png(2), 1), (png(3), 2)])
+    train, _ = load_images(str(folder))
+    assert train.classes == ("1", "2", "5")
+    assert train.labels.tolist() == [2, 0, 1]
+    for split in ("train", "test"):
+        for name in ("1", "2", "3"):
+            (tmp_path / "folders" / split / name).mkdir(parents=True)
+            (tmp_path / "folders" / split / name / "1.png").write_bytes(png(10 * int(name)))
+    train, _ = load_images(str(tmp_path / "folders"), num_classes=3)
+    assert train.labels.tolist() == [0, 1, 2]
+    assert train.classes == ("1", "2", "3")
+    folder = write(tmp_path / "zero", [(png(1), 1), (png(2), 2)], [(png(1), 0)])
+    with pytest.raises(ValueError, match=r"test-0.parquet, row 0, should be one of 2 classes. Found 0"):
+        load_images(str(folder))
+
+
+def test_augmentations_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for augmentation, size in (("resized-crop-flip", None), ("crop-flip", 4)):
+        with pytest.raises(ValueError, match=f"`augmentation` should be .*Found '{augmentation}' and `size = {size}`"):
+            load_images(str(tmp_path), augmentation=augmentation, size=size)  # type: ignore[arg-type]
+
+
 def test_folders_of_images_are_read_and_fitted(tmp_path: Path) -> None:
     for split in ("train", "test"):
         for name, size in (("bee", 6), ("ant", 9)):
@@ -181,6 +205,17 @@ def test_resizing_crops_have_the_size_and_stay_inside() -> None:
         cut = augment.random_resized_crop(image, 8, torch.Generator().manual_seed(seed))
         assert cut.shape == (3, 8, 8)
         assert cut.dtype == torch.uint8
+    # A picture of its own coordinates tells how large the window was: 8 to 100 % of the area, on average half.
+    line = torch.linspace(0, 255, 64).to(torch.uint8).expand(64, 64)
+    ramp = torch.stack([line, line.T])
+    areas = []
+    for seed in range(200):
+        cut = augment.random_resized_crop(ramp, 16, torch.Generator().manual_seed(seed)).float() / 255
+        spans = [(cut[c].max() - cut[c].min()).item() for c in (0, 1)]
+        areas.append(spans[0] * spans[1])
+    assert min(areas) < 0.15
+    assert max(areas) > 0.85
+    assert sum(areas) / 200 == pytest.approx(0.5, abs=0.06)
     assert augment.centre_crop(image, 10).shape == (3, 10, 10)
     assert torch.equal(augment.centre_crop(image[:, :, :20], 20), image[:, :, :20])
 

@@ -115,3 +115,16 @@ def test_a_synchronous_strategy_has_no_stale_gradients() -> None:
         ages.append(int(pipe.staleness.max()))
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
     assert ages == [0, 0, 0, 1]
+
+
+def test_every_phase_has_its_own_staleness() -> None:
+    """The copies were kept as deep as the first phase needed."""
+    net = perceptron(4)
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise-hogwild@3,hogwild")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for _ in range(8):
+        x, y = net.draw(4)
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pipe.staleness.flatten().tolist() == [3, 2, 1, 0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import nwise
 from nwise import heads, models
-from nwise.layers import Linear, SelfAttention
+from nwise.layers import Linear, SelfAttention, TransformerBlock
 
 
 def count(*modules: nn.Module) -> int:
@@ -169,3 +169,50 @@ def test_every_model_trains_two_wise() -> None:
         losses = pipe.step(x, target=torch.tensor([0, 1, 2, 3]))
         assert losses[1:].isfinite().all()
         assert all(p.grad is not None for p in pipe.main_parameters())
+
+
+def test_every_block_ends_in_its_nonlinearity() -> None:
+    convnet = models.convnet(4, image_size=6)
+    x = torch.randn(2, 3, 6, 6)
+    for stage in convnet.stages[:-1]:
+        x = stage(x)
+        assert x.min() == 0
+    resnet = models.resnet("paper-32", image_size=8, width_factor=1 / 16)
+    x = torch.randn(2, 3, 8, 8)
+    for stage in resnet.stages[:-1]:
+        for piece in stage.pieces().values():
+            x = piece(x)
+            assert x.min() == 0
+
+
+def test_a_transformer_block_by_its_equations() -> None:
+    block = TransformerBlock(8, 2)
+    models.initialize(block, 3)
+    x = torch.randn(2, 5, 8)
+    middle = x + block.attention(nn.functional.layer_norm(x, (8,)))
+    inner = nn.functional.layer_norm(middle, (8,)) @ block.up.weight.T
+    cubic = 0.5 * inner * (1 + torch.erf(inner / 2**0.5))
+    torch.testing.assert_close(block(x), middle + cubic @ block.down.weight.T)
+
+
+def test_dropout_of_the_language_model_is_in_attention_and_on_both_branches() -> None:
+    x = torch.randn(2, 5, 8)
+    block = TransformerBlock(8, 2, dropout=0.5)
+    assert not torch.equal(block.attention(x), block.attention(x))
+    assert torch.equal(block.eval().attention(x), block.attention(x))
+    block.train()
+    block.attention.dropout = 0.0
+    assert not torch.equal(block(x), block(x))
+    drops = [m for stage in models.gpt(2, 1, 8, 2, 8, 11, dropout=0.3).stages for m in stage.modules()]
+    assert [m.p for m in drops if isinstance(m, nn.Dropout)] == [0.3, 0.3]
+
+
+def test_the_language_model_starts_as_gpt_2() -> None:
+    """The embeddings once began with a deviation of 1: their own initialisation came after the model's."""
+    model = models.gpt(2, 1, 64, 2, 512, 1000)
+    state = {name: t for stage in model.stages for name, t in stage.state_dict().items()}
+    for name, tensor in state.items():
+        if name.endswith("weight") and "norm" not in name and name != "output.0.weight":
+            assert tensor.std().item() == pytest.approx(0.02, rel=0.05), name
+        elif name.endswith("bias"):
+            assert not tensor.any(), name

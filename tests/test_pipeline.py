@@ -111,6 +111,14 @@ def test_a_matrix_without_credit_trains_nothing() -> None:
 # Parameters
 
 
+def test_a_replaced_stage_or_head_is_the_one_that_trains() -> None:
+    pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
+    pipe.stages[0], pipe.heads["0"] = nn.Linear(3, 3), nn.Linear(3, 3)
+    pipe.step(torch.randn(4, 3), target=torch.tensor([0, 1, 2, 0]))
+    assert all(p.grad is not None for p in pipe.parameters())
+    assert pipe.heads[0] is pipe.heads["0"]
+
+
 @pytest.mark.usefixtures("float64")
 def test_frozen_parameters_get_nothing_and_change_nothing_else() -> None:
     net = perceptron(4)
@@ -326,6 +334,22 @@ def test_dropout_depends_on_seed_step_and_micro_batch_alone() -> None:
     assert torch.equal(first[0][2], losses(1, "end-to-end")[0][2])
 
 
+def test_every_stage_head_and_micro_batch_draws_its_own_numbers() -> None:
+    masks: list[Tensor] = []
+
+    class Mask(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.functional.dropout(torch.ones(64), 0.5)
+            masks.append(mask)
+            return x * mask
+
+    pipe = nwise.Pipeline([Mask(), Mask()], [Mask()], lambda y, t: y.mean(), nwise.Local(heads="all"), 2, seed=0)
+    for _ in range(2):
+        pipe.step(torch.randn(4, 64))
+    assert len(masks) == 2 * 2 * 3
+    assert len({mask.numpy().tobytes() for mask in masks}) == 12
+
+
 def test_a_step_leaves_the_global_generator_alone() -> None:
     net = perceptron(2)
     x, y = net.draw(4)
@@ -509,6 +533,22 @@ X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
         ),
         (
             two(),
+            {"heads": [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))], "strategy": "local"},
+            X,
+            Y,
+            ValueError,
+            "The head or loss of stage 0 should not change its input in place",
+        ),
+        (
+            two(),
+            {"heads": [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))], "strategy": nwise.EndToEnd(heads="all")},
+            X,
+            Y,
+            ValueError,
+            "The head or loss of stage 0 should not change its input in place",
+        ),
+        (
+            two(),
             {"loss_fn": lambda output, target: output.sum(1)},
             X,
             Y,
@@ -537,7 +577,7 @@ X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
 def test_refused_in_a_step(
     stages: list[nn.Module], options: Any, inputs: Any, target: Any, error: type[Exception], message: str
 ) -> None:
-    pipe = nwise.Pipeline(stages, [nn.Linear(3, 3)], **options)
+    pipe = nwise.Pipeline(stages, **{"heads": [nn.Linear(3, 3)], **options})
     with pytest.raises(error, match=message):
         pipe.step(inputs, target=target)
 

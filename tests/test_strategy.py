@@ -82,6 +82,14 @@ def test_a_window_beyond_the_stages_is_end_to_end_with_one_warning() -> None:
         assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
 
 
+def test_names_stand_for_strategies_inside_others() -> None:
+    assert nwise.Hogwild("2-wise") == nwise.Hogwild(nwise.NWise(2))  # type: ignore[arg-type]
+    assert nwise.Switch(3, "local", "2-wise") == nwise.Switch(3, nwise.Local(), nwise.NWise(2))  # type: ignore[arg-type]
+    assert nwise.Hogwild(nwise.NWise(2, heads="all")).heads == "all"
+    third = nwise.Credit([[1 / 3]])
+    assert nwise.strategy(third.name) == third
+
+
 def test_options_by_keyword() -> None:
     assert nwise.strategy("2-wise", heads="all") == nwise.NWise(2, heads="all")
     assert nwise.strategy(nwise.Local(), heads="all") == nwise.Local(heads="all")
@@ -112,6 +120,13 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.Switch(3, before=nwise.Switch(2)), r"should not be a `Switch`"),
         (lambda: nwise.Switch(3, after=nwise.Switch(2)), r"after the first at 3. Found `at = 2`"),
         (lambda: nwise.Hogwild(nwise.Hogwild()), r"Found 'hogwild'; put `Hogwild` inside `Switch`"),
+        (lambda: nwise.Blocks(1.5), r"an integer of at least 1. Found `size = 1.5`"),  # type: ignore[arg-type]
+        (lambda: nwise.Blocks("2"), r"Found `size = '2'`"),  # type: ignore[arg-type]
+        (lambda: nwise.Geometric("a"), r"Found `decay = 'a'`"),  # type: ignore[arg-type]
+        (lambda: nwise.Credit("abc"), r"rows of numbers, all of one length. Found 'abc'"),
+        (lambda: nwise.strategy("credit-1;"), r"rows like 1,0;0.5,1. Found '1;'"),
+        (lambda: nwise.strategy("credit-1,0;1"), r"rows of numbers, all of one length"),
+        (lambda: nwise.strategy("geometric-e"), r"`strategy` should be one like"),
         (lambda: nwise.strategy("two-wise"), r"`strategy` should be one like local, 2-wise.* Found 'two-wise'"),
     ],
 )

@@ -13,9 +13,34 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.data import digits
-from nwise.recipes import RECIPES, Adam, ConvNet, EmbeddedText, Gpt, Mlp, Recipe, Sgd, from_json, recipe, to_json
-from nwise.training import Rate, Run, Scores, Trainer, evaluate, main_state, new_run, optimizer_of, rate_factor
+from nwise.data import Images, digits
+from nwise.recipes import (
+    RECIPES,
+    Adam,
+    ConvNet,
+    EmbeddedText,
+    Gpt,
+    ImageSource,
+    Mlp,
+    Recipe,
+    ResNet,
+    Sgd,
+    from_json,
+    recipe,
+    to_json,
+)
+from nwise.training import (
+    Rate,
+    Run,
+    Scores,
+    Trainer,
+    compile_blocks,
+    evaluate,
+    main_state,
+    new_run,
+    optimizer_of,
+    rate_factor,
+)
 from nwise.training.trainer import device_of
 
 SHORT = dataclasses.replace(recipe("digits"), epochs=2)
@@ -122,6 +147,70 @@ def test_every_option_trains(change: dict[str, Any], tmp_path: Path) -> None:
     if change.get("strategy") == "hogwild":
         # The steady grid of four stages: 3, 2, 1, 0 updates old.
         assert next(r["staleness"] for r in run.metrics() if r["kind"] == "train") == [[3], [2], [1], [0]]
+
+
+def test_training_augments_and_testing_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = Images.batch, []
+
+    def batch(self: Images, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        seen.append((len(self), None if random is None else random.initial_seed()))
+        return original(self, indices, random)
+
+    monkeypatch.setattr(Images, "batch", batch)
+    Trainer(dataclasses.replace(SHORT, max_steps=3)).train()
+    training = [seed for length, seed in seen if length == 1437]
+    assert len(set(training)) == 3
+    assert None not in training
+    assert {seed for length, seed in seen if length == 360} == {None}
+
+
+def test_bf16_runs_in_bf16_and_recompute_recomputes() -> None:
+    trainer = Trainer(dataclasses.replace(SHORT, precision="bf16", recompute=True, max_steps=1))
+    dtypes: list[torch.dtype] = []
+    trainer.pipe.stages[1].register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    trainer.train()
+    # a test before and one after of three batches each, and between them a step with its recomputation
+    assert len(dtypes) == 3 + 2 + 3
+    assert set(dtypes) == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("config", [SHORT, TEXT], ids=["digits", "text"])
+def test_compiling_reaches_every_block_and_head(config: Recipe) -> None:
+    """`Module.compile` had no effect on an `nn.Sequential` of layers, which the convolutional network is made of."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    trainer = Trainer(dataclasses.replace(config, max_steps=1))
+    plain = Trainer(dataclasses.replace(config, max_steps=1))
+    compile_blocks(trainer.pipe, backend)
+    x, y = trainer.train_data.batch(torch.arange(4))
+    torch.testing.assert_close(trainer.pipe.step(x, target=y), plain.pipe.step(x, target=y), equal_nan=True)
+    pieces = sum(len(stage.pieces()) for stage in trainer.pipe.stages if isinstance(stage, nwise.Chain))
+    assert len(graphs) >= pieces / 2 + len(trainer.pipe.heads)  # equal blocks may share a graph
+    torch.compiler.reset()
+
+
+def test_a_plateau_is_seen_by_the_trainer(tmp_path: Path) -> None:
+    """A network that does not move has no better loss: the rate drops after every second test, of which two an epoch."""
+    still = Sgd(lr=1e-20, momentum=0.0, weight_decay=0.0, plateau_epochs=1)
+    config = dataclasses.replace(
+        SHORT, model=Mlp(num_stages=2), optimizer=still, epochs=3, eval_every=0.5, log_every=11
+    )
+    run, _, _ = train(config, tmp_path)
+    rates = [r["lr"] for r in run.metrics() if r["kind"] == "train"]
+    assert rates == pytest.approx([1e-20, 1e-20, 1e-20, 1e-21, 1e-21, 1e-22])
+
+
+def test_deferred_batch_norm_is_a_setting() -> None:
+    config = dataclasses.replace(SHORT, microbatches=4, defer_batchnorm=True, max_steps=2)
+    trainer = Trainer(config)  # warnings are errors
+    trainer.train()
+    norm = trainer.pipe.stages[0].get_submodule("blocks.0.1")
+    assert int(norm.num_batches_tracked) == 2  # type: ignore[arg-type]
 
 
 def test_clipping_bounds_the_norm_of_all_gradients() -> None:
@@ -236,17 +325,64 @@ def test_recipes_are_complete_and_survive_json(name: str) -> None:
 
 
 def test_recipes_are_the_papers() -> None:
-    e2 = recipe("cifar10-resnet")
-    assert isinstance(e2.optimizer, Sgd)
-    assert (e2.optimizer.lr, e2.optimizer.momentum, e2.optimizer.weight_decay) == (0.1, 0.9, 2e-4)
-    assert [round(share * e2.epochs) for share in e2.optimizer.drops] == [91, 136, 182]
-    tuned = recipe("cifar10-finetune")
-    switch = tuned.strategy_for(390)
-    assert (switch.at, tuned.epochs) == (80 * 390, 100)
-    text = recipe("lm1b")
-    assert isinstance(text.optimizer, Adam)
-    assert (text.optimizer.beta1, text.optimizer.beta2, text.optimizer.eps) == (0.9, 0.98, 1e-9)
-    assert text.strategy == "2-wise-mean"
+    """Every setting of the full-size experiments that paper.md of the plan lists."""
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 2e-4}
+    table: dict[str, dict[str, Any]] = {
+        "cifar10-convnet": {
+            "epochs": 100,
+            "batch_size": 128,
+            "optimizer": Adam(lr=1e-4),
+            "model": ConvNet(num_stages=6),
+        },
+        "cifar10-resnet": {
+            "epochs": 200,
+            "batch_size": 128,
+            "optimizer": Sgd(**sgd, drops=(91 / 200, 136 / 200, 182 / 200)),
+            "model": ResNet(variant="paper-32"),
+        },
+        "cifar100-resnet": {
+            "epochs": 200,
+            "batch_size": 128,
+            "optimizer": Sgd(**sgd, drops=(91 / 200, 136 / 200, 182 / 200)),
+            "model": ResNet(variant="paper-32"),
+        },
+        "imagenet-resnet": {
+            "epochs": 120,
+            "batch_size": 256,
+            "optimizer": Sgd(**sgd, plateau_epochs=10),
+            "model": ResNet(variant="50"),
+        },
+        "cifar10-finetune": {
+            "epochs": 100,
+            "batch_size": 128,
+            "optimizer": Sgd(**sgd, drops=(0.7, 0.85, 0.95)),
+            "then": Sgd(**sgd, drops=(0.6, 0.8, 0.9)),
+            "strategy": "local@80epochs,end-to-end",
+        },
+        "lm1b": {
+            "epochs": 1,
+            "batch_size": 1024,
+            "optimizer": Adam(lr=1024**-0.5, beta1=0.9, beta2=0.98, eps=1e-9, warmup_steps=4000),
+            "model": Gpt(
+                num_stages=4, blocks_per_stage=6, width=1024, num_heads=4, sequence_length=128, vocabulary_size=50257
+            ),
+            "strategy": "2-wise-mean",
+        },
+    }
+    for name, settings in table.items():
+        for field, value in settings.items():
+            assert getattr(recipe(name), field) == value, (name, field)
+    augmented = {name: recipe(name).data for name in ("cifar10-resnet", "cifar100-resnet", "cifar10-finetune")}
+    assert all(isinstance(data, ImageSource) and data.augmentation == "crop-flip" for data in augmented.values())
+    imagenet, plain = recipe("imagenet-resnet").data, recipe("cifar10-convnet").data
+    assert isinstance(imagenet, ImageSource)
+    assert (imagenet.augmentation, imagenet.size, imagenet.num_classes) == ("resized-crop-flip", 224, 1000)
+    assert isinstance(plain, ImageSource)
+    assert plain.augmentation == "none"
+    drops = recipe("cifar10-resnet").optimizer
+    assert isinstance(drops, Sgd)
+    assert [round(share * 200) for share in drops.drops] == [91, 136, 182]
+    assert recipe("cifar10-finetune").strategy_for(390).at == 80 * 390
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ class Train:
 
     def run(self, console: Console) -> int:
         trainer = Trainer(self.config)  # what is wrong with configuration or data shows before a folder is made
-        run = new_run(self.config, self.runs)
         watchers: list[Any] = [] if self.json else [display_for(console)]
         if self.tensorboard:
-            watchers.append(TensorBoard(run.folder))
+            watchers.append(TensorBoard())
+        run = new_run(self.config, self.runs)
         try:
             scores = trainer.train(run, tuple(watchers))
         except KeyboardInterrupt:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 
 from nwise.training import Scores, Trainer
 
 
 class TensorBoard:
-    """Writes events into the run's folder.
-
-    Args:
-        folder: where; shown by ``tensorboard --logdir``.
+    """Writes events into the run's folder, for ``tensorboard --logdir runs``.
 
     Raises:
         ImportError: the extra ``tensorboard`` is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
             raise ImportError(
                 "`--tensorboard` needs TensorBoard; install it with `pip install 'nwise[tensorboard]'`."
             ) from error
-        self._writer = SummaryWriter(str(folder))
-        self._every = 1
+        self._new_writer = SummaryWriter
 
     def started(self, trainer: Trainer) -> None:
-        """Take over the interval of the records."""
+        """Open the file, and take over the interval of the records."""
+        assert trainer.run is not None
+        self._writer = self._new_writer(str(trainer.run.folder))
         self._every = trainer.recipe.log_every
 
     def stepped(self, step: int, losses: Tensor) -> None:
