@@ -137,7 +137,17 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "nowhere"], "A run should be a folder with a run.json.*Found none in nowhere"),
         (["export", "nowhere"], "A run should be a folder"),
         (["flow", "--stages", "0"], "`stages` should be from 1 to 32.*Found 0"),
-        (["flow", "--out", "picture.xyz"], "xyz"),
+        (["flow", "--out", "picture.xyz"], "ends in .png, .svg or .pdf. Found 'picture.xyz'"),
+        (["flow", "--out", "."], "Found '.'"),
+        (["flow", "--strategies"], "`strategies` should name at least one"),
+        (["compare", "--strategies"], "`strategies` should name at least one"),
+        (["compare", "--figure", "x.xyz"], "Found 'x.xyz'"),
+        (["train", "--epochs", "inf"], "`epochs` should be a finite number above 0. Found inf"),
+        (["train", "--eval-every", "nan"], "`eval_every` should be a finite number above 0. Found nan"),
+        (["train", "--strategy", "local@infepochs,end-to-end"], "a number of epochs after '@'"),
+        (["train", "--device", "meta"], "`device` should be auto, cpu, cuda or cuda:<number>. Found 'meta'"),
+        (["train", "--warmup-steps", "-5"], "`warmup_steps` should be at least 0. Found -5"),
+        (["train", "--strategy", "rotating-30000000"], "from 1 to 1024"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -161,6 +171,56 @@ def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
     assert captured.err
+
+
+def test_a_run_that_diverges_stays_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--max-steps", "3", "--blocks-per-stage", "1", "--width", "8", "--num-heads", "1", "--batch-size", "8"]
+    small += ["--sequence-length", "16", "--eval-every", "9", "--lr", "1e20", "--warmup-steps", "0"]
+    assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *small]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert len(rows) == 2
+    assert rows[1]["curve"]["values"][-1] is None
+    assert cli.run(["train", "source-code", "--json", *small]) == 0
+    assert "NaN" not in capsys.readouterr().out
+
+
+def test_heads_that_a_later_strategy_needs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were discarded at the first switch, and their losses then taken of the bare activations."""
+    arguments = ["train", "--heads", "live", "--max-steps", "6", "--eval-every", "9", "--strategy"]
+    assert cli.run([*arguments, "local@2,end-to-end@4,local", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert None not in result["heads"]
+    assert cli.run(["evaluate", result["run"]]) == 0
+    assert cli.run([*arguments, "local@6,end-to-end", "--json"]) == 0
+    assert None not in json.loads(capsys.readouterr().out.splitlines()[-1])["heads"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", {"config": {"model": None}}, "run.json should hold a run's configuration"),
+        ("run.json", {"config": {"data": {"type": "Sgd"}}}, "run.json should hold a run's configuration"),
+        ("run.json", {"config": {"strategy": 3}}, "run.json should hold a run's configuration"),
+        ("run.json", {"config": {"model": {"type": "ConvNet", "num_stages": 5}}}, "names of the network's parameters"),
+        ("run.json", {"config": {"model": {"type": "Mlp", "num_stages": 4}}}, "names of the network's parameters"),
+        ("metrics.jsonl", "{}", "metrics.jsonl, line 1, should be a record with 'kind' and 'step'"),
+        ("metrics.jsonl", '{"kind": "te', "metrics.jsonl, line 1, should be a record"),
+    ],
+)
+def test_damaged_run_folders_are_named(
+    file: str, content: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", "--max-steps", "1", "--json"]) == 0
+    folder = Path(json.loads(capsys.readouterr().out)["run"])
+    if isinstance(content, dict):
+        state = json.loads((folder / file).read_text())
+        state["config"].update(content["config"])
+        content = json.dumps(state)
+    (folder / file).write_text(str(content))
+    assert cli.run(["evaluate", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
 
 
 def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ NAMES = [
     "rotating-2-hogwild",
     "local@500,end-to-end",
     "local@5,2-wise@10,hogwild",
+    "local@3,2-wise-hogwild",
+    "2-wise-hogwild@3,end-to-end",
 ]
 
 
@@ -109,8 +111,8 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.NWise(2, heads="some"), r"'live' or 'all'. Found 'some'"),  # type: ignore[arg-type]
         (lambda: nwise.Geometric(0.0), r"above 0 and at most 1. Found `decay = 0.0`"),
         (lambda: nwise.Geometric(1.5), r"Found `decay = 1.5`"),
-        (lambda: nwise.Blocks(0), r"at least 1. Found `size = 0`"),
-        (lambda: nwise.Rotating(0), r"at least 1. Found `size = 0`"),
+        (lambda: nwise.Blocks(0), r"from 1 to 1024. Found `size = 0`"),
+        (lambda: nwise.Rotating(0), r"from 1 to 1024. Found `size = 0`"),
         (lambda: nwise.Rotating(2, every="epoch"), r"'step' or 'microbatch'. Found 'epoch'"),  # type: ignore[arg-type]
         (lambda: nwise.Credit([[1, 2, 3]]), r"square, one row per loss. Found shape \(1, 3\)"),
         (lambda: nwise.Credit([[1, 2], [0, 1]]), r"zero above the diagonal.*matrix\[0\]\[1\] = 2.0; set it to 0"),
@@ -120,7 +122,8 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.Switch(3, before=nwise.Switch(2)), r"should not be a `Switch`"),
         (lambda: nwise.Switch(3, after=nwise.Switch(2)), r"after the first at 3. Found `at = 2`"),
         (lambda: nwise.Hogwild(nwise.Hogwild()), r"Found 'hogwild'; put `Hogwild` inside `Switch`"),
-        (lambda: nwise.Blocks(1.5), r"an integer of at least 1. Found `size = 1.5`"),  # type: ignore[arg-type]
+        (lambda: nwise.Blocks(1.5), r"an integer from 1 to 1024. Found `size = 1.5`"),  # type: ignore[arg-type]
+        (lambda: nwise.strategy("rotating-30000000"), r"from 1 to 1024. Found `size = 30000000`"),
         (lambda: nwise.Blocks("2"), r"Found `size = '2'`"),  # type: ignore[arg-type]
         (lambda: nwise.Geometric("a"), r"Found `decay = 'a'`"),  # type: ignore[arg-type]
         (lambda: nwise.Credit("abc"), r"rows of numbers, all of one length. Found 'abc'"),

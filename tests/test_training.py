@@ -389,8 +389,8 @@ def test_recipes_are_the_papers() -> None:
     ("change", "message"),
     [
         ({"batch_size": 0}, "`batch_size` should be at least 1. Found 0"),
-        ({"epochs": 0}, "`epochs` should be above 0. Found 0"),
-        ({"clip": -1.0}, "`clip` should be above 0. Found -1.0"),
+        ({"epochs": 0}, "`epochs` should be a finite number above 0. Found 0"),
+        ({"clip": -1.0}, "`clip` should be a finite number above 0. Found -1.0"),
         ({"max_steps": 0}, "`max_steps` should be at least 1. Found 0"),
         ({"microbatches": 65, "batch_size": 64}, "`microbatches` should be at most `batch_size = 64`. Found 65"),
         ({"model": Gpt()}, "both be of text or both of images. Found Gpt and Digits"),
@@ -404,7 +404,7 @@ def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], mess
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:
-    for device in ("cuda:99", "quantum"):
+    for device in ("cuda:99", "quantum", "meta"):
         with pytest.raises(ValueError, match=f"`device` should be .* Found '{device}'"):
             device_of(dataclasses.replace(SHORT, device=device))
 

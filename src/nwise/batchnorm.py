@@ -8,6 +8,7 @@ once per mini-batch, by the mean and variance of all of it (GPipe, section 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class DeferredBatchNorm(_BatchNorm):
     """A batch norm that collects statistics until `commit`; its state dict is that of the original."""
 
+    _SUMS = ("_count", "_sum", "_sum_of_squares")
     _count: Tensor
     _sum: Tensor
     _sum_of_squares: Tensor
@@ -33,7 +35,7 @@ class DeferredBatchNorm(_BatchNorm):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             setattr(self, name, getattr(original, name))
         assert self.running_mean is not None
-        for name in ("_count", "_sum", "_sum_of_squares"):
+        for name in self._SUMS:
             zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
             self.register_buffer(name, zeros[:1].clone() if name == "_count" else zeros, persistent=False)
         self.train(original.training)
@@ -56,6 +58,18 @@ class DeferredBatchNorm(_BatchNorm):
             self._sum_of_squares += values.square().sum(1)
         return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredBatchNorm:
+        """Move with the module, but stay in float64."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name in self._SUMS:
+            setattr(self, name, getattr(self, name).double())
+        return self
+
+    def discard(self) -> None:
+        """Forget what was collected since the last commit, as after an error."""
+        for name in self._SUMS:
+            getattr(self, name).zero_()
+
     @torch.no_grad()
     def commit(self) -> None:
         """Move the running statistics by all that was collected since the last call."""
@@ -71,8 +85,7 @@ class DeferredBatchNorm(_BatchNorm):
         variance = (self._sum_of_squares / count - mean.square()).clamp(min=0) * (count / max(count - 1, 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
-        for buffer in (self._count, self._sum, self._sum_of_squares):
-            buffer.zero_()
+        self.discard()
 
 
 def defer_batchnorm(module: ModuleT) -> ModuleT:
@@ -88,19 +101,24 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
     >>> type(defer_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))[0]).__name__
     'DeferredBatchNorm'
     """
-    if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
-        return DeferredBatchNorm(module)  # type: ignore[return-value]
-    for name, child in module.named_children():
-        replaced = defer_batchnorm(child)
-        if replaced is not child:
-            setattr(module, name, replaced)
-    return module
+    replacements: dict[nn.Module, nn.Module] = {}
+
+    def replacement(child: nn.Module) -> nn.Module:
+        if child not in replacements:  # a module may stand in several places, and should afterwards too
+            replacements[child] = DeferredBatchNorm(child) if _moves(child) else child  # type: ignore[arg-type]
+        return replacements[child]
+
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and _moves(child):
+                setattr(parent, name, replacement(child))
+    return replacement(module)  # type: ignore[return-value]
+
+
+def _moves(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
 
 
 def undeferred(module: nn.Module) -> list[str]:
     """Names of the batch norms that move their statistics with every micro-batch."""
-    return [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, _BatchNorm) and not isinstance(child, DeferredBatchNorm) and child.track_running_stats
-    ]
+    return [name for name, child in module.named_modules() if _moves(child)]

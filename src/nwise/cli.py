@@ -22,10 +22,10 @@ from nwise import compare as comparison
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, recipe
 from nwise.report.display import display_for, number, quality
-from nwise.report.figures import flow_figure
+from nwise.report.figures import check_format, flow_figure
 from nwise.report.tensorboard import TensorBoard
 from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
-from nwise.training.run import numbered
+from nwise.training.run import numbered, plain
 from nwise.training.trainer import device_of
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -61,7 +61,7 @@ class Train:
             return INTERRUPTED
         if self.json:
             heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
-            print(json.dumps({"run": str(run.folder), "heads": heads}))
+            print_json({"run": str(run.folder), "heads": heads})
         else:
             console.print(f"Run folder: {run.folder}", soft_wrap=True, highlight=False)
         return OK
@@ -84,6 +84,7 @@ class Compare:
     config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
+        check_format(self.figure)
         parent = numbered(self.runs, f"compare-{self.config.name}")
         figure = self.figure or parent / "compare.png"
         watchers = () if self.json else (display_for(console),)
@@ -99,7 +100,7 @@ class Compare:
         budget = min(result.curve.slots[-1] for result in results)
         if self.json:
             rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
-            print(json.dumps({"results": rows, "equal_time_slots": budget, "figure": str(figure)}))
+            print_json({"results": rows, "equal_time_slots": budget, "figure": str(figure)})
             return OK
         kind = results[0].kind + (" %" if results[0].kind == "accuracy" else "")
         table = Table(title=f"{self.config.name}: test {kind} of the last head", title_justify="left")
@@ -143,7 +144,7 @@ class Evaluate:
         scores = evaluate(pipe, test_data.to(device), 2 * config.batch_size, ensembles=True)
         if self.json:
             heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
-            print(json.dumps({"heads": heads, "ensembles": [dataclasses.asdict(score) for score in scores.ensembles]}))
+            print_json({"heads": heads, "ensembles": [dataclasses.asdict(score) for score in scores.ensembles]})
             return OK
         table = Table(title=f"{self.folder}: {len(test_data):,} test samples", title_justify="left")
         table.add_column("head")
@@ -173,6 +174,12 @@ class Export:
         weights = run.weights()
         main = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
         out = self.out or self.folder / "model.safetensors"
+        if out.exists() and not out.is_file():
+            raise ValueError(f"`out` should be a file. Found that {out} is something else; give another name.")
+        if not main:
+            raise ValueError(
+                f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
+            )
         out.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(main, out)
         size = sum(tensor.numel() for tensor in main.values())
@@ -190,7 +197,7 @@ class Recipes:
     def run(self, console: Console) -> int:
         rows = [(name, (inspect.getdoc(make) or "").split("\n")[0]) for name, make in RECIPES.items()]
         if self.json:
-            print(json.dumps([{"name": name, "description": text} for name, text in rows]))
+            print_json([{"name": name, "description": text} for name, text in rows])
             return OK
         table = Table()
         table.add_column("recipe", no_wrap=True)
@@ -213,6 +220,9 @@ class Flow:
     """Where to draw (.png, .svg or .pdf)."""
 
     def run(self, console: Console) -> int:
+        check_format(self.out)
+        if not self.strategies:
+            raise ValueError("`strategies` should name at least one. Found none.")
         if not 1 <= self.stages <= 32:
             raise ValueError(f"`stages` should be from 1 to 32, so that they can be drawn. Found {self.stages}.")
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -259,6 +269,11 @@ def run(arguments: list[str]) -> int:
     except (ValueError, TypeError, OSError, ImportError) as error:
         Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
         return BAD_INPUT
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON; what is not a finite number is null."""
+    print(json.dumps(plain(value), allow_nan=False))
 
 
 def _parse(name: str, arguments: list[str]) -> Any:

@@ -52,6 +52,8 @@ def compare(
         folder: for the runs.
         watchers: told of every run.
     """
+    if not strategies:
+        raise ValueError("`strategies` should name at least one. Found none.")
     variants = [dataclasses.replace(recipe, strategy=strategy) for strategy in strategies]  # all checked first
     return [_result(variant, folder, watchers) for variant in variants]
 
@@ -71,7 +73,10 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
     records = run.metrics()
     tests = [record for record in records if record["kind"] == "test"]
     last = [record["loss" if kind == "perplexity" else "accuracy"][-1] for record in tests]
-    values = [math.exp(value) if kind == "perplexity" else 100 * value for value in last]
+    # A run that diverged has no number (null) for its loss; it should stay in the table all the same.
+    numbers = np.array([math.nan if value is None else value for value in last])
+    with np.errstate(over="ignore"):
+        values = (np.exp(numbers) if kind == "perplexity" else 100 * numbers).tolist()
     return [record["step"] for record in tests], values, records[-1]["seconds"]
 
 

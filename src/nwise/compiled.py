@@ -15,27 +15,24 @@ from torch import nn
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether this module itself was compiled, by `compile_module`, ``module.compile()`` or ``torch.compile(module)``."""
-    return (
-        module._compiled_call_impl is not None
-        or type(module).__name__ == "OptimizedModule"
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    )
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a module in place.
 
-    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers,
-    whose calls the compiler does not trace; their ``forward`` it does.
+    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers:
+    the compiler does not trace calls that begin in torch's files. So the call begins here.
 
     Args:
         module: a block of a stage, or a head.
         backend: of `torch.compile`.
     """
-    if type(module).__module__.startswith("torch."):
-        vars(module)["forward"] = torch.compile(module.forward, backend=backend)
-    else:
-        module.compile(backend=backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, backend=backend)
 
 
 def keep_buffers() -> None:

@@ -186,8 +186,10 @@ class Geometric(Strategy):
 
 
 def _check_size(size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"`size`, the stages in a block, should be an integer of at least 1. Found `size = {size!r}`.")
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 1024:
+        raise ValueError(
+            f"`size`, the stages in a block, should be an integer from 1 to 1024. Found `size = {size!r}`."
+        )
 
 
 def _last_of_block(num_stages: int, size: int, first_border: int) -> list[int]:

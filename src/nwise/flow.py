@@ -13,16 +13,18 @@ by it, and a single backward pass then gives both gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Credits such as 0.9 ** (j - k) are proportional only up to rounding; what is smaller than this next
-# to the largest credit is taken for rounding.
+# Credits such as 0.9 ** (j - k) are proportional only up to rounding; what a subtraction leaves that is smaller than
+# this next to what was subtracted is taken for rounding. A credit that is small by itself is not.
 _TOLERANCE = 1e-12
+# A message that has to be multiplied by more than this loses digits, which a message per loss does not.
+_LARGEST = 1e3
 
 Vector = NDArray[np.float64]
 
@@ -93,29 +95,51 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
         probes: for each stage, whether its head runs although no stage needs its loss (default: none).
 
     Returns:
-        The flow. Boundary ``k`` carries ``rank C[k:, :k]`` messages, which is proven minimal.
+        The flow. Boundary ``k`` carries ``rank C[k:, :k]`` messages, which is proven minimal; one for each
+        loss where credits of very different size would make that numerically unsafe.
 
     >>> import nwise
     >>> flow_of(nwise.NWise(3).credit(6)).messages
     (1, 2, 2, 2, 1)
     """
     matrix = credit.numpy().copy()
-    num_stages = len(matrix)
-    runs = matrix.any(axis=1) | np.asarray(probes or [False] * num_stages, dtype=bool)
+    runs = matrix.any(axis=1) | np.asarray(probes or [False] * len(matrix), dtype=bool)
     if trainable is not None:
         matrix[:, ~np.asarray(trainable, dtype=bool)] = 0.0
+    return _flow(matrix, runs, _basis) or _checked(_flow(matrix, runs, _losses, share=False))
+
+
+def _flow(
+    matrix: Vector, runs: Vector, basis_of: Callable[[Vector, int], list[Vector]], *, share: bool = True
+) -> Flow | None:
+    """The flow whose messages are a basis; None if the numbers do not allow it."""
+    num_stages = len(matrix)
     stages: list[StageFlow] = []
     above: list[Vector] = []  # the messages of boundary k + 1, as weights of all A losses
     for k in reversed(range(num_stages)):
         wanted = _padded(matrix[k:, k], num_stages)
-        messages = _basis(matrix[k:, :k], num_stages) if k else []
-        fused = _share(messages, wanted)
-        passes = tuple(_combine(message, above, k) for message in messages)
+        messages = basis_of(matrix[k:, :k], num_stages) if k else []
+        fused = _share(messages, wanted) if share else None
+        passes = [_combine(message, above, k) for message in messages]
         weights = _combine(wanted, above, k) if wanted.any() else None
-        own = any(p.own for p in passes) or (weights is not None and weights.own != 0.0)
-        stages.append(StageFlow(head=bool(runs[k]), own=own, messages=passes, weights=weights, fused=fused))
+        if any(p is None for p in passes) or (weights is None and wanted.any()):
+            return None
+        kept = tuple(p for p in passes if p is not None)
+        own = any(p.own for p in kept) or (weights is not None and weights.own != 0.0)
+        stages.append(StageFlow(head=bool(runs[k]), own=own, messages=kept, weights=weights, fused=fused))
         above = messages
     return Flow(tuple(reversed(stages)))
+
+
+def _checked(flow: Flow | None) -> Flow:
+    assert flow is not None, "one message for each loss can always be mixed to what is asked for"
+    return flow
+
+
+def _losses(block: Vector, num_stages: int) -> list[Vector]:
+    """One message for each loss that is needed: more than the rank, but exact for any numbers."""
+    first = num_stages - len(block)
+    return [np.eye(num_stages)[first + row] for row in range(len(block)) if block[row].any()]
 
 
 def _padded(column: Vector, num_stages: int) -> Vector:
@@ -128,25 +152,31 @@ def _far(vector: Vector) -> int:
 
 def _basis(block: Vector, num_stages: int) -> list[Vector]:
     """Basis of the column space, nearest first: reduced row echelon form with far losses first."""
-    rows = block[::-1].T.copy()
-    tiny = _TOLERANCE * np.abs(rows).max(initial=0.0)
+    rows = block[::-1].T[block.any(axis=0)]
+    # Neither the size of a stage's credit nor that of a message says anything about the space.
+    rows = rows / np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     found = 0
     for pivot in range(rows.shape[1]):
         if found == len(rows):
             break
         best = found + int(np.abs(rows[found:, pivot]).argmax())
-        if abs(rows[best, pivot]) <= tiny:
-            rows[found:, pivot] = 0.0
+        if rows[best, pivot] == 0.0:
             continue
         rows[[found, best]] = rows[[best, found]]
-        rows[found] /= rows[found, pivot]
         for other in range(len(rows)):
             if other != found:
-                rows[other] -= rows[other, pivot] * rows[found]
+                factor = rows[other, pivot] / rows[found, pivot]
+                rows[other] = _minus(rows[other], factor * rows[found])
                 rows[other, pivot] = 0.0
         found += 1
-    rows[np.abs(rows) <= _TOLERANCE] = 0.0
-    return [_padded(row[::-1], num_stages) for row in reversed(rows[:found])]
+    rows = rows[:found] / np.abs(rows[:found]).max(axis=1, keepdims=True, initial=0.0)
+    return [_padded(row[::-1], num_stages) for row in reversed(rows)]
+
+
+def _minus(a: Vector, b: Vector) -> Vector:
+    """The difference, rounding errors made zero."""
+    difference = a - b
+    return np.where(np.abs(difference) <= _TOLERANCE * (np.abs(a) + np.abs(b)), 0.0, difference)
 
 
 def _express(vector: Vector, basis: Sequence[Vector]) -> tuple[list[float], Vector]:
@@ -156,8 +186,7 @@ def _express(vector: Vector, basis: Sequence[Vector]) -> tuple[list[float], Vect
     for p in sorted(range(len(basis)), key=lambda p: -_far(basis[p])):
         far = _far(basis[p])
         weights[p] = float(rest[far] / basis[p][far])
-        rest -= weights[p] * basis[p]
-    rest[np.abs(rest) <= _TOLERANCE * np.abs(vector).max(initial=0.0)] = 0.0
+        rest = _minus(rest, weights[p] * basis[p])
     return weights, rest
 
 
@@ -166,17 +195,20 @@ def _share(messages: list[Vector], wanted: Vector) -> int | None:
     if not wanted.any() or not messages:
         return None
     weights, rest = _express(wanted, messages)
-    if rest.any():
+    place = next((p for p in reversed(range(len(messages))) if weights[p]), None)
+    # A small part of what is wanted would have to be multiplied again to be the message that it replaces.
+    if rest.any() or place is None or _LARGEST * abs(weights[place]) < np.abs(weights).max():
         return None
-    place = next(p for p in reversed(range(len(messages))) if weights[p])
     messages[place] = wanted
     return place
 
 
-def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
-    """Stage ``k``'s own part of a cotangent and its weights of the messages from above."""
+def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent | None:
+    """Stage ``k``'s own part of a cotangent and its weights of the messages from above; None if they cannot give it."""
     later = vector.copy()
     later[k] = 0.0
     weights, rest = _express(later, above)
-    assert not rest.any(), "a stage asks for a gradient that the boundary above it does not carry"
+    largest = np.abs(vector).max()
+    if rest.any() or max(map(abs, weights), default=0.0) > _LARGEST * largest:
+        return None
     return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))

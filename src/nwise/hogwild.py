@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 
+import torch
 from torch import Tensor, nn
 
 from nwise.flow import Flow
@@ -37,13 +39,18 @@ def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
     >>> staleness(flow_of(nwise.EndToEnd().credit(4)))
     [[3], [2], [1], [0]]
     """
+    return [list(ages) for ages in _steady(flow, num_microbatches)]
+
+
+@lru_cache(maxsize=256)
+def _steady(flow: Flow, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     num_stages = len(flow.stages)
     # After 2A micro-batches every stage has seen its first gradient come back; two more mini-batches
     # are measured so that the second shows that the grid has become steady.
     settled = -(-3 * num_stages // num_microbatches) + 2
     first = _ages(flow, num_microbatches, settled)
     assert first == _ages(flow, num_microbatches, settled + 1), "the grid has not become steady"
-    return first
+    return tuple(map(tuple, first))
 
 
 def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
@@ -103,14 +110,18 @@ class History:
 
     def remember(self) -> None:
         """Keep a copy of the parameters if they have been updated since the last call."""
-        counters = [parameter._version for parameter in self._module.parameters()]
-        if not self._depth or counters == self._counters:
+        if not self._depth:
+            return
+        now = dict(self._module.named_parameters())
+        counters = [parameter._version for parameter in now.values()]
+        # An optimizer that writes to ``parameter.data`` moves no counter.
+        if counters == self._counters and all(torch.equal(p, self._versions[-1][name]) for name, p in now.items()):
             return
         self._counters = counters
         self._versions.append(
             {
-                name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
-                for name, parameter in self._module.named_parameters()
+                name: p.detach().clone().requires_grad_(p.is_floating_point() or p.is_complex())
+                for name, p in now.items()
             }
         )
 

@@ -41,6 +41,8 @@ def batch_size(tensors: Tensors, what: str) -> int:
 def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
     """Micro-batches of dimension 0, whose sizes differ by at most one (larger ones first)."""
     size = batch_size(tensors, "The mini-batch")
+    if not size:
+        raise ValueError("The mini-batch should have at least one sample. Found none.")
     if num_microbatches > size:
         raise ValueError(
             f"`num_microbatches` should be at most the {size} samples of the mini-batch. Found {num_microbatches}; "
@@ -51,34 +53,40 @@ def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
     return list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in tensors), strict=True))
 
 
-def terms(loss_fn: Callable[..., Tensor]) -> Callable[[Tensors], float]:
-    """How many terms of a micro-batch's target the loss averages over.
+class Terms:
+    """How many terms of a micro-batch's target a loss averages over.
 
     That is the number of samples, unless the loss says otherwise: cross-entropy and ``nll_loss``
     average over the targets that are not ``ignore_index``, each with the ``weight`` of its class, and
     a loss of one's own may have a method ``count(target)``.
-    """
-    count = getattr(loss_fn, "count", None)
-    if callable(count):
-        return lambda target: float(count(target[0] if len(target) == 1 else target))
-    options = _options(loss_fn)
-    reduction = options.get("reduction", "mean")
-    if reduction not in ("mean", "batchmean"):
-        raise ValueError(
-            f"`loss_fn` should be the mean over a micro-batch. Found reduction = {reduction!r}; use reduction='mean'."
-        )
-    if "ignore_index" not in options:
-        return lambda target: float(len(target[0]))
 
-    def counted(target: Tensors) -> float:
+    Args:
+        loss_fn: the loss.
+
+    Raises:
+        ValueError: the loss is declared to be no mean.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self._count = getattr(loss_fn, "count", None)
+        self._options = {} if callable(self._count) else _options(loss_fn)
+        reduction = self._options.get("reduction", "mean")
+        if reduction not in ("mean", "batchmean"):
+            raise ValueError(
+                f"`loss_fn` should be the mean over a micro-batch. Found reduction = {reduction!r}; use reduction='mean'."
+            )
+
+    def __call__(self, target: Tensors) -> float:
+        if callable(self._count):
+            return float(self._count(target[0] if len(target) == 1 else target))
         labels = target[0]
+        if "ignore_index" not in self._options:
+            return float(len(labels))
         if labels.is_floating_point():  # class probabilities: every sample counts
             return float(labels.numel() // labels.shape[1])
-        kept = labels[labels != options["ignore_index"]]
-        weight = options.get("weight")
+        kept = labels[labels != self._options["ignore_index"]]
+        weight = self._options.get("weight")
         return float(kept.numel() if weight is None else weight[kept].sum())
-
-    return counted
 
 
 def _options(loss_fn: Callable[..., Tensor]) -> dict[str, Any]:

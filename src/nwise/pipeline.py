@@ -14,11 +14,11 @@ from nwise.compiled import is_compiled, keep_buffers
 from nwise.credit import Strategy
 from nwise.flow import Flow, flow_of
 from nwise.hogwild import History, staleness
-from nwise.microbatch import Tensors, as_tuple, batch_size, scatter, terms
+from nwise.microbatch import Tensors, Terms, as_tuple, batch_size, scatter
 from nwise.randomness import derive
 from nwise.runtime.inprocess import Batch, execute
 from nwise.schedule.actions import Action, depth_first
-from nwise.stage import LossFn, Stage
+from nwise.stage import LossFn, Stage, unchanged
 from nwise.strategy import strategy as parse
 
 
@@ -27,6 +27,9 @@ class Heads(nn.ModuleDict):
 
     def __getitem__(self, stage: int | str) -> nn.Module:
         return super().__getitem__(str(stage))
+
+    def __setitem__(self, stage: int | str, head: nn.Module) -> None:
+        super().__setitem__(str(stage), head)
 
     def __contains__(self, stage: object) -> bool:
         return super().__contains__(str(stage))
@@ -53,7 +56,8 @@ class Pipeline(nn.Module):
             step, micro-batch); default: `torch.initial_seed()`.
 
     Attributes:
-        steps: mini-batches done, which `Switch` and the rotating strategies go by.
+        steps: mini-batches done, which `Switch`, the rotating strategies and dropout go by; set it when you
+            resume, since it is not in the state dict.
         staleness: ``[A, M]``, updates between each stage's forward and update in the last step.
         on_action: None, or a function called with each `Action` that `step` has executed.
 
@@ -87,21 +91,31 @@ class Pipeline(nn.Module):
             raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {num_microbatches!r}.")
         self.stages = nn.ModuleList(mains)
         self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
-        self.strategy = parse(strategy)
+        self._strategy = parse(strategy)
         self.num_microbatches = num_microbatches
         self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.on_action: Callable[[Action], None] | None = None
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
-        self._terms = [terms(loss) for loss in losses]
+        self._terms = [Terms(loss) for loss in losses]
         self._flows: dict[tuple[Strategy, int, tuple[bool, ...]], Flow] = {}
         self._orders: dict[tuple[Flow, ...], list[Action]] = {}
-        self._histories: tuple[Strategy | None, list[History]] = (None, [])
+        self._histories: tuple[object, list[History]] = (None, [])
+        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._survey()
-        for flow in self._all_flows():
+        for flow in self._flows_from(0):
             self._check_heads(flow)
         self._prepare_modules()
+
+    @property
+    def strategy(self) -> Strategy:
+        """Which loss trains which stage; may be set, to a strategy or its name, between two steps."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str | Strategy) -> None:
+        self._strategy = parse(strategy)
 
     @property
     def num_stages(self) -> int:
@@ -142,7 +156,8 @@ class Pipeline(nn.Module):
                 outputs.append(output)
             else:
                 head = self.heads.of(k)
-                outputs.append(None if head is None else head(*hidden))
+                with unchanged(hidden, f"The head of stage {k}"):
+                    outputs.append(None if head is None else head(*hidden))
         return outputs
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Tensor:
@@ -163,10 +178,16 @@ class Pipeline(nn.Module):
         """
         batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
         norms = self._survey()
+        for norm in norms:
+            norm.discard()  # of inference in training mode, or of a step that failed
         flows = self._flows_at(self.steps)
-        self.staleness.zero_()
+        for flow in flows:
+            self._check_heads(flow)
+        self.staleness = torch.zeros(self.num_stages, len(flows), dtype=torch.int64)
         if self.strategy.in_force(self.steps).asynchronous:
             batch = self._with_old_versions(batch, flows)
+        else:
+            self.forget_versions()
         if flows not in self._orders:
             self._orders[flows] = depth_first(flows)
         losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
@@ -175,11 +196,20 @@ class Pipeline(nn.Module):
         self.steps += 1
         return losses
 
-    def needed_heads(self) -> set[int]:
-        """Stages whose auxiliary heads run under the strategy in force at the next step."""
-        now = self.strategy.in_force(self.steps)
-        flows = [self._flow(now, turn) for turn in range(now.turns)]
+    def needed_heads(self, *, later: bool = True) -> set[int]:
+        """Stages whose auxiliary heads run.
+
+        Args:
+            later: from the next step on, whatever the strategy switches to; else only under the strategy
+                of the last step.
+        """
+        now = self.strategy.in_force(max(0, self.steps - 1))
+        flows = self._flows_from(self.steps) if later else [self._flow(now, turn) for turn in range(now.turns)]
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
+
+    def forget_versions(self) -> None:
+        """Drop the old parameters that Hogwild keeps, as after loading others."""
+        self._histories = (None, [])
 
     def discard_heads(self) -> None:
         """Drop heads that no later step needs, as the paper does when it switches to end-to-end.
@@ -190,8 +220,8 @@ class Pipeline(nn.Module):
         needed = self.needed_heads()
         if needed:
             raise ValueError(
-                f"Heads can be discarded once no loss needs them. Found that {self.strategy.in_force(self.steps).name} "
-                f"at step {self.steps} needs those of stages {sorted(needed)}."
+                f"Heads can be discarded once no loss needs them. Found that {self.strategy.name} needs those of stages "
+                f"{sorted(needed)} from step {self.steps} on."
             )
         self.heads.clear()
         self._flows.clear()
@@ -222,9 +252,8 @@ class Pipeline(nn.Module):
             self._flows[key] = flow_of(credit, trainable=trainable, probes=probes)
         return self._flows[key]
 
-    def _all_flows(self) -> Iterator[Flow]:
-        """Flows of every turn of every phase."""
-        step = 0
+    def _flows_from(self, step: int) -> Iterator[Flow]:
+        """Flows of every turn of every phase from a step on."""
         while True:
             now = self.strategy.in_force(step)
             for turn in range(now.turns):
@@ -275,10 +304,14 @@ class Pipeline(nn.Module):
     def _with_old_versions(self, batch: Batch, flows: tuple[Flow, ...]) -> Batch:
         """Hogwild: compute every stage with the parameters of as many updates ago as in the steady grid."""
         now = self.strategy.in_force(self.steps)
-        if self._histories[0] != now:
-            cycle = [staleness(self._flow(now, turn), self.num_microbatches) for turn in range(now.turns)]
+        cycle_flows = tuple(self._flow(now, turn) for turn in range(now.turns))
+        # Parameters that have been frozen, moved or cast have no past.
+        like = tuple((p.device, p.dtype) for p in self.stages.parameters())
+        key = (now, cycle_flows, self.num_microbatches, like)
+        if self._histories[0] != key:
+            cycle = [staleness(flow, self.num_microbatches) for flow in cycle_flows]
             depths = [max(max(ages[k]) for ages in cycle) for k in range(self.num_stages)]
-            self._histories = now, [History(stage, depth) for stage, depth in zip(self.stages, depths, strict=True)]
+            self._histories = key, [History(stage, depth) for stage, depth in zip(self.stages, depths, strict=True)]
         ages = [staleness(flow, self.num_microbatches) for flow in flows]
         versions: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         for k, history in enumerate(self._histories[1]):
@@ -289,6 +322,11 @@ class Pipeline(nn.Module):
                 if age:
                     versions[k, m] = version
         return replace(batch, versions=versions)
+
+
+def _forget(pipe: Pipeline, keys: object) -> None:
+    del keys
+    pipe.forget_versions()
 
 
 def _checked(

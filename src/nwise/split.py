@@ -16,6 +16,8 @@ class Chain(nn.Module):
     So ``Chain({"blocks.3": block})`` has the parameters ``blocks.3.<...>``, those of the network the
     block was taken from, and the state dicts of all stages add up to the network's own.
 
+    A piece that returns a tuple gives the next one its items as arguments, as stages do.
+
     Args:
         pieces: modules by name, in the order they run.
 
@@ -29,6 +31,8 @@ class Chain(nn.Module):
             raise ValueError("`pieces` should name at least one module. Found none.")
         self._names = tuple(pieces)
         for name, piece in pieces.items():
+            if hasattr(self, name.split(".")[0]) and name.split(".")[0] not in self._modules:
+                raise ValueError(f"A piece should not have the name of a method. Found {name!r}; rename it.")
             *path, last = name.split(".")
             parent: nn.Module = self
             for part in path:
@@ -45,7 +49,7 @@ class Chain(nn.Module):
         output: Tensor | Tensors = inputs
         for name in self._names:
             output = self.get_submodule(name)(*inputs)
-            inputs = output if isinstance(output, tuple) else (output,)
+            inputs = tuple(output) if isinstance(output, tuple | list) else (output,)
         return output
 
 
@@ -123,8 +127,8 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
     model.eval()
     try:
         with torch.no_grad():
-            expected = as_tuple(model(*example), "The output of `model`")
-            found = example
+            expected = as_tuple(model(*(x.clone() for x in example)), "The output of `model`")
+            found = tuple(x.clone() for x in example)
             for stage in stages:
                 found = as_tuple(stage(*found), "The output of a stage")
     except (TypeError, RuntimeError) as error:

@@ -94,7 +94,7 @@ class Stage:
             seed: of every random number drawn here.
             versions: parameters to use in the place of the current ones, by name (Hogwild).
         """
-        leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and x.is_floating_point()) for x in inputs)
+        leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs)
         graph = flow.passes > 0
         rerun = None
         if graph and self.recompute:
@@ -110,26 +110,9 @@ class Stage:
         return result
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
-        with seeded(seed, inputs[0].device), self._unchanged(inputs, "Stage"):
+        with seeded(seed, inputs[0].device), unchanged(inputs, f"Stage {self.index}"):
             outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")
-
-    @contextmanager
-    def _unchanged(self, inputs: Tensors, who: str) -> Iterator[None]:
-        """Refuse operations that change in place what others still need."""
-        message = (
-            f"{who} {self.index} should not change its input in place, since others still need the values. "
-            "Found an in-place operation; set `inplace=False` in its first layer."
-        )
-        counters = [x._version for x in inputs]
-        try:
-            yield
-        except RuntimeError as error:
-            if "a leaf Variable that requires grad is being used in an in-place" in str(error):
-                raise ValueError(message) from error
-            raise
-        if counters != [x._version for x in inputs]:
-            raise ValueError(message)
 
     def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """H: the mean loss of the micro-batch, detached; fills the ``.grad`` of the head's parameters.
@@ -142,8 +125,12 @@ class Stage:
             seed: of every random number drawn here.
         """
         tape = self._tapes[microbatch]
-        leaves = tuple(y.detach().requires_grad_(flow.own and y.is_floating_point()) for y in tape.outputs)
-        with torch.enable_grad(), seeded(seed, leaves[0].device), self._unchanged(leaves, "The head or loss of stage"):
+        leaves = tuple(y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
+        with (
+            torch.enable_grad(),
+            seeded(seed, leaves[0].device),
+            unchanged(leaves, f"The head or loss of stage {self.index}"),
+        ):
             output = self.head(*leaves) if self.head is not None else _single(leaves)
             loss = self.loss_fn(output, None if target is None else _single(target))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -216,7 +203,7 @@ class Stage:
     def _leaves_of(self, tape: _Tape) -> list[Tensor]:
         if tape.versions is None:
             return self.learns
-        return [p for p in tape.versions.values() if p.requires_grad]
+        return [tape.versions[name] for name, p in self.module.named_parameters() if p.requires_grad]
 
     def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:
         """From the old versions to the current parameters, which is what makes the gradients stale."""
@@ -233,6 +220,33 @@ class Stage:
     def clear(self) -> None:
         """Free everything, as after an error in the middle of a step."""
         self._tapes.clear()
+
+
+@contextmanager
+def unchanged(inputs: Tensors, who: str) -> Iterator[None]:
+    """Refuse operations inside that change in place what others still need."""
+    message = (
+        f"{who} should not change its input in place, since others still need the values. "
+        "Found an in-place operation; set `inplace=False` in its first layer."
+    )
+    counters = _versions(inputs)
+    try:
+        yield
+    except RuntimeError as error:
+        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+            raise ValueError(message) from error
+        raise
+    if counters != _versions(inputs):
+        raise ValueError(message)
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _carries(tensor: Tensor) -> bool:
+    """Whether a gradient can travel through it."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _single(tensors: Tensors) -> Tensor | Tensors:

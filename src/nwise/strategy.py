@@ -136,7 +136,7 @@ _NAMES: dict[str, Callable[..., Strategy]] = {
     r"rotating-(\d+)-microbatch": lambda size, **options: Rotating(int(size), every="microbatch", **options),
     r"credit-(.+)": lambda rows, **options: Credit(_rows(rows), **options),
     r"hogwild": lambda **options: Hogwild(**options),
-    r"(.+)-hogwild": lambda base, **options: Hogwild(strategy(base), **options),
+    r"([^@]+)-hogwild": lambda base, **options: Hogwild(strategy(base), **options),
     r"([^@]+)@(\d+),(.+)": lambda before, at, after, **options: Switch(
         int(at), strategy(before), strategy(after), **options
     ),

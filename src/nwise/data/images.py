@@ -148,6 +148,9 @@ def load_images(
     if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
         fitting = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
         raise ValueError(f"`augmentation` should be {fitting}. Found {augmentation!r} and `size = {size}`.")
+    for name, count in zip(("train_limit", "test_limit"), limit, strict=True):
+        if count is not None and count < 1:
+            raise ValueError(f"`{name}` should be at least 1. Found {count}.")
     train_tables = sources.tables(source, splits[0], hub=hub)
     test_tables = sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
@@ -207,14 +210,14 @@ class _Rows:
 
     def __init__(self, tables: list[sources.Table], classes: tuple[str, ...]) -> None:
         self._tables = tables
-        self._images, self._labels, self._named = [], [], []
+        self._images, self._labels, self._names = [], [], []
         datasets = sources.library()
         for table in tables:
             image = sources.column(table, _IMAGE, "images")
             self._images.append(table.rows.select_columns([image]).cast_column(image, datasets.Image(decode=False)))
             label = sources.column(table, _LABEL, "label")
             self._labels.append(table.rows[label][:])
-            self._named.append(getattr(table.rows.features[label], "names", None) is not None)
+            self._names.append(getattr(table.rows.features[label], "names", None))
         self._index = {name: i for i, name in enumerate(classes)}
 
     def __len__(self) -> int:
@@ -230,9 +233,10 @@ class _Rows:
     def label(self, index: int) -> int:
         t, row = self._find(index)
         value = self._labels[t][row]
-        # With class names in the file the numbers are indices; without, classes are named by the values.
-        place = value if self._named[t] and isinstance(value, int) else self._index.get(str(value), -1)
-        if not 0 <= place < len(self._index):
+        names = self._names[t]  # which may be fewer, or in another order, than those of another file
+        name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
+        place = self._index.get(name)
+        if place is None:
             raise ValueError(
                 f"The label of {self._tables[t].name}, row {row}, should be one of {len(self._index)} classes. Found {value!r}."
             )

@@ -234,6 +234,10 @@ def load_text(
     path = sources.local_folder(source)
     if path is not None and path.is_file():
         lines = _lines(sources.tables(source, "text"), sentences)
+        if len(lines) < 2:
+            raise ValueError(
+                f"{path} should have at least 2 lines, to hold one out. Found {len(lines)}; add line ends."
+            )
         border = len(lines) - max(1, len(lines) // 20)
         return lines[:border], lines[border:]
     on_hub = {"heldout": "test"}

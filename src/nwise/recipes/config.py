@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -84,6 +86,11 @@ class TextSource:
     """Training lines to keep, from the start; None for all."""
     test_limit: int | None = None
     """Test lines to keep, from the start; None for all."""
+
+    def __post_init__(self) -> None:
+        for name, count in (("train_limit", self.train_limit), ("test_limit", self.test_limit)):
+            if count is not None and count < 1:
+                raise ValueError(f"`{name}` should be at least 1. Found {count}.")
 
     def texts(self) -> tuple[list[str], list[str]]:
         train, test = text_data.load_text(self.source, hub=self.hub, splits=self.splits, sentences=self.sentences)
@@ -195,6 +202,10 @@ class Adam:
     warmup_steps: int = 0
     """0 for a constant rate."""
 
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"`warmup_steps` should be at least 0. Found {self.warmup_steps}.")
+
 
 # On the command line `--lr`, not `--optimizer.lr`.
 _FLAT = tyro.conf.arg(name="")
@@ -252,14 +263,22 @@ class Recipe:
             if value < 1:
                 raise ValueError(f"`{name}` should be at least 1. Found {value}.")
         for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
-            if number is not None and not number > 0:
-                raise ValueError(f"`{name}` should be above 0. Found {number}.")
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"`{name}` should be a finite number above 0. Found {number}.")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"`max_steps` should be at least 1. Found {self.max_steps}.")
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"`microbatches` should be at most `batch_size = {self.batch_size}`. Found {self.microbatches}."
             )
+        for name, found, kinds in (
+            ("data", self.data, (Digits, ImageSource, EmbeddedText, TextSource)),
+            ("model", self.model, (Mlp, ConvNet, ResNet, Gpt)),
+            ("optimizer", self.optimizer, (Sgd, Adam)),
+            ("then", self.then, (Sgd, Adam, type(None))),
+        ):
+            if not isinstance(found, kinds):
+                raise TypeError(f"`{name}` should be one of {', '.join(k.__name__ for k in kinds)}. Found {found!r}.")
         if isinstance(self.model, Gpt) != isinstance(self.data, EmbeddedText | TextSource):
             raise ValueError(
                 f"`model` and `data` should both be of text or both of images. Found {type(self.model).__name__} and "
@@ -269,16 +288,18 @@ class Recipe:
 
     def strategy_for(self, steps_per_epoch: int) -> Any:
         """The strategy, epochs in its name turned into steps."""
-        before, mark, rest = self.strategy.partition("epochs,")
-        text = self.strategy
-        if mark:
-            first, _, count = before.rpartition("@")
+        if not isinstance(self.strategy, str):
+            raise TypeError(f"`strategy` should be a text. Found {type(self.strategy).__name__}.")
+
+        def steps(match: re.Match[str]) -> str:
             try:
-                text = f"{first}@{max(1, round(float(count) * steps_per_epoch))},{rest}"
-            except ValueError as error:
+                return f"@{max(1, round(float(match[1]) * steps_per_epoch))},"
+            except (ValueError, OverflowError) as error:
                 raise ValueError(
                     f"`strategy` should give a number of epochs after '@'. Found {self.strategy!r}."
                 ) from error
+
+        text = re.sub(r"@([^@,]*)epochs,", steps, self.strategy)
         return strategy(text, heads=self.heads) if self.heads != "live" else strategy(text)
 
     def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:

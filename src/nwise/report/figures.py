@@ -35,6 +35,12 @@ class Curve:
     slots: Sequence[float]
 
 
+def check_format(path: Path | None) -> None:
+    """Refuse a file that cannot be drawn before the work that leads to it."""
+    if path is not None and (path.suffix not in (".png", ".svg", ".pdf") or path.is_dir()):
+        raise ValueError(f"A figure should be a file that ends in .png, .svg or .pdf. Found {str(path)!r}.")
+
+
 def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
     """Quality against steps, and against the time that A accelerators would take by the timing model."""
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def evaluate(
     sums: dict[tuple[str, int], Tensor] = {}
     device = next(pipe.parameters()).device
     starts = range(0, len(data), batch_size)
-    scored = pipe.needed_heads() | {pipe.num_stages - 1}
+    scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
     with evaluating(pipe):
         for done, start in enumerate(starts):
             inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
@@ -91,8 +92,8 @@ def evaluate(
                 _add(sums, ("head", k), log_p, target)
                 if ensembles:
                     count += 1
-                    top = log_p.exp() if top is None else top + log_p.exp()
-                    _add(sums, ("top", count), (top / count).log(), target)
+                    top = log_p if top is None else torch.logaddexp(top, log_p)
+                    _add(sums, ("top", count), top - math.log(count), target)
             if on_batch is not None:
                 on_batch(done + 1, len(starts))
     heads = tuple(_score(sums[key]) if (key := ("head", k)) in sums else None for k in range(pipe.num_stages))

@@ -79,12 +79,22 @@ class Run:
     def record(self, **values: Any) -> None:
         """Append one line to the metrics; nan becomes null."""
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(_plain(values), allow_nan=False) + "\n")
+            file.write(json.dumps(plain(values), allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records."""
         path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        records = []
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+            try:
+                record = json.loads(line)
+                record["kind"], record["step"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}, should be a record with 'kind' and 'step'. Found {line[:40]!r}; remove the line."
+                ) from error
+            records.append(record)
+        return records
 
     def save_weights(self, pipe: Pipeline) -> None:
         """Write the weights of the main network and of the heads, aside first."""
@@ -113,7 +123,10 @@ class Run:
         heads = {name.removeprefix("heads."): t for name, t in weights.items() if name.startswith("heads.")}
         if not heads and not pipe.needed_heads():
             pipe.discard_heads()  # as the run did, if it had any
-        pipe.heads.load_state_dict(heads)
+        try:
+            pipe.heads.load_state_dict(heads)
+        except RuntimeError as error:
+            raise ValueError(f"{self.folder} should hold the weights of its heads. Found: {error}") from error
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Keep the tokenizer, which the weights are useless without."""
@@ -124,7 +137,12 @@ class Run:
         path = self.folder / "tokenizer.json"
         if not path.exists():
             return None
-        return Bytes() if json.loads(path.read_text()).get("type") == "bytes" else Bpe.load(path)
+        try:
+            return Bytes() if json.loads(path.read_text()).get("type") == "bytes" else Bpe.load(path)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path} should be a tokenizer that a run wrote. Found: {error}; train again.") from error
 
 
 def numbered(parent: Path, name: str) -> Path:
@@ -172,14 +190,18 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
         raise ValueError(
             f"Weights should have the names of the network's parameters and buffers. Found that {odd!r} differs."
         )
-    for stage in pipe.stages:
-        stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+    try:
+        for stage in pipe.stages:
+            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+    except RuntimeError as error:
+        raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """A safetensors file, written aside and renamed, so that there is never half of one."""
     aside = path.with_name(path.name + ".part")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, aside)
+    # safetensors refuses tensors that share memory, as those of a module in two places do.
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
     os.replace(aside, path)
 
 
@@ -189,13 +211,14 @@ def _write(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Of JSON's own types: tensors as lists, what is not a finite number as None."""
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, float) and not numpy.isfinite(value):
         return None
     return value

@@ -183,6 +183,8 @@ def device_of(recipe: Recipe) -> torch.device:
         device = torch.device(recipe.device)
     except RuntimeError as error:
         raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"`device` should be one of the {torch.cuda.device_count()} GPUs, or cpu. Found {recipe.device!r}."
