@@ -71,7 +71,10 @@ def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None
     assert "modelled and not measured" in out
     assert Path("f/c.png").read_bytes().startswith(b"\x89PNG")
     assert cli.run([*arguments, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["results"]
+    record = json.loads(capsys.readouterr().out)
+    rows = record["results"]
+    assert json.loads(Path("runs/compare-digits-002/compare.json").read_text())["results"] == rows
+    assert record["versions"]["torch"] == torch.__version__
     assert [row["strategy"] for row in rows] == ["local", "local@22,end-to-end"]
     # 4 stages: 2 slots a local step, 8 an end-to-end one.
     assert [row["curve"]["slots"] for row in rows] == [[0, 44, 88], [0, 44, 44 + 22 * 8]]

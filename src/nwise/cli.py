@@ -20,12 +20,12 @@ from rich.table import Table
 import nwise
 from nwise import compare as comparison
 from nwise.data import Tokens, steps_per_epoch
-from nwise.recipes import RECIPES, Recipe, recipe
+from nwise.recipes import RECIPES, Recipe, recipe, to_json
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.tensorboard import TensorBoard
 from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
-from nwise.training.run import numbered, plain
+from nwise.training.run import numbered, plain, versions
 from nwise.training.trainer import device_of
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -98,9 +98,11 @@ class Compare:
         figure.parent.mkdir(parents=True, exist_ok=True)
         comparison.draw(results, self.config, figure)
         budget = min(result.curve.slots[-1] for result in results)
+        rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
+        record = {"config": to_json(self.config), "versions": versions(), "results": rows, "equal_time_slots": budget}
+        (parent / "compare.json").write_text(json.dumps(plain(record), allow_nan=False) + "\n")
         if self.json:
-            rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
-            print_json({"results": rows, "equal_time_slots": budget, "figure": str(figure)})
+            print_json({**record, "figure": str(figure)})
             return OK
         kind = results[0].kind + (" %" if results[0].kind == "accuracy" else "")
         table = Table(title=f"{self.config.name}: test {kind} of the last head", title_justify="left")

@@ -106,7 +106,7 @@ class Pipeline(nn.Module):
         self._survey()
         for flow in self._flows_from(0):
             self._check_heads(flow)
-        self._prepare_modules()
+        self._warn_of_batch_norm()
 
     @property
     def strategy(self) -> Strategy:
@@ -271,7 +271,7 @@ class Pipeline(nn.Module):
                     "see `nwise.heads` for builders."
                 )
 
-    def _prepare_modules(self) -> None:
+    def _warn_of_batch_norm(self) -> None:
         plain = undeferred(self)
         if plain and self.num_microbatches > 1:
             warnings.warn(
