@@ -28,7 +28,7 @@ def main(epochs: int = 5) -> float:
 
     for step in range(epochs * len(train) // 64):
         x, y = train.batch(batch_indices(len(train), 64, seed=0, step=step))
-        losses = pipe.step(x, target=y)
+        losses = pipe.step(x, target=y)  # nan for stage 0: in 2-wise training no stage learns from its loss
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0:

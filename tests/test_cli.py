@@ -226,7 +226,7 @@ def test_damaged_run_folders_are_named(
     assert "Traceback" not in error
 
 
-def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path) -> None:
+def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "nwise", "train", "--epochs", "500"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -240,4 +240,5 @@ def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path) -> None:
     assert "Interrupted. The weights so far are in runs/digits-2-wise-001" in error
     assert "Traceback" not in out + error
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
+    assert "interrupted at step" in capsys.readouterr().out
     assert torch.isfinite(load_file(metrics.parent / "weights.safetensors")["model.output.1.weight"]).all()

@@ -413,6 +413,11 @@ tied = nn.Linear(3, 3)
             ValueError,
             r"`heads` should have 1 entries, one for every stage but the last.*Found 0",
         ),
+        (
+            lambda: nwise.Pipeline(two(), cross_entropy),  # type: ignore[arg-type]
+            TypeError,
+            "`heads` should be a list of nn.Modules or None. Found function",
+        ),
         (lambda: nwise.Pipeline(two(), ["x"]), TypeError, r"`heads\[0\]` should be an nn.Module or None. Found str"),  # type: ignore[list-item]
         (
             lambda: nwise.Pipeline(two(), None, strategy="local"),

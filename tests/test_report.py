@@ -40,7 +40,7 @@ def test_a_terminal_shows_a_live_table_of_every_head() -> None:
 def test_elsewhere_there_are_plain_lines() -> None:
     lines = shown(terminal=False, strategy="3-wise").splitlines()
     assert lines[0].startswith("digits: 4 stages, 3-wise")
-    assert re.match(r"step +22/22 .* s  test accuracy – – \d+\.\d+% \d+\.\d+%  training loss – – \d", lines[2])
+    assert re.match(r"step +22/22 .* s  test accuracy – – \d+\.\d+% \d+\.\d+%  training loss – – \d", lines[3])
     assert lines[-1] == "done"
     assert not any("\x1b" in line for line in lines)
 

@@ -78,6 +78,8 @@ class Loose(nn.Module):
         (nn.Sequential(nn.Linear(2, 2)), ["7"], None, "`at` should name pieces of the network: 0. Found '7'"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0"], None, r"each once and not the first.*Found \['0'\]"),
         (nn.Sequential(*[nn.Linear(2, 2)] * 3), ["2", "1"], None, r"in the order they run.*Found \['2', '1'\]"),
+        (nn.Linear(2, 2), [2, 4], None, r"a list of module names, such as .* Found \[2, 4\]"),
+        (nn.Linear(2, 2), 4, None, "a list of module names.* Found 4"),
         (nn.Linear(2, 2), ["x"], None, "should be an nn.Sequential or have child modules.*Found no children"),
         (Loose(), ["b"], None, "Found 'scale' outside of them; move it into a module of its own"),
         (Blocks(twice=True), ["blocks.1"], torch.zeros(2, 3, dtype=torch.long), "Found another output for `example`"),
@@ -89,7 +91,7 @@ class Loose(nn.Module):
         ),
     ],
 )
-def test_refusals(model: nn.Module, at: list[str], example: Any, message: str) -> None:
+def test_refusals(model: nn.Module, at: Any, example: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         nwise.split(model, at, example=example)
 

@@ -130,7 +130,10 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.strategy("credit-1;"), r"rows like 1,0;0.5,1. Found '1;'"),
         (lambda: nwise.strategy("credit-1,0;1"), r"rows of numbers, all of one length"),
         (lambda: nwise.strategy("geometric-e"), r"`strategy` should be one like"),
-        (lambda: nwise.strategy("two-wise"), r"`strategy` should be one like local, 2-wise.* Found 'two-wise'"),
+        (
+            lambda: nwise.strategy("two-wise"),
+            r"one like local, 2-wise.* Found 'two-wise'. Did you mean '2-wise'?",
+        ),
     ],
 )
 def test_refusals(build, message) -> None:  # type: ignore[no-untyped-def]
@@ -139,5 +142,5 @@ def test_refusals(build, message) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_strategy_is_a_text_or_a_strategy() -> None:
-    with pytest.raises(TypeError, match="a text or a `nwise.Strategy`. Found int"):
+    with pytest.raises(TypeError, match=r"`nwise.Credit\(matrix\)`. Found int"):
         nwise.strategy(2)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ _FLAT = tyro.conf.arg(name="")
 class Train:
     """Train a recipe, showing loss and accuracy of every head; writes a run folder."""
 
-    recipe: tyro.conf.Positional[str] = "digits"
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
     """A recipe's name (`nwise recipes` lists them)."""
     runs: Path = Path("runs")
     """Folder that the run's own folder is made in."""
@@ -71,10 +71,10 @@ class Train:
 class Compare:
     """Train several strategies from the same start; a table, and a figure of quality against steps and modelled time."""
 
-    recipe: tyro.conf.Positional[str] = "digits"
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
     """A recipe's name (`nwise recipes` lists them)."""
     strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
-    """Which ones."""
+    """Which ones, separated by spaces (`--strategy` is not looked at)."""
     runs: Path = Path("runs")
     """Folder for the runs."""
     figure: Path | None = None
@@ -127,7 +127,7 @@ class Compare:
 class Evaluate:
     """Score a run on its test set: the last head, every head, and ensembles of the top n heads."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder."""
     json: bool = False
     """Print the scores as JSON, and nothing else."""
@@ -139,7 +139,9 @@ class Evaluate:
         config = dataclasses.replace(run.recipe, device=self.device)
         device = device_of(config)
         train_data, test_data = config.load(run.tokenizer())
-        pipe = pipeline_of(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about training, of which there is none
+            pipe = pipeline_of(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
         run.load_weights(pipe)
         pipe.to(device)
         kind: Any = "perplexity" if isinstance(test_data, Tokens) else "accuracy"
@@ -148,7 +150,9 @@ class Evaluate:
             heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
             print_json({"heads": heads, "ensembles": [dataclasses.asdict(score) for score in scores.ensembles]})
             return OK
-        table = Table(title=f"{self.folder}: {len(test_data):,} test samples", title_justify="left")
+        status = f" ({run.status} at step {pipe.steps})" if run.status != "done" else ""
+        console.print(f"{self.folder}{status}: {len(test_data):,} test samples", soft_wrap=True, highlight=False)
+        table = Table()
         table.add_column("head")
         table.add_column("loss", justify="right")
         table.add_column(kind, justify="right")
@@ -166,7 +170,7 @@ class Evaluate:
 class Export:
     """Write the main network alone, heads dropped, as safetensors under the names of the unsplit network."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder."""
     out: Path | None = None
     """The file; default: model.safetensors in the run's folder."""
@@ -215,7 +219,7 @@ class Flow:
     """Draw which loss trains which stage, and what crosses each boundary."""
 
     strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
-    """Which ones, a panel each."""
+    """Which ones, a panel each, separated by spaces."""
     stages: int = 4
     """Number of stages."""
     out: Path = Path("flow.png")

@@ -144,7 +144,7 @@ class NWise(Strategy):
             warnings.warn(
                 f"`n = {self.n}` is more than the {num_stages} stages there are: every gradient travels through all of "
                 "them, as in end-to-end training.",
-                stacklevel=2,
+                stacklevel=5,  # from `credit` through `Pipeline` to who built it
             )
         far = _each_stage_by([min(k + self.n - 1, num_stages - 1) for k in range(num_stages)])
         return far if self.reduce == "last" else (far + torch.eye(num_stages, dtype=torch.float64)) / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -276,9 +276,9 @@ class Pipeline(nn.Module):
         if plain and self.num_microbatches > 1:
             warnings.warn(
                 f"With {self.num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
-                f"which is another function than with the whole batch, and {plain[0]!r} and {len(plain) - 1} others move "
-                "their running statistics with every one of them. `nwise.defer_batchnorm(pipe)` moves those once per "
-                "mini-batch.",
+                f"which is another function than with the whole batch, and moves its running statistics with every one of "
+                f"them ({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
+                "`defer_batchnorm`, moves those once per mini-batch.",
                 stacklevel=3,
             )
 
@@ -336,13 +336,15 @@ def _checked(
         found = ", ".join(type(stage).__name__ for stage in mains) or "none"
         raise TypeError(f"`stages` should be one or more nn.Modules. Found {found}.")
     num_stages = len(mains)
+    if heads is not None and not isinstance(heads, Iterable):
+        raise TypeError(f"`heads` should be a list of nn.Modules or None. Found {type(heads).__name__}.")
     sides = [None] * (num_stages - 1) if heads is None else list(heads)
     if len(sides) == num_stages and sides[-1] is None:
         sides.pop()
     if len(sides) != num_stages - 1:
         raise ValueError(
             f"`heads` should have {num_stages - 1} entries, one for every stage but the last, whose output goes to the "
-            f"loss. Found {len(sides)}."
+            f"loss, or be None. Found {len(sides)}."
         )
     for k, head in enumerate(sides):
         if head is not None and not isinstance(head, nn.Module):

@@ -89,6 +89,8 @@ def split(model: nn.Module, at: Sequence[str], *, example: Tensor | Tensors | No
     >>> [list(stage.pieces()) for stage in split(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), at=["2"])]
     [['0', '1'], ['2']]
     """
+    if isinstance(at, str) or not isinstance(at, Sequence) or not all(isinstance(name, str) for name in at):
+        raise TypeError(f"`at` should be a list of module names, such as ['2', 'blocks.4']. Found {at!r}.")
     pieces = _unrolled(model, {name.rpartition(".")[0] for name in at})
     if not pieces:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,9 @@ from nwise.credit import (
 class Hogwild(Strategy):
     """Greedy asynchronous updates (section 3): each is applied the moment its gradient arrives.
 
-    The gradients are stale: stage ``k`` computed them with parameters that have been updated since;
-    `nwise.staleness` says how many times. With end-to-end credit that is ``A - 1 - k``.
+    The loop stays an ordinary one, `Pipeline.step` and then the optimizer's; but the gradients that `step`
+    gives are stale: stage ``k`` computed them with parameters that have been updated since,
+    `nwise.staleness` times. With end-to-end credit that is ``A - 1 - k`` times.
 
     Args:
         base: the credit that is relaxed; a strategy or its name.
@@ -169,9 +171,14 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
     if isinstance(text, Strategy):
         return replace(text, **options) if options else text
     if not isinstance(text, str):
-        raise TypeError(f"`strategy` should be a text or a `nwise.Strategy`. Found {type(text).__name__}.")
+        raise TypeError(
+            "`strategy` should be a text or a `nwise.Strategy`, such as `nwise.Credit(matrix)`. "
+            f"Found {type(text).__name__}."
+        )
     for pattern, build in _NAMES.items():
         match = re.fullmatch(pattern, text)
         if match:
             return build(*match.groups(), **options)
-    raise ValueError(f"`strategy` should be one like {EXAMPLES}. Found {text!r}.")
+    close = difflib.get_close_matches(text, EXAMPLES.split(", "), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"`strategy` should be one like {EXAMPLES}. Found {text!r}.{hint}")

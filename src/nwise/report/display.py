@@ -119,6 +119,9 @@ class PlainDisplay(_Base):
     def started(self, trainer: Trainer) -> None:
         """Say what is trained."""
         self.console.print(self.begin(trainer), soft_wrap=True)
+        self.console.print(
+            "numbers are of the heads of stages 0, 1, ..., the last of which is the output", soft_wrap=True
+        )
         self.total = trainer.num_steps
         self.losses = ""
 

@@ -47,9 +47,12 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
         figure = Figure(figsize=(8.2, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for i, (name, curve) in enumerate(curves.items()):
+            # The start is the same for all, and far from where they differ.
+            first = 1 if len(curve.steps) > 2 else 0
+            steps, values, slots = curve.steps[first:], curve.values[first:], curve.slots[first:]
             style = {"color": COLOURS[i % len(COLOURS)], "marker": _MARKERS[i % len(_MARKERS)], "markersize": 4}
-            left.plot(curve.steps, curve.values, label=name, **style)
-            right.plot(curve.slots, curve.values, label=name, **style)
+            left.plot(steps, values, label=name, **style)
+            right.plot(slots, values, label=name, **style)
         left.set_xlabel("steps")
         left.set_ylabel(quality)
         right.set_xlabel("modelled time on one accelerator per stage, slots")
@@ -74,6 +77,8 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
         turns = [(strategy, turn) for strategy in strategies for turn in range(strategy.turns)]
         columns = min(len(turns), max(1, 12 // num_stages))
+        if len(turns) == columns + 1 and columns > 1:
+            columns = -(-len(turns) // 2)  # rather two rows than one panel alone
         rows = -(-len(turns) // columns)
         figure = Figure(figsize=(1.05 * (num_stages + 0.5) * columns, 2.2 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -83,7 +88,7 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
             title = strategy.name + (f", turn {turn + 1} of {strategy.turns}" if strategy.turns > 1 else "")
             axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
             _draw_flow(axes, strategy.credit(num_stages, turn))
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.12)
 
 
 def _draw_flow(axes: Axes, credit: Tensor) -> None:
@@ -111,7 +116,7 @@ def _draw_flow(axes: Axes, credit: Tensor) -> None:
         axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=9, color="#555555")
         whole = len(losses) > 2 and losses[-1] - losses[0] == len(losses) - 1
         label = f"{losses[0]} to {losses[-1]}" if whole else ", ".join(map(str, losses)) or "–"
-        label = f"loss {label}" if len(losses) == 1 else label
+        label = f"loss {label}" if len(losses) == 1 else f"losses {label}" if len(losses) == 2 else label
         axes.text(
             k, -0.6, label, ha="center", va="center", fontsize=10.5, color=COLOURS[losses[-1] % 8] if losses else "#555"
         )

@@ -66,6 +66,11 @@ class Run:
             )
         return recipe
 
+    @property
+    def status(self) -> str:
+        """``"running"``, ``"done"``, ``"interrupted"`` or ``"failed"``."""
+        return str(self._state().get("status", "unknown"))
+
     def _state(self) -> Any:
         return json.loads((self.folder / "run.json").read_text())
 
