@@ -69,10 +69,12 @@ def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monke
     pipe = pipeline(strategy, 6, m=num_microbatches)
     flow = flow_of(pipe.credit)
     calls: list[list[Tensor]] = []
+    freed: list[bool] = []
     original = torch.autograd.backward
 
     def counting(*args: Any, **kwargs: Any) -> None:
         calls.append(list(kwargs["inputs"]))
+        freed.append(not kwargs.get("retain_graph"))
         original(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "backward", counting)
@@ -83,6 +85,8 @@ def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monke
 
     passes = sum(stage.passes for stage in flow.stages)
     assert len(calls) == num_microbatches * (passes + len(flow.heads))
+    # Every graph, of a head or a stage, is freed by its last pass.
+    assert sum(freed) == num_microbatches * (6 + len(flow.heads))
     # One gradient message for each I or B, and each crosses one boundary.
     sent = [a for a in actions if a.kind in (Kind.INPUT_GRAD, Kind.BOTH)]
     for k in range(1, 6):
@@ -132,6 +136,16 @@ def test_n_wise_keeps_the_activations_of_n_stages(strategy: str, expected: int) 
     pipe.step(torch.randn(BATCH, WIDTH))
     assert Alive.peak == expected
     assert not Alive.alive
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("local", [False] * 4), ("blocks-2", [False, True, False, True])])
+def test_inputs_whose_gradient_nobody_wants_are_not_tracked(strategy: str, expected: list[bool]) -> None:
+    pipe = pipeline(strategy, 4)
+    tracked: list[bool] = []
+    for stage in pipe.stages:
+        stage.register_forward_pre_hook(lambda module, args: tracked.append(args[0].requires_grad))
+    pipe.step(torch.randn(BATCH, WIDTH, requires_grad=True))
+    assert tracked == expected
 
 
 def test_nothing_is_kept_after_a_step_or_an_error() -> None:
