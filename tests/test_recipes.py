@@ -18,10 +18,10 @@ def test_small_recipes_learn_on_their_data(name: str, shared_data: Path) -> None
     config = dataclasses.replace(recipe(name), max_steps=60, eval_every=100)
     scores = Trainer(config).train()
     first = Trainer(dataclasses.replace(config, max_steps=1)).train()
+    assert scores.heads[-1] is not None
     for after, before in zip(scores.heads, first.heads, strict=True):
-        assert after is not None
-        assert before is not None
-        assert after.loss < 0.95 * before.loss
+        assert (after is None) == (before is None)  # a head that the strategy does not train has no score
+        assert after is None or before is None or after.loss < 0.95 * before.loss
 
 
 @pytest.mark.slow
