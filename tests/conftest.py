@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 SHARED = Path(os.environ.get("NWISE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+# The same examples in every run, on slow machines too.
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True)
