@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A file may import those of its own rank and below; data flows from strategy to command line.
 RANKS = [
-    ["credit", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "reference"],
+    ["credit", "hint", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "reference"],
     ["strategy", "flow", "heads", "split"],
     ["schedule", "stage", "models"],
     ["hogwild", "runtime", "data"],

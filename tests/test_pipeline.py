@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nets import perceptron, tokens
+from nets import Net, perceptron, tokens
 from nwise.losses import TokenCrossEntropy
 from test_contract import assert_same, gradients, pipeline
 
@@ -263,6 +263,15 @@ def test_recomputation_runs_once_and_changes_nothing(strategy: str) -> None:
     assert [stage.forwards for stage in stages] == [5 * 2 * 2] * 4  # steps, micro-batches, once more
 
 
+def gradients_of(net: Net, strategy: str, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """What a plain pipeline gives; the network is left without gradients."""
+    pipe = pipeline(net, strategy)
+    pipe.step(x, target=y)
+    found = {n: g.clone() for n, g in gradients(pipe).items()}
+    pipe.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("strategy", ["2-wise", "3-wise-mean", "end-to-end"])
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -271,10 +280,7 @@ def test_compiled_blocks_compute_the_same(strategy: str, backend: str) -> None:
         pytest.skip("inductor needs a C++ compiler")
     net = tokens(3)
     x, y = net.draw(4)
-    plain = pipeline(net, strategy)
-    plain.step(x, target=y)
-    wanted = {n: g.clone() for n, g in gradients(plain).items()}
-    plain.zero_grad()
+    wanted = gradients_of(net, strategy, x, y)
     for module in (*net.stages, *net.heads):
         assert module is not None
         module.compile(backend=backend)
@@ -293,10 +299,7 @@ def test_graphs_compiled_before_are_compiled_again(backend: str, monkeypatch: py
     torch._functorch.config.donated_buffer = True  # torch's default, which an earlier test may have changed
     net = tokens(3)
     x, y = net.draw(4)
-    plain = pipeline(net, "3-wise-mean")
-    plain.step(x, target=y)
-    wanted = {n: g.clone() for n, g in gradients(plain).items()}
-    plain.zero_grad()
+    wanted = gradients_of(net, "3-wise-mean", x, y)
     for module in (*net.stages, *net.heads):
         assert module is not None
         module.compile(backend=backend)
@@ -305,8 +308,8 @@ def test_graphs_compiled_before_are_compiled_again(backend: str, monkeypatch: py
         # Whether a second pass is refused here depends on what the compiler makes of the graphs and on its caches.
         with suppress(RuntimeError):
             pipeline(net, "3-wise-mean").step(x, target=y)
-    plain.zero_grad()
     compiled = pipeline(net, "3-wise-mean")
+    compiled.zero_grad()
     compiled.step(x, target=y)
     assert_same(gradients(compiled), wanted, 1e-5)
     torch.compiler.reset()

@@ -239,3 +239,18 @@ def test_heads_are_set_by_number() -> None:
     pipe.heads[0] = nn.Linear(8, 3)
     pipe.step(X, target=Y)
     assert pipe.heads[0].weight.grad is not None
+
+
+def test_scoring_runs_no_head_that_has_no_score() -> None:
+    """Every head ran in an evaluation, and the outputs of those that nobody trains were thrown away."""
+    from nwise.data import digits
+    from nwise.training import evaluate
+
+    model = nwise.models.convnet(4, in_channels=1, image_size=8)
+    pipe = nwise.Pipeline(model.stages, model.heads, strategy="3-wise")
+    ran: list[int] = []
+    for k in range(3):
+        pipe.heads[k].register_forward_hook(lambda module, args, output, k=k: ran.append(k))
+    scores = evaluate(pipe, digits()[1], 360)
+    assert [score is None for score in scores.heads] == [True, True, False, False]
+    assert ran == [2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import sys
@@ -20,12 +19,13 @@ from rich.table import Table
 import nwise
 from nwise import compare as comparison
 from nwise.data import Tokens, steps_per_epoch
+from nwise.hint import hint
 from nwise.recipes import RECIPES, Recipe, recipe, to_json
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.tensorboard import TensorBoard
 from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
-from nwise.training.run import numbered, plain, versions
+from nwise.training.run import numbered, plain, under, versions
 from nwise.training.trainer import device_of
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -60,8 +60,7 @@ class Train:
             Console(stderr=True).print(note, soft_wrap=True, highlight=False)
             return INTERRUPTED
         if self.json:
-            heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
-            print_json({"run": str(run.folder), "heads": heads})
+            print_json({"run": str(run.folder), "heads": dataclasses.asdict(scores)["heads"]})
         else:
             console.print(f"Run folder: {run.folder}", soft_wrap=True, highlight=False)
         return OK
@@ -147,8 +146,7 @@ class Evaluate:
         kind: Any = "perplexity" if isinstance(test_data, Tokens) else "accuracy"
         scores = evaluate(pipe, test_data.to(device), 2 * config.batch_size, ensembles=True)
         if self.json:
-            heads = [None if score is None else dataclasses.asdict(score) for score in scores.heads]
-            print_json({"heads": heads, "ensembles": [dataclasses.asdict(score) for score in scores.ensembles]})
+            print_json(dataclasses.asdict(scores))
             return OK
         status = f" ({run.status} at step {pipe.steps})" if run.status != "done" else ""
         console.print(f"{self.folder}{status}: {len(test_data):,} test samples", soft_wrap=True, highlight=False)
@@ -177,8 +175,7 @@ class Export:
 
     def run(self, console: Console) -> int:
         run = Run.open(self.folder)
-        weights = run.weights()
-        main = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
+        main = under(run.weights(), "model.")
         out = self.out or self.folder / "model.safetensors"
         if out.exists() and not out.is_file():
             raise ValueError(f"`out` should be a file. Found that {out} is something else; give another name.")
@@ -263,9 +260,9 @@ def run(arguments: list[str]) -> int:
     name, *rest = arguments
     try:
         if name not in _COMMANDS:
-            close = difflib.get_close_matches(name, _COMMANDS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint}")
+            raise ValueError(
+                f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint(name, _COMMANDS)}"
+            )
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
             return int(_parse(name, rest).run(Console()))

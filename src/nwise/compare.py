@@ -64,8 +64,7 @@ def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...]) -> Resu
     trainer.train(run, watchers)
     kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
     steps, values, seconds = _tests(run, kind)
-    slots = [_slots(trainer.pipe, step) for step in steps]
-    return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, slots), seconds)
+    return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer.pipe, steps)), seconds)
 
 
 def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
@@ -80,15 +79,13 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
     return [record["step"] for record in tests], values, records[-1]["seconds"]
 
 
-def _slots(pipe: Pipeline, steps: int) -> float:
-    """Modelled slots of the first steps, on one accelerator per stage."""
-    total, first = 0.0, 0
-    while first < steps:
-        switch = pipe.strategy.next_switch(first)
-        last = steps if switch is None else min(switch, steps)
-        total += (last - first) * modelled_time(pipe.strategy.in_force(first), pipe.num_stages, pipe.num_microbatches)
-        first = last
-    return total
+def _slots(pipe: Pipeline, steps: Sequence[int]) -> list[float]:
+    """Modelled slots until each of the steps, on one accelerator per stage."""
+    rates = [
+        (first, last, modelled_time(pipe.strategy.in_force(first), pipe.num_stages, pipe.num_microbatches))
+        for first, last in pipe.strategy.phases(stop=steps[-1])
+    ]
+    return [sum(rate * (min(step, last) - first) for first, last, rate in rates if first < step) for step in steps]
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:

@@ -10,8 +10,10 @@ only if ``j >= k``, so there is nothing above the diagonal.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,6 +70,14 @@ class Strategy(ABC):
         """The first step after `step` at which another strategy is in force."""
         del step
         return None
+
+    def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
+        """First step, and the one after the last, of each strategy in force from `first` until `stop`."""
+        while first < stop:
+            switch = self.next_switch(first)
+            last = stop if switch is None else min(switch, stop)
+            yield first, last
+            first = last
 
     @property
     def asynchronous(self) -> bool:

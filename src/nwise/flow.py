@@ -67,6 +67,12 @@ class StageFlow:
         """Backward passes through the stage: chains that have to be walked."""
         return len(self.messages) + (self.weights is not None and self.fused is None)
 
+    def cotangent(self, message: int | None) -> Cotangent:
+        """What an I or B pass of a message starts from, or the W pass for None."""
+        found = self.weights if message is None else self.messages[message]
+        assert found is not None
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:

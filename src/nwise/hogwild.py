@@ -88,9 +88,7 @@ def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
 
 
 def _ready(flow: Flow, action: Action, arrived: set[tuple[int, int, int]]) -> bool:
-    here = flow.stages[action.stage]
-    cotangent = here.weights if action.message is None else here.messages[action.message]
-    assert cotangent is not None
+    cotangent = flow.stages[action.stage].cotangent(action.message)
     return all((action.stage, action.microbatch, p) in arrived for p, weight in enumerate(cotangent.received) if weight)
 
 

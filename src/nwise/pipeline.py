@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -138,15 +138,17 @@ class Pipeline(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | Tensors:
         """Inference through the main network: the last stage's output."""
-        hidden: Tensors = inputs
-        output: Tensor | Tensors = inputs
-        for k, stage in enumerate(self.stages):
-            output = stage(*hidden)
-            hidden = as_tuple(output, f"The output of stage {k}")
+        output = self.head_outputs(*inputs, only=())[-1]
+        assert output is not None
         return output
 
-    def head_outputs(self, *inputs: Tensor) -> list[Tensor | Tensors | None]:
-        """Inference with every head: one output per stage, None without a head; the last is `forward`'s."""
+    def head_outputs(self, *inputs: Tensor, only: Collection[int] | None = None) -> list[Tensor | Tensors | None]:
+        """Inference with the heads: one output per stage, None without a head; the last is `forward`'s.
+
+        Args:
+            inputs: of the first stage.
+            only: stages whose heads are run; default: all.
+        """
         hidden: Tensors = inputs
         outputs: list[Tensor | Tensors | None] = []
         for k, stage in enumerate(self.stages):
@@ -155,7 +157,7 @@ class Pipeline(nn.Module):
             if k == self.num_stages - 1:
                 outputs.append(output)
             else:
-                head = self.heads.of(k)
+                head = self.heads.of(k) if only is None or k in only else None
                 with unchanged(hidden, f"The head of stage {k}"):
                     outputs.append(None if head is None else head(*hidden))
         return outputs
@@ -254,14 +256,10 @@ class Pipeline(nn.Module):
 
     def _flows_from(self, step: int) -> Iterator[Flow]:
         """Flows of every turn of every phase from a step on."""
-        while True:
-            now = self.strategy.in_force(step)
+        for first, _ in self.strategy.phases(step):
+            now = self.strategy.in_force(first)
             for turn in range(now.turns):
                 yield self._flow(now, turn)
-            later = self.strategy.next_switch(step)
-            if later is None:
-                return
-            step = later
 
     def _check_heads(self, flow: Flow) -> None:
         for k in flow.heads:

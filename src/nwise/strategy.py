@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from nwise.credit import (
     Rotating,
     Strategy,
 )
+from nwise.hint import hint
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,4 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
         match = re.fullmatch(pattern, text)
         if match:
             return build(*match.groups(), **options)
-    close = difflib.get_close_matches(text, EXAMPLES.split(", "), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"`strategy` should be one like {EXAMPLES}. Found {text!r}.{hint}")
+    raise ValueError(f"`strategy` should be one like {EXAMPLES}. Found {text!r}.{hint(text, EXAMPLES.split(', '))}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ def steps_per_epoch(num_samples: int, batch_size: int) -> int:
     return num_samples // batch_size
 
 
+@lru_cache(maxsize=2)
 def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """All samples in the order of an epoch."""
+    """All samples in the order of an epoch; kept for its steps, so not to be changed."""
     return torch.randperm(num_samples, generator=generator(seed, "order", epoch))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
+from nwise.hint import hint
 from nwise.recipes.config import (
     Adam,
     ConvNet,
@@ -204,7 +204,5 @@ def recipe(name: str) -> Recipe:
     '2-wise'
     """
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"A recipe should be one of {', '.join(RECIPES)}. Found {name!r}.{hint}")
+        raise ValueError(f"A recipe should be one of {', '.join(RECIPES)}. Found {name!r}.{hint(name, RECIPES)}")
     return RECIPES[name]()

@@ -83,8 +83,7 @@ def execute(
 
 def _backward(stage: Stage, flow: StageFlow, action: Action, received: Mailbox) -> None:
     k, m, q = action.stage, action.microbatch, action.message
-    cotangent = flow.weights if q is None else flow.messages[q]
-    assert cotangent is not None
+    cotangent = flow.cotangent(q)
     messages = received.get((k, m), {})
     gradients = stage.backward(
         m,

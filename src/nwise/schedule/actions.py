@@ -54,10 +54,7 @@ def passes(flow: Flow, stage: int, microbatch: int) -> list[Action]:
 
 def farthest_loss(flow: Flow, action: Action) -> int:
     """The last loss that an I, W or B has to wait for."""
-    here = flow.stages[action.stage]
-    cotangent = here.weights if action.message is None else here.messages[action.message]
-    assert cotangent is not None
-    return cotangent.far
+    return flow.stages[action.stage].cotangent(action.message).far
 
 
 def depth_first(flows: Sequence[Flow]) -> list[Action]:

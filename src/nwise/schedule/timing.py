@@ -94,9 +94,7 @@ def _ready_at(flows: Sequence[Flow], action: Action, done: dict[tuple[str, int, 
     k, m = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         return done.get(("F", k - 1, m, 0)) if k else 0
-    here = flows[m].stages[k]
-    cotangent = here.weights if action.message is None else here.messages[action.message]
-    assert cotangent is not None
+    cotangent = flows[m].stages[k].cotangent(action.message)
     times = [done.get(("G", k + 1, m, p)) for p, weight in enumerate(cotangent.received) if weight]
     if None in times:
         return None

@@ -80,13 +80,13 @@ def evaluate(
     with evaluating(pipe):
         for done, start in enumerate(starts):
             inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
-            outputs = pipe.head_outputs(inputs.to(device))
+            outputs = pipe.head_outputs(inputs.to(device), only=scored)
             target = target.to(device).flatten()
             top: Tensor | None = None
             count = 0
             for k in reversed(range(pipe.num_stages)):
                 logits = outputs[k]
-                if k not in scored or not isinstance(logits, Tensor):
+                if not isinstance(logits, Tensor):
                     continue
                 log_p = functional.log_softmax(logits.flatten(0, -2).float(), dim=-1)
                 _add(sums, ("head", k), log_p, target)

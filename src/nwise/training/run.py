@@ -56,10 +56,8 @@ class Run:
         """The resolved configuration."""
         try:
             recipe = from_json(self._state()["config"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.folder / 'run.json'} should hold a run's configuration. Found: {error}."
-            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.folder / 'run.json'} should hold a run's configuration. Found: {error}") from error
         if not isinstance(recipe, Recipe):
             raise ValueError(
                 f"{self.folder / 'run.json'} should hold a Recipe under 'config'. Found {type(recipe).__name__}."
@@ -122,10 +120,9 @@ class Run:
     def load_weights(self, pipe: Pipeline) -> None:
         """Put the weights into a pipeline of the same configuration."""
         weights = self.weights()
-        main = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
-        load_main_state(pipe, main)
+        load_main_state(pipe, under(weights, "model."))
         pipe.steps = max((record["step"] for record in self.metrics()), default=0)
-        heads = {name.removeprefix("heads."): t for name, t in weights.items() if name.startswith("heads.")}
+        heads = under(weights, "heads.")
         if not heads and not pipe.needed_heads():
             pipe.discard_heads()  # as the run did, if it had any
         try:
@@ -171,6 +168,11 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:

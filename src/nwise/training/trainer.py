@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,14 +97,15 @@ class Trainer:
             raise
         finally:
             if run is not None:
-                run.save_weights(self.pipe)
+                if status != "done":  # the last evaluation has saved them otherwise
+                    run.save_weights(self.pipe)
                 run.finish(status)
             self._tell("finished", status)
         return scores
 
     def _all_phases(self) -> Scores:
         scores = self._evaluate(0)
-        for number, (first, last) in enumerate(self._phases()):
+        for number, (first, last) in enumerate(self.pipe.strategy.phases(stop=self.num_steps)):
             config = self.recipe.optimizer if number == 0 else self.recipe.then or self.recipe.optimizer
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
@@ -118,15 +119,6 @@ class Trainer:
                     assert last_head is not None
                     rate.evaluated(last_head.loss)
         return scores
-
-    def _phases(self) -> Iterator[tuple[int, int]]:
-        """First and last step of every strategy that is in force."""
-        first = 0
-        while first < self.num_steps:
-            switch = self.pipe.strategy.next_switch(first)
-            last = self.num_steps if switch is None else min(switch, self.num_steps)
-            yield first, last
-            first = last
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, rate: Rate) -> None:
         recipe = self.recipe
