@@ -71,7 +71,7 @@ def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
                 batch, m = divmod(index, num_microbatches)
                 if batch == measured and trained[k]:
                     ages[k][m] = batch - updates[k]
-                waiting[k] += [(slot, action) for action in passes(flow, k, index)]
+                waiting[k] += [(slot, action) for action in passes(flow.stages[k], k, index)]
             else:
                 ready = next((w for w in waiting[k] if w[0] < slot and _ready(flow, w[1], arrived)), None)
                 if ready is not None:

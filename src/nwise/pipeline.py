@@ -17,7 +17,8 @@ from nwise.hogwild import History, staleness
 from nwise.microbatch import Tensors, Terms, as_tuple, batch_size, scatter
 from nwise.randomness import derive
 from nwise.runtime.inprocess import Batch, execute
-from nwise.schedule.actions import Action, depth_first
+from nwise.schedule.actions import Action
+from nwise.schedule.orders import depth_first, schedule_of
 from nwise.stage import LossFn, Stage, unchanged
 from nwise.strategy import strategy as parse
 
@@ -191,7 +192,7 @@ class Pipeline(nn.Module):
         else:
             self.forget_versions()
         if flows not in self._orders:
-            self._orders[flows] = depth_first(flows)
+            self._orders[flows] = schedule_of("depth-first", [flows], depth_first).one_process()
         losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
         for norm in norms:
             norm.commit()

@@ -62,7 +62,9 @@ def modelled_time(strategy: Strategy, num_stages: int, num_microbatches: int) ->
 def _phase(flows: Sequence[Flow], stage: int) -> list[Action]:
     """All forwards, then the passes loss by loss, nearest first."""
     order = [Action(Kind.FORWARD, stage, m) for m in range(len(flows))]
-    later = [(rank, action) for m, f in enumerate(flows) for rank, action in enumerate(passes(f, stage, m))]
+    later = [
+        (rank, action) for m, f in enumerate(flows) for rank, action in enumerate(passes(f.stages[stage], stage, m))
+    ]
     return order + [action for _, action in sorted(later, key=lambda pair: pair[0])]
 
 

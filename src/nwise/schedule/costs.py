@@ -1,0 +1,160 @@
+"""Costs: how long each action takes, in any unit of time (a *slot* is one forward of the paper's model)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from nwise.flow import StageFlow
+from nwise.schedule.actions import Action, Kind
+
+# How a W costs that follows an I of the same cotangent: "stored", the I has kept the cotangent of every layer;
+# "walked", W walks the chain of layers once more, as plain autograd does.
+Chains = Literal["stored", "walked"]
+Scalars = float | Sequence[float]
+
+_PER_STAGE = (
+    "forward",
+    "head",
+    "input_grad",
+    "weight_grad",
+    "update",
+    "message_bytes",
+    "activation_bytes",
+    "fixed_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one micro-batch, each a number or one per stage.
+
+    Args:
+        forward: F.
+        head: H, forward, loss and backward of the head; follows its forward.
+        input_grad: I, the gradient to a stage's input, through all of its layers.
+        weight_grad: W, the gradient to the weights, given the cotangent at every layer.
+        chain_share: share of I that a chain costs when it ends inside the stage ((L - 1) / L for L equal
+            layers), which a W pays whose cotangent no message has: lambda, default 1, the honest value for
+            stages of several layers.
+        update: U, once a mini-batch.
+        latency: of every message; occupies no stage.
+        overhead: added to every F, I, W and B (the paper's c0 per slot); a head follows its forward and pays none.
+        bandwidth: bytes per unit of time of each link and direction; messages of one direction queue up.
+        message_bytes: of the activation that a stage sends, and of each gradient that comes back for it;
+            the default 1 lets `bandwidth` count messages.
+        activation_bytes: what a stage keeps of one micro-batch between its forward and its last pass.
+        fixed_bytes: what a stage keeps always (parameters, their gradients, optimizer state).
+
+    Raises:
+        ValueError: a cost is negative or not a number.
+
+    >>> Costs(forward=1, head=0.5, input_grad=1, weight_grad=[1, 2]).of("weight_grad", 2)
+    (1.0, 2.0)
+    """
+
+    forward: Scalars
+    head: Scalars
+    input_grad: Scalars
+    weight_grad: Scalars
+    chain_share: float = 1.0
+    update: Scalars = 0.0
+    latency: float = 0.0
+    overhead: float = 0.0
+    bandwidth: float = math.inf
+    message_bytes: Scalars = 1.0
+    activation_bytes: Scalars = 1.0
+    fixed_bytes: Scalars = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            many = isinstance(value, Sequence) and not isinstance(value, str)
+            if many and field.name in _PER_STAGE:
+                object.__setattr__(self, field.name, tuple(value))
+            for number in value if many else [value]:
+                _check(field.name, number)
+            if many and field.name not in _PER_STAGE:
+                raise ValueError(f"`{field.name}` should be one number. Found {value!r}.")
+        if self.chain_share > 1:
+            raise ValueError(f"`chain_share` should be from 0 to 1. Found {self.chain_share}.")
+        if self.bandwidth == 0:
+            raise ValueError("`bandwidth` should be above 0 (inf for links that cost nothing). Found 0.")
+
+    def of(self, name: str, num_stages: int) -> tuple[float, ...]:
+        """One value per stage."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (float(value),) * num_stages
+        if len(value) != num_stages:
+            raise ValueError(f"`{name}` should have one value for each of the {num_stages} stages. Found {len(value)}.")
+        return tuple(map(float, value))
+
+    def split_in(self, num_microbatches: int) -> Costs:
+        """From the costs of a whole mini-batch to those of one of its micro-batches.
+
+        Everything is divided but what is paid once an action (`overhead`, `latency`), once an update
+        (`update`), or kept always.
+        """
+        divided = ("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes")
+        return replace(self, **{name: _divide(getattr(self, name), num_microbatches) for name in divided})
+
+
+def _check(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ValueError(f"`{name}` should be a number, or one per stage. Found {number!r}.")
+    endless = name == "bandwidth"
+    if math.isnan(number) or number < 0 or (math.isinf(number) and not endless):
+        limit = "above 0" if endless else "finite and at least 0"
+        raise ValueError(f"`{name}` should be {limit}. Found {number}.")
+
+
+def _divide(value: Scalars, by: int) -> Scalars:
+    return tuple(x / by for x in value) if isinstance(value, Sequence) else value / by
+
+
+PAPER = Costs(forward=1, head=0, input_grad=1, weight_grad=0)
+"""The paper's: one slot for a forward and one for each loss's pass through a stage; heads and messages free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """The time of every action of one stage.
+
+    Args:
+        forward, head, input_grad, weight_grad, update: as in `Costs`, `overhead` included where it is paid.
+        chain: what W pays beyond `weight_grad` when it walks the chain itself.
+    """
+
+    forward: float
+    head: float
+    input_grad: float
+    weight_grad: float
+    update: float
+    chain: float
+    overhead: float
+
+    def of(self, action: Action, stage: StageFlow, chains: Chains) -> float:
+        """Time of a computation or an update."""
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            return self.forward + self.overhead
+        if kind is Kind.HEAD:
+            return self.head
+        if kind is Kind.INPUT_GRAD:
+            return self.input_grad + self.overhead
+        if kind is Kind.BOTH:
+            return self.input_grad + self.weight_grad + self.overhead
+        if kind is Kind.WEIGHT_GRAD:
+            reused = stage.fused is not None and chains == "stored"
+            return self.weight_grad + (0.0 if reused else self.chain) + self.overhead
+        return self.update
+
+
+def prices(costs: Costs, num_stages: int) -> list[Prices]:
+    """The prices of every stage."""
+    names = ("forward", "head", "input_grad", "weight_grad", "update")
+    columns = zip(*(costs.of(name, num_stages) for name in names), strict=True)
+    return [Prices(f, h, i, w, u, chain=costs.chain_share * i, overhead=costs.overhead) for f, h, i, w, u in columns]

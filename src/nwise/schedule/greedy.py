@@ -1,0 +1,122 @@
+"""List scheduling: a stage that is free takes the most urgent of what is ready."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from nwise.flow import Flow
+from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.costs import Chains, Costs, prices
+from nwise.schedule.lists import Product, Word, needs, product
+
+Urgency = Callable[[Action], tuple[float, float]]
+
+
+def nearest_first(
+    flows: Sequence[Flow], turn: int, *, fuse: bool, cap: int, costs: Costs, chains: Chains
+) -> list[Word]:
+    """Own head first, then passes of the nearest loss, then forwards; weight gradients where nothing else is ready.
+
+    Args:
+        flows: of every micro-batch.
+        turn: of the cycle.
+        fuse: see `passes`.
+        cap: most micro-batches in flight per stage.
+        costs: times, which decide what is ready when.
+        chains: see `nwise.schedule.best`.
+    """
+
+    def urgency(action: Action) -> tuple[float, float]:
+        if action.kind is Kind.HEAD:
+            return (0, 0)
+        if action.kind is Kind.FORWARD:
+            return (2, 0)
+        if action.kind is Kind.WEIGHT_GRAD:
+            return (3, 0)
+        return (1, flows[action.microbatch].stages[action.stage].cotangent(action.message).far)
+
+    return list_schedule(flows, turn, urgency, fuse=fuse, cap=cap, costs=costs, chains=chains)
+
+
+def list_schedule(
+    flows: Sequence[Flow], turn: int, urgency: Urgency, *, fuse: bool, cap: int, costs: Costs, chains: Chains
+) -> list[Word]:
+    """Whenever a stage is free it takes, of what is ready, what has the smallest `urgency`; see `nearest_first`."""
+    return _Greedy(flows, turn, urgency, fuse, cap, costs, chains).words()
+
+
+class _Greedy:
+    """One mini-batch by events."""
+
+    def __init__(
+        self, flows: Sequence[Flow], turn: int, urgency: Urgency, fuse: bool, cap: int, costs: Costs, chains: Chains
+    ) -> None:
+        num_stages = len(flows[0].stages)
+        self._flows = flows
+        self._by_turn = [flows] * (turn + 1)
+        self._urgency = urgency
+        self._cap = cap
+        self._latency = costs.latency
+        self._prices = prices(costs, num_stages)
+        self._chains: Chains = chains
+        self._in_flight = [0] * num_stages
+        self._words: list[list[Action]] = [[] for _ in range(num_stages)]
+        # Per stage one queue for each kind of action, which runs in the order of the micro-batches.
+        self._queues: list[dict[tuple[Kind, int | None], list[Action]]] = [{} for _ in range(num_stages)]
+        self._left = [[0] * len(flows) for _ in range(num_stages)]
+        for k, queues in enumerate(self._queues):
+            for m in reversed(range(len(flows))):
+                stage = flows[m].stages[k]
+                todo = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=fuse, turn=turn)]
+                self._left[k][m] = len(todo)
+                for action in todo:
+                    queues.setdefault((action.kind, action.message), []).append(action)
+
+    def words(self) -> list[Word]:
+        """Run everything."""
+        arrival: dict[Product, float] = {}
+        events = [(0.0, k) for k in range(len(self._words))]
+        free = [0.0] * len(self._words)
+        while events:
+            now = events[0][0]
+            awake = set()
+            while events and events[0][0] <= now:
+                awake.add(heapq.heappop(events)[1])
+            for k in sorted(awake):
+                action = self._take(k, now, arrival) if free[k] <= now else None
+                if action is None:
+                    continue
+                stage = self._flows[action.microbatch].stages[k]
+                free[k] = now + self._prices[k].of(action, stage, self._chains)
+                heapq.heappush(events, (free[k], k))
+                made = product(action)
+                if made is not None:
+                    arrival[made] = free[k]
+                    for other in (k - 1, k + 1):
+                        if 0 <= other < len(self._words):
+                            heapq.heappush(events, (free[k] + self._latency, other))
+        return [tuple(word) for word in self._words]
+
+    def _take(self, k: int, now: float, arrival: dict[Product, float]) -> Action | None:
+        heads = [queue[-1] for queue in self._queues[k].values() if queue]
+        ready = [action for action in heads if self._ready(action, now, arrival)]
+        if not ready:
+            return None
+        action = min(ready, key=self._urgency)
+        self._queues[k][action.kind, action.message].pop()
+        self._words[k].append(action)
+        self._in_flight[k] += action.kind is Kind.FORWARD
+        self._left[k][action.microbatch] -= 1
+        self._in_flight[k] -= self._left[k][action.microbatch] == 0
+        return action
+
+    def _ready(self, action: Action, now: float, arrival: dict[Product, float]) -> bool:
+        k = action.stage
+        if action.kind is Kind.FORWARD and self._in_flight[k] >= self._cap:
+            return False
+        for key in needs(action, self._by_turn):
+            when = arrival.get(key)
+            if when is None or when + (self._latency if key[1] != k else 0.0) > now:
+                return False
+        return True
