@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 import nwise
 from nwise.flow import Flow, flow_of
-from nwise.schedule.actions import Kind, depth_first
+from nwise.schedule.actions import Kind
+from nwise.schedule.orders import depth_first, schedule_of
 
 Matrix = NDArray[np.float64]
 
@@ -77,7 +78,7 @@ def test_no_message_waits_for_a_loss_that_its_receivers_do_not_ask_for(matrix: M
 @given(matrices(), st.integers(1, 3))
 def test_the_order_is_complete_and_nothing_comes_before_what_it_needs(matrix: Matrix, num_microbatches: int) -> None:
     flow = flow_of(torch.from_numpy(matrix))
-    order = depth_first([flow] * num_microbatches)
+    order = schedule_of("depth-first", [[flow] * num_microbatches], depth_first).one_process()
     assert len(order) == len(set(order))
     passes = sum(stage.passes for stage in flow.stages)
     heads = len(flow.heads)

@@ -14,7 +14,7 @@ from nwise.data import Tokens
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.report.figures import Curve, compare_figure
-from nwise.schedule.timing import modelled_time
+from nwise.schedule import PAPER, best
 from nwise.training import Run, Trainer, Watcher, new_run
 
 
@@ -81,11 +81,13 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
 
 def _slots(pipe: Pipeline, steps: Sequence[int]) -> list[float]:
     """Modelled slots until each of the steps, on one accelerator per stage."""
-    rates = [
-        (first, last, modelled_time(pipe.strategy.in_force(first), pipe.num_stages, pipe.num_microbatches))
-        for first, last in pipe.strategy.phases(stop=steps[-1])
-    ]
+    rates = [(first, last, _slots_per_step(pipe, first)) for first, last in pipe.strategy.phases(stop=steps[-1])]
     return [sum(rate * (min(step, last) - first) for first, last, rate in rates if first < step) for step in steps]
+
+
+def _slots_per_step(pipe: Pipeline, step: int) -> float:
+    now = pipe.strategy.in_force(step)
+    return best(now, num_stages=pipe.num_stages, num_microbatches=pipe.num_microbatches, costs=PAPER).period
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:

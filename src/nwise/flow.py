@@ -120,11 +120,14 @@ def _flow(
 ) -> Flow | None:
     """The flow whose messages are a basis; None if the numbers do not allow it."""
     num_stages = len(matrix)
+    farthest = _farthest(matrix)
     stages: list[StageFlow] = []
     above: list[Vector] = []  # the messages of boundary k + 1, as weights of all A losses
     for k in reversed(range(num_stages)):
         wanted = _padded(matrix[k:, k], num_stages)
-        messages = basis_of(matrix[k:, :k], num_stages) if k else []
+        # Stages before k whose credit ends before k need nothing from here.
+        needing = np.flatnonzero(farthest[:k] >= k)
+        messages = basis_of(matrix[k:, needing], num_stages) if len(needing) else []
         fused = _share(messages, wanted) if share else None
         passes = [_combine(message, above, k) for message in messages]
         weights = _combine(wanted, above, k) if wanted.any() else None
@@ -135,6 +138,12 @@ def _flow(
         stages.append(StageFlow(head=bool(runs[k]), own=own, messages=kept, weights=weights, fused=fused))
         above = messages
     return Flow(tuple(reversed(stages)))
+
+
+def _farthest(matrix: Vector) -> NDArray[np.int64]:
+    """For each stage the farthest loss that it learns from; -1 for none."""
+    learns = matrix != 0.0
+    return np.where(learns.any(axis=0), len(matrix) - 1 - learns[::-1].argmax(axis=0), -1)
 
 
 def _checked(flow: Flow | None) -> Flow:
@@ -162,7 +171,7 @@ def _basis(block: Vector, num_stages: int) -> list[Vector]:
     # Neither the size of a stage's credit nor that of a message says anything about the space.
     rows = rows / np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     found = 0
-    for pivot in range(rows.shape[1]):
+    for pivot in np.flatnonzero(rows.any(axis=0)).tolist():
         if found == len(rows):
             break
         best = found + int(np.abs(rows[found:, pivot]).argmax())

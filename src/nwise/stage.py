@@ -82,6 +82,7 @@ class Stage:
         microbatch: int,
         inputs: Tensors,
         flow: StageFlow,
+        passes: int,
         seed: int,
         versions: Mapping[str, Tensor] | None = None,
     ) -> Tensors:
@@ -91,11 +92,12 @@ class Stage:
             microbatch: index of the micro-batch.
             inputs: the outputs of the previous stage, or the model's input.
             flow: what this stage has to do for this micro-batch.
+            passes: how many calls of `backward` will follow; the last one frees the graph.
             seed: of every random number drawn here.
             versions: parameters to use in the place of the current ones, by name (Hogwild).
         """
         leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs)
-        graph = flow.passes > 0
+        graph = passes > 0
         rerun = None
         if graph and self.recompute:
             # The second run must see the buffers that the first saw, and move none of them again.
@@ -103,7 +105,7 @@ class Stage:
             rerun = lambda: self._call(leaves, seed, {**(versions or {}), **buffers})  # noqa: E731
         with torch.set_grad_enabled(graph and rerun is None):
             outputs = self._call(leaves, seed, versions)
-        self._tapes[microbatch] = _Tape(leaves, outputs, flow.passes, versions, rerun)
+        self._tapes[microbatch] = _Tape(leaves, outputs, passes, versions, rerun)
         result = tuple(y.detach() for y in outputs)
         if not graph and not flow.head:
             self.drop(microbatch)

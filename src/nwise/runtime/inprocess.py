@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def execute(
 
     Args:
         stages: the stages.
-        order: every action of the mini-batch, none before what it depends on.
+        order: every computation of the mini-batch, none before what it needs (`Schedule.one_process`).
         flows: the flow of every micro-batch.
         batch: the data.
         on_action: called after each action, to watch or to count.
@@ -56,6 +57,7 @@ def execute(
     Returns:
         The losses, ``[A]``; nan where a head did not run.
     """
+    passes = Counter((a.stage, a.microbatch) for a in order if a.kind not in (Kind.FORWARD, Kind.HEAD))
     activations: dict[tuple[int, int], Tensors] = {(0, m): x for m, x in enumerate(batch.inputs)}
     received: Mailbox = {}
     losses: list[list[tuple[float, Tensor]]] = [[] for _ in stages]
@@ -65,7 +67,8 @@ def execute(
             stage, flow = stages[k], flows[m].stages[k]
             if action.kind is Kind.FORWARD:
                 seed = derive(batch.seed, "stage", k, m)
-                outputs = stage.forward(m, activations.pop((k, m)), flow, seed, batch.versions.get((k, m)))
+                versions = batch.versions.get((k, m))
+                outputs = stage.forward(m, activations.pop((k, m)), flow, passes[k, m], seed, versions)
                 activations[k + 1, m] = outputs
             elif action.kind is Kind.HEAD:
                 weight = batch.weights[m][k]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from nwise.flow import Flow, StageFlow
+from nwise.flow import StageFlow
 
 
 class Kind(Enum):
@@ -22,6 +22,9 @@ class Kind(Enum):
     RECEIVE_GRADIENT = "RG"
     DROP = "D"
     UPDATE = "U"
+
+    # Members are the only ones of their kind, and a schedule may hash millions of them.
+    __hash__ = object.__hash__
 
 
 class Action(NamedTuple):
@@ -67,11 +70,6 @@ def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, 
     if stage.weights is not None and together is None:
         actions.append((stage.weights.far, Action(Kind.WEIGHT_GRAD, index, microbatch, None, turn)))
     return [action for _, action in sorted(actions, key=lambda pair: pair[0])]
-
-
-def farthest_loss(flow: Flow, action: Action) -> int:
-    """The last loss that an I, W or B has to wait for."""
-    return flow.stages[action.stage].cotangent(action.message).far
 
 
 def forwards(stage: StageFlow, index: int, microbatch: int, turn: int = 0) -> list[Action]:

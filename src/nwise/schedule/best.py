@@ -24,6 +24,7 @@ _CLOSE = 1e-9
 _LOOKS = 500  # neighbours that local improvement looks at, for each schedule it starts from
 _STARTS = 3
 _RANDOM_LISTS = 100
+_EFFORT = 100_000  # of which fewer are looked at the more actions there are
 _SPREAD = 4.0  # of their random numbers, in forwards
 # Comparisons of pairs of actions beyond which the head-work-tail bound and local improvement are left out.
 _SMALL = 3e8
@@ -128,13 +129,13 @@ def best(
         raise ValueError(f"`chains` should be 'stored' or 'walked'. Found {chains!r}.")
     rule = strategy_of(strategy)
     flows = flows_of(rule, num_stages, num_microbatches)
+    bound = resource_bound(flows, costs) / len(flows)
     if rule.asynchronous:
-        free = orders.hogwild(flows, costs, chains)
+        free = orders.hogwild(flows, costs, chains, pace=bound / num_microbatches)
         _refuse_too_large([free], costs, memory)
-        return Timed(free, costs, chains, resource_bound(flows, costs) / len(flows))
+        return Timed(free, costs, chains, bound)
     fits = partial(_fits, costs=costs, memory=memory)
     found: list[Timed] = []
-    bound = resource_bound(flows, costs) / len(flows)
     for schedule in _candidates(flows, costs, chains):
         if fits(schedule):
             found.append(timed(schedule, costs, chains))
@@ -207,15 +208,17 @@ def _improved(found: Sequence[Timed], fits: Callable[[Schedule], bool]) -> list[
     """What local improvement makes of the best orders, and of the best of some random lists."""
     first = found[0]
     flows, costs, chains = first.schedule.flows, first.costs, first.chains
-    lists = [s for s in _random_lists(flows, costs, chains) if fits(s)]
+    actions = sum(map(len, first.schedule.words))
+    looks, count = min(_LOOKS, _EFFORT // actions), min(_RANDOM_LISTS, _EFFORT // (5 * actions))
+    lists = [s for s in _random_lists(flows, costs, chains, count) if fits(s)]
     starts = sorted([*found, *(timed(s, costs, chains) for s in lists)], key=_rank)[:_STARTS]
     network_of = partial(network, costs=costs, chains=chains)
     bound = first.lower_bound * len(flows)
-    better = (improve(start.schedule, network_of, bound, _LOOKS, fits) for start in starts)
+    better = (improve(start.schedule, network_of, bound, looks, fits) for start in starts)
     return [*starts, *(timed(schedule, costs, chains) for schedule in better)]
 
 
-def _random_lists(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> Iterator[Schedule]:
+def _random_lists(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains, count: int) -> Iterator[Schedule]:
     """List schedules by latest start, which random numbers, ever the same, make sooner or later."""
     urgencies = {batch: latest_starts(batch, costs) for batch in set(map(tuple, flows))}
     spread = _SPREAD * max(costs.of("forward", len(flows[0][0].stages)))
@@ -229,7 +232,7 @@ def _random_lists(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains)
         rule = partial(list_schedule, fuse=False, cap=len(batch), costs=costs, chains=chains)
         return rule(batch, turn, shaken.__getitem__)
 
-    for _ in range(_RANDOM_LISTS):
+    for _ in range(count):
         yield orders.schedule_of("random-list", flows, words_of)
 
 

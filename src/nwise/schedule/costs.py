@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
@@ -99,7 +99,8 @@ class Costs:
         (`update`), or kept always.
         """
         divided = ("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes")
-        return replace(self, **{name: _divide(getattr(self, name), num_microbatches) for name in divided})
+        changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in divided}
+        return replace(self, **changes)
 
 
 def _check(name: str, number: object) -> None:

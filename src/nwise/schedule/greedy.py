@@ -14,7 +14,7 @@ Urgency = Callable[[Action], tuple[float, float]]
 
 
 def nearest_first(
-    flows: Sequence[Flow], turn: int, *, fuse: bool, cap: int, costs: Costs, chains: Chains
+    flows: Sequence[Flow], turn: int, *, fuse: bool, cap: int, costs: Costs, chains: Chains, pace: float = 0.0
 ) -> list[Word]:
     """Own head first, then passes of the nearest loss, then forwards; weight gradients where nothing else is ready.
 
@@ -25,6 +25,7 @@ def nearest_first(
         cap: most micro-batches in flight per stage.
         costs: times, which decide what is ready when.
         chains: see `nwise.schedule.best`.
+        pace: time between two forwards of the first stage at the least.
     """
 
     def urgency(action: Action) -> tuple[float, float]:
@@ -36,7 +37,7 @@ def nearest_first(
             return (3, 0)
         return (1, flows[action.microbatch].stages[action.stage].cotangent(action.message).far)
 
-    return list_schedule(flows, turn, urgency, fuse=fuse, cap=cap, costs=costs, chains=chains)
+    return _Greedy(flows, turn, urgency, fuse, cap, costs, chains, pace).words()
 
 
 def list_schedule(
@@ -50,13 +51,22 @@ class _Greedy:
     """One mini-batch by events."""
 
     def __init__(
-        self, flows: Sequence[Flow], turn: int, urgency: Urgency, fuse: bool, cap: int, costs: Costs, chains: Chains
+        self,
+        flows: Sequence[Flow],
+        turn: int,
+        urgency: Urgency,
+        fuse: bool,
+        cap: int,
+        costs: Costs,
+        chains: Chains,
+        pace: float = 0.0,
     ) -> None:
         num_stages = len(flows[0].stages)
         self._flows = flows
         self._by_turn = [flows] * (turn + 1)
         self._urgency = urgency
         self._cap = cap
+        self._pace = pace
         self._latency = costs.latency
         self._prices = prices(costs, num_stages)
         self._chains: Chains = chains
@@ -77,6 +87,8 @@ class _Greedy:
         """Run everything."""
         arrival: dict[Product, float] = {}
         events = [(0.0, k) for k in range(len(self._words))]
+        if self._pace:
+            events += [(m * self._pace, 0) for m in range(1, len(self._flows))]
         free = [0.0] * len(self._words)
         while events:
             now = events[0][0]
@@ -113,7 +125,9 @@ class _Greedy:
 
     def _ready(self, action: Action, now: float, arrival: dict[Product, float]) -> bool:
         k = action.stage
-        if action.kind is Kind.FORWARD and self._in_flight[k] >= self._cap:
+        full = self._in_flight[k] >= self._cap
+        early = k == 0 and action.microbatch * self._pace > now
+        if action.kind is Kind.FORWARD and (full or early):
             return False
         for key in needs(action, self._by_turn):
             when = arrival.get(key)

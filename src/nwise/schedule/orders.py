@@ -104,17 +104,23 @@ def one_forward_one_backward(flows: Flows, turn: int) -> list[Word]:
     return words
 
 
-def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains) -> Schedule:
+def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains, pace: float) -> Schedule:
     """Greedy asynchronous training: nobody waits for an update; the first mini-batches of a run, enough to be steady.
 
     Every stage takes passes before forwards, and updates with the last weight gradient of a mini-batch, while
-    forwards of later ones have already run. Nothing is fused away and no drain is put between mini-batches.
+    forwards of later ones have already run.
+
+    Args:
+        flows: of every micro-batch, ``[turns][M]``.
+        costs: times, which decide what is ready when.
+        chains: see `nwise.schedule.best`.
+        pace: time of a micro-batch at the busiest stage; forwards that come faster would only pile up.
     """
     num_stages, size = len(flows[0][0].stages), len(flows[0])
     batches = -(-3 * num_stages // size) + 2
     batches += -batches % len(flows)
     unrolled = [flow for batch in range(batches) for flow in flows[batch % len(flows)]]
-    words = nearest_first(unrolled, 0, fuse=True, cap=len(unrolled), costs=costs, chains=chains)
+    words = nearest_first(unrolled, 0, fuse=True, cap=len(unrolled), costs=costs, chains=chains, pace=pace)
     return Schedule(
         "hogwild",
         tuple(tuple(flows[batch % len(flows)]) for batch in range(batches)),

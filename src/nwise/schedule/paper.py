@@ -1,0 +1,152 @@
+"""The paper's timing model (section T): T(A, M, N) slots of c(M) = c0 + c1 / M seconds.
+
+The costs are the paper's: one slot for a forward and one for each loss's pass through a stage, heads and messages free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Of the paper's Transformers, seconds.
+C0, C1 = 0.025, 1.279
+POWERS = (1, 2, 4, 8, 16, 32)
+
+# As printed, for A = 2, 3, 4, 5, 6-11 and 12-30; nine cells with n >= 3 do not follow from the formula.
+PRINTED_BEST = {
+    "end-to-end": (8, 8, 16, 16, 16, 32),
+    "1-wise": (1, 1, 1, 1, 1, 1),
+    "2-wise": (8, 2, 2, 2, 2, 2),
+    "3-wise": (8, 4, 2, 2, 2, 2),
+    "4-wise": (8, 8, 4, 2, 2, 2),
+    "5-wise": (16, 8, 8, 4, 2, 2),
+}
+PRINTED_STAGES = (range(2, 3), range(3, 4), range(4, 5), range(5, 6), range(6, 12), range(12, 31))
+
+
+def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:
+    """T(A, M, N), slots per mini-batch of N-wise training in the steady state.
+
+    Args:
+        num_stages: A.
+        num_microbatches: M.
+        n: the window N; more than A is read as A.
+
+    >>> paper_time(4, 1, 2), paper_time(4, 2, 2), paper_time(4, 4, 4)
+    (4, 6, 14)
+    """
+    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches), ("n", n)):
+        if value < 1:
+            raise ValueError(f"`{name}` should be at least 1. Found {value}.")
+    n = min(n, num_stages)
+    if num_microbatches == 1:
+        return 2 * n
+    if num_stages >= 2 * n - 1:
+        return (n + 1) * num_microbatches
+    return (2 + num_stages - n) * num_microbatches + 2 * (2 * n - num_stages - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Length of a slot: ``c(M) = c0 + c1 / M``.
+
+    Args:
+        c0: seconds that every action takes, however small.
+        c1: seconds of a whole mini-batch's forward through one stage.
+        error: root mean square of measured over modelled time, minus one; 0 if given, not fitted.
+
+    >>> round(Slot().seconds(4), 3)
+    0.345
+    """
+
+    c0: float = C0
+    c1: float = C1
+    error: float = 0.0
+
+    def seconds(self, num_microbatches: int) -> float:
+        """Of one slot."""
+        return self.c0 + self.c1 / num_microbatches
+
+    def batch_seconds(self, num_stages: int, num_microbatches: int, n: int) -> float:
+        """Of one mini-batch, ``T(A, M, N) c(M)``."""
+        return paper_time(num_stages, num_microbatches, n) * self.seconds(num_microbatches)
+
+    def best_microbatches(self, num_stages: int, n: int, among: Sequence[int] = POWERS) -> int:
+        """The fastest M; the smaller of two that are equal."""
+        return min(among, key=lambda m: (self.batch_seconds(num_stages, m, n), m))
+
+    def speedup(self, num_stages: int, n: int, among: Sequence[int] = POWERS) -> float:
+        """Time of GPipe over time of N-wise, each at its best M.
+
+        >>> round(Slot().speedup(15, 2), 4)
+        1.4992
+        """
+        best = [
+            self.batch_seconds(num_stages, self.best_microbatches(num_stages, w, among), w) for w in (num_stages, n)
+        ]
+        return best[0] / best[1]
+
+
+def fit_slot(measured: Mapping[tuple[int, int, int], float]) -> Slot:
+    """The slot that explains measured times best, by least squares of relative errors with c0, c1 >= 0.
+
+    Args:
+        measured: seconds per mini-batch by (A, M, N), at least two with different M.
+
+    Raises:
+        ValueError: too little to fit, or a time that is not above 0.
+
+    >>> found = fit_slot({(4, m, 2): Slot(0.01, 2.0).batch_seconds(4, m, 2) for m in (1, 2, 4)})
+    >>> round(found.c0, 6), round(found.c1, 6), round(found.error, 6)
+    (0.01, 2.0, 0.0)
+    """
+    if len({m for _, m, _ in measured}) < 2:
+        raise ValueError("`measured` should hold times of at least two different M, to tell c0 from c1. Found fewer.")
+    for cell, seconds in measured.items():
+        if not 0 < seconds < np.inf:
+            raise ValueError(f"`measured` should hold finite times above 0. Found {seconds} at A, M, N = {cell}.")
+    rows = np.array([[1.0, 1.0 / m] for _, m, _ in measured])
+    slots = np.array([paper_time(*cell) for cell in measured])
+    rows = rows * (slots / np.array(list(measured.values())))[:, None]
+    options = []
+    for columns in ([0, 1], [0], [1]):  # a negative part is set to 0, and the other one fitted alone
+        values = np.zeros(2)
+        values[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
+        if (values >= 0).all():
+            options.append((float(np.sqrt(np.mean((rows @ values - 1) ** 2))), *values.tolist()))
+    error, c0, c1 = min(options)
+    return Slot(c0, c1, error)
+
+
+@dataclass(frozen=True, slots=True)
+class BestCell:
+    """A cell of the paper's table of the best M.
+
+    Args:
+        method: its row.
+        num_stages: A.
+        printed: M in the paper.
+        formula: M by the formula, among powers of two.
+        loss: how much longer the printed M takes by the formula, as a share.
+    """
+
+    method: str
+    num_stages: int
+    printed: int
+    formula: int
+    loss: float
+
+
+def best_table(slot: Slot = Slot()) -> list[BestCell]:
+    """The paper's table of the best M beside the formula's, for every A from 2 to 30."""
+    cells = []
+    for method, row in PRINTED_BEST.items():
+        for printed, stages in zip(row, PRINTED_STAGES, strict=True):
+            for num_stages in stages:
+                n = num_stages if method == "end-to-end" else int(method.split("-")[0])
+                formula = slot.best_microbatches(num_stages, n)
+                times = [slot.batch_seconds(num_stages, m, n) for m in (printed, formula)]
+                cells.append(BestCell(method, num_stages, printed, formula, times[0] / times[1] - 1))
+    return cells

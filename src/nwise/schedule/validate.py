@@ -1,0 +1,205 @@
+"""Validation: what has to be true of lists before anything runs.
+
+1. complete: every stage's list holds each of its actions once, and no other;
+2. matched: every receive has one send, and the other way round;
+3. in order: nothing is used before it is there or after it is dropped, and no lists wait for each other;
+4. bounded: no link ever holds more than a known number of messages;
+5. within memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nwise.flow import Flow
+from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.best import peak_bytes
+from nwise.schedule.costs import Costs
+from nwise.schedule.lists import Product, Schedule, Word, needs, product, stuck_message
+
+_SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
+_RECEIVES = frozenset(_SENDS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """What may wait at one boundary at most.
+
+    Args:
+        activations: on their way from stage k - 1 to stage k.
+        gradients: on their way from stage k to stage k - 1.
+        limited: whether nothing flows back over the boundary, so that the sender has to be held back
+            (it sends no activation before the one of the mini-batch before has been taken).
+    """
+
+    activations: int
+    gradients: int
+    limited: bool
+
+
+def validate(
+    schedule: Schedule, *, lists: Sequence[Word] | None = None, costs: Costs | None = None, memory: float | None = None
+) -> list[Buffer]:
+    """Refuse a schedule that could not run.
+
+    Args:
+        schedule: with its flows and words.
+        lists: lists to look at in the place of the schedule's own, such as hand-written ones.
+        costs: whose bytes decide how much memory is needed; needed with `memory`.
+        memory: bytes that every stage may use at most.
+
+    Returns:
+        The buffers that boundaries 1 .. A-1 need.
+
+    Raises:
+        ValueError: the first thing that is wrong, with the actions it is about.
+    """
+    lists = schedule.lists if lists is None else lists
+    if len(lists) != schedule.num_stages:
+        raise ValueError(
+            f"`lists` should have one list for each of the {schedule.num_stages} stages. Found {len(lists)}."
+        )
+    for k, word in enumerate(lists):
+        _check_complete(k, word, schedule.flows)
+    _check_matched(lists)
+    _check_order(lists, schedule.flows)
+    if memory is not None:
+        if costs is None:
+            raise ValueError(
+                "`costs` should be given with `memory`, since they say what a micro-batch needs. Found none."
+            )
+        for k, needed in enumerate(peak_bytes(schedule, costs)):
+            if needed > memory:
+                raise ValueError(
+                    f"Stage {k} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with "
+                    f"{schedule.in_flight[k]} micro-batches in flight; choose an order with fewer, or smaller micro-batches."
+                )
+    return buffers(schedule)
+
+
+def buffers(schedule: Schedule) -> list[Buffer]:
+    """What may wait at the boundaries 1 .. A-1 at most, whatever the times are."""
+    size = len(schedule.flows) * schedule.num_microbatches
+    found = []
+    for k in range(1, schedule.num_stages):
+        gradients = sum(len(flow.stages[k].messages) for batch in schedule.flows for flow in batch)
+        found.append(Buffer(activations=size, gradients=gradients, limited=gradients == 0))
+    return found
+
+
+def _expected(k: int, flows: Sequence[Sequence[Flow]], fused: bool) -> Counter[Action]:
+    """All actions of a stage."""
+    found: Counter[Action] = Counter()
+    for turn, batch in enumerate(flows):
+        found[Action(Kind.UPDATE, k, 0, None, turn)] += 1
+        for m, flow in enumerate(batch):
+            stage = flow.stages[k]
+            computed = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=fused, turn=turn)]
+            last = k == len(flow.stages) - 1
+            above = [] if last else range(len(flow.stages[k + 1].messages))
+            found.update(computed)
+            found.update(Action(Kind.SEND_GRADIENT, k, m, a.message, turn) for a in computed if a.message is not None)
+            found.update(Action(Kind.RECEIVE_GRADIENT, k, m, p, turn) for p in above)
+            found[Action(Kind.DROP, k, m, None, turn)] += 1
+            if k:
+                found[Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn)] += 1
+            if not last:
+                found[Action(Kind.SEND_ACTIVATION, k, m, None, turn)] += 1
+    return found
+
+
+def _check_complete(k: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None:
+    found = Counter(word)
+    fused = any(action.kind is Kind.BOTH for action in word)
+    expected = _expected(k, flows, fused)
+    if found == expected:
+        return
+    missing, extra = expected - found, found - expected
+    problem = f"no {next(iter(missing))}" if missing else f"{next(iter(extra))} too often or unasked for"
+    raise ValueError(
+        f"The list of stage {k} should hold each of its {expected.total()} actions once. Found {problem} "
+        f"({missing.total()} missing, {extra.total()} too many)."
+    )
+
+
+def _check_matched(lists: Sequence[Word]) -> None:
+    sent = Counter(_counterpart(action) for word in lists for action in word if action.kind in _SENDS)
+    received = Counter(action for word in lists for action in word if action.kind in _RECEIVES)
+    if sent != received:
+        lonely = next(iter((received - sent) or (sent - received)))
+        raise ValueError(f"Every receive should have exactly one send. Found {lonely} without its counterpart.")
+
+
+def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None:
+    """Run the lists without times: sends wait for nobody, receives for their send."""
+    sent: set[Action] = set()
+    waiting: dict[Action, int] = {}
+    place = [0] * len(lists)
+    stages = [_Holdings(k, flows) for k in range(len(lists))]
+    ready = list(range(len(lists)))
+    while ready:
+        k = ready.pop()
+        word = lists[k]
+        while place[k] < len(word):
+            action = word[place[k]]
+            if action.kind in _RECEIVES and action not in sent:
+                waiting[action] = k
+                break
+            stages[k].run(action)
+            if action.kind in _SENDS:
+                receive = _counterpart(action)
+                sent.add(receive)
+                if receive in waiting:
+                    ready.append(waiting.pop(receive))
+            place[k] += 1
+    stuck = [word[i] for word, i in zip(lists, place, strict=True) if i < len(word)]
+    if stuck:
+        raise ValueError(stuck_message(stuck))
+
+
+class _Holdings:
+    """What a stage holds of each micro-batch while it runs its list."""
+
+    def __init__(self, stage: int, flows: Sequence[Sequence[Flow]]) -> None:
+        self._stage = stage
+        self._flows = flows
+        self._held: dict[tuple[int, int], set[Product]] = {}
+
+    def run(self, action: Action) -> None:
+        """Take notice of an action, or refuse it for what is not there."""
+        kind, k, m, q, turn = action
+        if kind is Kind.UPDATE:
+            return
+        held = self._held.setdefault((m, turn), set())
+        if kind is Kind.RECEIVE_ACTIVATION:
+            held.add(("F", k - 1, m, turn))
+        elif kind is Kind.RECEIVE_GRADIENT:
+            assert q is not None
+            held.add((q, k + 1, m, turn))
+        elif kind is Kind.DROP:
+            del self._held[m, turn]
+        elif kind in _SENDS:
+            self._check(("F" if q is None else q, k, m, turn), held, action)
+        else:
+            for key in needs(action, self._flows):
+                self._check(key, held, action)
+            made = product(action)
+            if made is not None:
+                held.add(made)
+
+    def _check(self, key: Product, held: set[Product], action: Action) -> None:
+        if key not in held:
+            what, stage = key[0], key[1]
+            thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
+            raise ValueError(
+                f"The list of stage {self._stage} should make or receive what an action needs before it, and drop it only "
+                f"afterwards. Found {action} without {thing} of stage {stage}."
+            )
+
+
+def _counterpart(send: Action) -> Action:
+    """The receive that takes what a send sends."""
+    step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
+    return send._replace(kind=_SENDS[send.kind], stage=send.stage + step)

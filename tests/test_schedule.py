@@ -1,0 +1,431 @@
+"""Schedules: complete, near the bound, with the flow's work; their exact periods against slow definitions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import nwise
+from nwise.flow import flow_of
+from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, best, rival, simulate, timed, validate
+from nwise.schedule.bounds import lower_bound
+from nwise.schedule.costs import prices
+from nwise.schedule.lists import needs, product
+from nwise.schedule.network import Network, network
+from nwise.schedule.orders import depth_first, one_forward_one_backward, phase, schedule_of, skewed
+from nwise.schedule.period import period
+
+REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
+
+
+def of(strategy: str | nwise.Strategy, a: int, m: int, costs: Costs = REAL) -> Timed:
+    return best(strategy, num_stages=a, num_microbatches=m, costs=costs)
+
+
+# Random credit -----------------------------------------------------------------------------------
+
+
+@st.composite
+def credits(draw: st.DrawFn) -> NDArray[np.float64]:
+    size = draw(st.integers(1, 6))
+    values = draw(st.lists(st.sampled_from([0, 0, 1, 1, 2, -1]), min_size=size**2, max_size=size**2))
+    return np.tril(np.array(values, dtype=np.float64).reshape(size, size))
+
+
+@settings(max_examples=150, deadline=None)
+@given(credits(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.4]))
+def test_random_credit_gives_valid_schedules_of_minimal_work(
+    matrix: NDArray[np.float64], m: int, share: float, latency: float
+) -> None:
+    a = len(matrix)
+    costs = Costs(forward=1, head=0.3, input_grad=1.2, weight_grad=0.7, chain_share=share, latency=latency)
+    found = of(nwise.Credit(matrix), a, m, costs)
+    buffers = validate(found.schedule)
+    assert found.period >= found.lower_bound - 1e-9
+    messages = [int(np.linalg.matrix_rank(matrix[k:, :k])) for k in range(1, a)]
+    assert [buffer.gradients for buffer in buffers] == [m * rank for rank in messages]
+    price = prices(costs, a)
+    for k, word in enumerate(found.schedule.words):
+        # F + r I + (rho - r) lambda I + W + h, r and rho the ranks of what the stages before need, and with this one
+        r = int(np.linalg.matrix_rank(matrix[k:, :k])) if k else 0
+        rho = int(np.linalg.matrix_rank(matrix[k:, : k + 1]))
+        trained = bool(matrix[:, k].any())
+        expected = 1 + r * 1.2 + (rho - r) * share * 1.2 + 0.7 * trained + 0.3 * bool(matrix[k].any())
+        flows = found.schedule.flows
+        spent = sum(price[k].of(x, flows[x.turn][x.microbatch].stages[k], "stored") for x in word)
+        assert spent == pytest.approx(m * expected)
+        sent = [x for x in found.lists[k] if x.kind is Kind.SEND_GRADIENT]
+        assert len(sent) == m * r
+    line = simulate(found.schedule, costs)
+    assert line.in_flight == found.in_flight
+    assert all(line.waiting.get((k, k + 1), 0) <= buffers[k].activations for k in range(a - 1))
+    assert all(line.waiting.get((k + 1, k), 0) <= buffers[k].gradients for k in range(a - 1))
+
+
+# Exact periods -----------------------------------------------------------------------------------
+
+
+def dense_period(net: Network) -> float:
+    """The eigenvalue of the dense stage-by-stage matrix, by definition: longest paths, then all cycles' means."""
+    size = len(net.words)
+    # node to the longest path from each machine's start to the node's end
+    paths: dict[int, NDArray[np.float64]] = {}
+    left = [list(word) for word in net.words]
+    last = [np.where(np.arange(size) == i, 0.0, -np.inf) for i in range(size)]
+    while any(left):
+        for machine, word in enumerate(left):
+            while word and all(u in paths for u, _ in net.needs[word[0]]):
+                node = word.pop(0)
+                arrivals = [paths[u] + lag for u, lag in net.needs[node]]
+                last[machine] = paths[node] = np.max([last[machine], *arrivals], axis=0) + net.duration[node]
+    matrix = np.array(last).T
+    cycles = (cycle for length in range(1, size + 1) for cycle in itertools.permutations(range(size), length))
+    return float(max(np.mean([matrix[a, b] for a, b in zip(c, (*c[1:], c[0]), strict=True)]) for c in cycles))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_period_is_the_eigenvalue_and_what_a_long_simulation_shows(seed: int) -> None:
+    numbers = random.Random(seed)
+    a, m = numbers.randint(2, 5), numbers.randint(1, 3)
+    name = numbers.choice(["2-wise", "3-wise", "end-to-end", "blocks-2", "deep-supervision", "2-wise-mean"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of more stages in a window than there are
+        flow = flow_of(nwise.strategy(name).credit(a))
+    factors = [numbers.uniform(0.2, 2) for _ in range(a)]
+    costs = Costs(factors, 0.5, factors, 1, update=0.3, latency=numbers.choice([0, 0.7]))
+    rule: Any = numbers.choice([partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
+    schedule = schedule_of("?", [[flow] * m], rule)
+    net = network(schedule, costs)
+    found = period(net)
+    if not net.taken:  # links that hold senders back are cycles of their own
+        assert found == pytest.approx(dense_period(net))
+    line = simulate(schedule, costs, cycles=121)
+    ends = [max(run.end) for run in line.runs]
+    assert (ends[120] - ends[60]) / 60 == pytest.approx(found, rel=0.02)
+    assert lower_bound([[flow] * m], costs) <= found * (1 + 1e-9)
+
+
+def test_no_order_of_two_stages_beats_the_bound_or_the_chosen_one() -> None:
+    """All interleavings of A = 2, M = 2 end-to-end, on stages of unequal speed."""
+    numbers = random.Random(3)
+    flow = flow_of(nwise.EndToEnd().credit(2))
+    kinds = [depth_first([flow, flow], 0, fuse=False)[k] for k in range(2)]
+    for _ in range(2):
+        costs = Costs(
+            forward=[numbers.uniform(0.5, 2) for _ in range(2)], head=numbers.uniform(0, 1),
+            input_grad=numbers.uniform(0.5, 2), weight_grad=numbers.uniform(0.5, 2), latency=0.2,
+        )  # fmt: skip
+        shortest = float("inf")
+        for words in itertools.product(*(interleavings(k, kind) for k, kind in enumerate(kinds))):
+            try:
+                other = timed(schedule_of("any", [[flow, flow]], lambda *_: list(words)), costs)  # noqa: B023
+            except ValueError as error:
+                assert "deadlock" in str(error)  # noqa: PT017 - some of them are
+                continue
+            shortest = min(shortest, other.period)
+        found = of("end-to-end", 2, 2, costs)
+        assert found.lower_bound <= shortest + 1e-9
+        assert found.period == pytest.approx(shortest)
+
+
+def interleavings(k: int, actions: tuple[nwise.schedule.Action, ...]) -> list[tuple[nwise.schedule.Action, ...]]:
+    """Orders in which each kind takes micro-batch 0 before 1 and a micro-batch its actions in their order."""
+    first, second = ([x for x in actions if x.microbatch == m] for m in range(2))
+    found = []
+    for places in itertools.combinations(range(len(actions)), len(first)):
+        one, two = iter(first), iter(second)
+        word = tuple(next(one) if i in places else next(two) for i in range(len(actions)))
+        if all(word.index(x) < word.index(x._replace(microbatch=1)) for x in first):
+            found.append(word)
+    return found
+
+
+# How good the orders are ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [0, 0.5, 1.3])
+def test_optimal_where_n_wise_is_useful_and_end_to_end(head: float) -> None:
+    """Period equal to the lower bound wherever A >= 2N - 1, and end-to-end; N micro-batches in flight."""
+    costs = Costs(1, head, 1, 1)
+    for a in range(1, 13):
+        for m in (1, 2, 3, 4, 6, 8, 16):
+            for n in {*range(1, (a + 1) // 2 + 1), a}:
+                found = of(nwise.NWise(n), a, m, costs)
+                assert found.period == pytest.approx(found.lower_bound, rel=1e-9), (a, n, m)
+                if a >= 2 * n - 1:
+                    assert found.order == "skewed"
+                    assert set(found.in_flight) == {min(m, n)}
+                    assert found.schedule.first_in_first_out
+
+
+def test_the_corner_between_is_near_the_bound() -> None:
+    """N < A < 2N - 1: at most 17 % above a bound that is itself not sharp there (A, N, M = 4, 3, 2 has optimum 10)."""
+    worst = 0.0
+    for a, n, m, head in itertools.product(range(4, 9), range(3, 6), (1, 2, 3, 4, 6, 8, 16), (0, 0.5, 1.3)):
+        if n < a < 2 * n - 1:
+            found = of(nwise.NWise(n), a, m, Costs(1, head, 1, 1))
+            worst = max(worst, found.period / found.lower_bound - 1)
+    assert worst <= 0.14
+    assert (of("3-wise", 4, 2, Costs(1, 0, 1, 1)).period, of("3-wise", 4, 2, Costs(1, 0, 1, 1)).lower_bound) == (10, 9)
+    # proven optimal by a constraint solver; the closed-form orders take 20.5
+    assert of("5-wise", 7, 3).period == 19.5
+
+
+def test_unequal_stages_are_near_the_bound() -> None:
+    """400 random cases, each stage 0.6 to 1.6 times as slow, with and without latency."""
+    numbers = random.Random(0)
+    gaps = []
+    for _ in range(400):
+        a, m = numbers.randint(2, 8), numbers.choice([1, 2, 3, 4, 6, 8])
+        n, head = numbers.randint(1, a), numbers.choice([0, 0.5, 1.3])
+        factors = [numbers.uniform(0.6, 1.6) for _ in range(a)]
+        latency = numbers.choice([0, 0.3])
+        costs = Costs(factors, [head * f for f in factors], factors, factors, latency=latency)
+        found = of(nwise.NWise(n), a, m, costs)
+        gaps.append(found.period / found.lower_bound - 1)
+    assert min(gaps) > -1e-9
+    assert np.mean(gaps) <= 0.0075
+    assert sum(gap < 1e-9 for gap in gaps) >= 340
+
+
+TABLE = {  # A = 8, h = 0.5, M = 1, 2, 4, 8, 16, 32; every other order is worse or equal
+    "gpipe": [24.5, 28, 35, 49, 77, 133],
+    "1f1b": [24.5, 28, 35, 49, 77, 133],
+    "zero-bubble-lean": [17.5, 20, 25, 35, 63, 119],
+    "zero-bubble": [17.5, 20, 25, 35, 56, 112],
+    "local": [3.5, 7, 14, 28, 56, 112],
+    "2-wise": [5.5, 9, 18, 36, 72, 144],
+    "2-wise-mean": [5.5, 9, 18, 36, 72, 144],
+    "3-wise": [7.5, 11, 22, 44, 88, 176],
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_periods_worked_out_beforehand(name: str) -> None:
+    for m, expected in zip((1, 2, 4, 8, 16, 32), TABLE[name], strict=True):
+        if "-wise" in name or name == "local":
+            found = of(name, 8, m)
+        else:
+            found = rival(name, num_stages=8, num_microbatches=m, costs=REAL)
+            assert set(found.schedule.flows[0]) == {flow_of(nwise.EndToEnd().credit(8))}
+        validate(found.schedule)
+        assert found.period == expected
+
+
+def test_in_flight_of_the_rivals() -> None:
+    """A = 8, M = 16: GPipe 16 everywhere, 1F1B 8 down to 1, lean zero-bubble 8 everywhere, full 15."""
+    found = {
+        name: rival(name, num_stages=8, num_microbatches=16, costs=REAL).in_flight
+        for name in ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
+    }
+    assert found["gpipe"] == (16,) * 8
+    assert found["1f1b"] == tuple(range(8, 0, -1))
+    assert found["zero-bubble-lean"] == (8,) * 8
+    assert max(found["zero-bubble"]) == 15
+
+
+def test_a_chain_that_is_walked_again_costs_zero_bubble_and_not_n_wise() -> None:
+    """Slots at h = 0.5, A = 8, M = 2, 8, 32."""
+    for name, stored, walked in (("2-wise", [9, 36, 144], [9, 36, 144]), ("3-wise", [11, 44, 176], [11, 44, 176])):
+        for chains, expected in (("stored", stored), ("walked", walked)):
+            assert [
+                best(name, num_stages=8, num_microbatches=m, costs=REAL, chains=chains).period  # type: ignore[arg-type]
+                for m in (2, 8, 32)
+            ] == expected
+    zero = [rival("zero-bubble", num_stages=8, num_microbatches=m, costs=REAL, chains="walked") for m in (2, 8, 32)]
+    assert [found.period for found in zero] == [20.5, 38, 144]
+    assert not any(found.stores_cotangents for found in zero)
+    assert rival("zero-bubble", num_stages=8, num_microbatches=2, costs=REAL).stores_cotangents
+    assert not rival("1f1b", num_stages=8, num_microbatches=2, costs=REAL).stores_cotangents
+    # Walked end-to-end may fuse: never worse than 1F1B or the walked split.
+    for m, limit in ((2, 20.5), (8, 38), (32, 133)):
+        assert best("end-to-end", num_stages=8, num_microbatches=m, costs=REAL, chains="walked").period <= limit
+
+
+def test_latency_hits_end_to_end_about_every_boundary_and_n_wise_hardly() -> None:
+    """A = 16, h = 0.5, M = 4, slots: latency 0 to 1 takes 1F1B from 59 to 92 and zero-bubble from 41 to 71."""
+    late = Costs(1, 0.5, 1, 1, latency=1)
+    for costs, expected in ((REAL, [59, 41, 18, 22]), (late, [92, 71, 18, 22])):
+        size = {"num_stages": 16, "num_microbatches": 4}
+        found = [rival(name, **size, costs=costs).period for name in ("1f1b", "zero-bubble")]  # type: ignore[arg-type]
+        assert [*found, of("2-wise", 16, 4, costs).period, of("3-wise", 16, 4, costs).period] == expected
+    assert [of("2-wise", 16, 2, late).period, of("3-wise", 16, 2, late).period] == [10, 14]
+
+
+def test_rotating_blocks_average_over_their_cycle() -> None:
+    """At most 15 slots at A = 8, M = 4, and the work of end-to-end at M = 8."""
+    assert of("rotating-2", 8, 4).period <= 15
+    found = of("rotating-2", 8, 8)
+    assert found.period == 28
+    assert len(found.schedule.flows) == 2
+    assert [a.turn for a in found.lists[3] if a.kind is Kind.UPDATE] == [0, 1]
+    line = simulate(found.schedule, REAL, cycles=6)
+    assert line.period == pytest.approx(28)
+
+
+def test_hogwild_waits_for_nobody() -> None:
+    found = of("hogwild", 4, 1, PAPER)
+    assert found.period == 2
+    validate(found.schedule)
+    # Stage k's gradient is A - 1 - k updates old in the steady grid, as `nwise.staleness` says.
+    stale = nwise.staleness(found.schedule.flows[0][0])
+    for k, word in enumerate(found.schedule.words):
+        kinds = [(a.kind, a.turn) for a in word]
+        turn = len(found.schedule.flows) // 2
+        between = kinds[kinds.index((Kind.FORWARD, turn)) : kinds.index((Kind.UPDATE, turn))]
+        assert [sum(kind is Kind.UPDATE for kind, _ in between)] == stale[k]
+
+
+# Lists ---------------------------------------------------------------------------------------------
+
+
+def test_the_lists_of_a_small_case_by_hand() -> None:
+    """A = 4, 2-wise, M = 2, skewed; loss 0 trains nothing, so stage 0 has neither head nor I."""
+    lists = [" ".join(map(str, word)) for word in of("2-wise", 4, 2).lists]
+    assert lists[0] == "F0(0) SX0(0) F0(1) SX0(1) RG0(0.0) W0(0) D0(0) RG0(1.0) W0(1) D0(1) U0"
+    middle = (
+        "RX1(0) F1(0) SX1(0) H1(0) I1(0.0) SG1(0.0) RX1(1) F1(1) SX1(1) H1(1) I1(1.0) SG1(1.0) "
+        "RG1(0.0) W1(0) D1(0) RG1(1.0) W1(1) D1(1) U1"
+    )
+    assert lists[1] == middle
+    assert lists[2] == "".join("2" if c == "1" and middle[i - 1].isalpha() else c for i, c in enumerate(middle))
+    assert lists[3] == (
+        "RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) D3(0) W3(1) D3(1) U3"
+    )
+
+
+def test_gradients_go_out_one_message_per_loss_as_soon_as_they_exist() -> None:
+    for word in of("4-wise", 9, 3).lists:
+        for action, following in itertools.pairwise(word):
+            if action.kind is Kind.INPUT_GRAD:
+                assert following == action._replace(kind=Kind.SEND_GRADIENT)
+            if action.kind is Kind.FORWARD and action.stage < 8:
+                assert following == action._replace(kind=Kind.SEND_ACTIVATION)
+
+
+@pytest.mark.parametrize("rule", [partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
+def test_one_process_can_run_any_lists(rule: Any) -> None:
+    flow = flow_of(nwise.NWise(3).credit(6))
+    schedule = schedule_of("?", [[flow] * 3], rule)
+    order = schedule.one_process()
+    done = set()
+    for action in order:
+        assert all(need in done for need in needs(action, schedule.flows))
+        done.add(product(action))
+    for k, word in enumerate(schedule.words):
+        assert [a for a in order if a.stage == k] == [a for a in word if a.kind is not Kind.UPDATE]
+
+
+def test_1f1b_by_hand() -> None:
+    flow = flow_of(nwise.EndToEnd().credit(3))
+    words = one_forward_one_backward([flow] * 4, 0)
+    assert " ".join(map(str, words[0])) == "F0(0) F0(1) F0(2) W0(0) F0(3) W0(1) W0(2) W0(3)"
+    assert " ".join(map(str, words[2])).startswith("F2(0) H2(0) B2(0.0) F2(1) H2(1) B2(1.0) F2(2)")
+
+
+# Bandwidth, memory, refusals --------------------------------------------------------------------
+
+
+def test_a_slow_link_is_a_bound_and_messages_queue_up() -> None:
+    costs = Costs(1, 0, 1, 1, bandwidth=0.5, message_bytes=2)  # 4 slots a message
+    local = of("local", 3, 4, costs)
+    assert local.period == local.lower_bound == 16  # four messages a mini-batch
+    found = of("2-wise", 3, 4, costs)
+    assert 16 <= found.lower_bound <= found.period
+    line = simulate(found.schedule, costs)
+    assert line.bytes_sent == {(0, 1): 8, (1, 2): 8, (1, 0): 8, (2, 1): 8}
+    down = sorted(m.arrives for m in line.messages if (m.sender, m.receiver) == (0, 1))
+    assert min(b - a for a, b in itertools.pairwise(down)) >= 4
+
+
+def test_less_memory_takes_an_order_with_fewer_in_flight() -> None:
+    costs = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=5)
+    size = {"num_stages": 8, "num_microbatches": 16}
+    free = best("3-wise", **size, costs=costs)  # type: ignore[arg-type]
+    assert (free.period, max(free.peak_bytes)) == (88, 35)
+    tight = best("3-wise", **size, costs=costs, memory=25)  # type: ignore[arg-type]
+    assert max(tight.peak_bytes) == 25
+    assert 88 < tight.period <= 89
+    one = best("2-wise", **size, costs=costs, memory=15)  # type: ignore[arg-type]
+    assert (one.period, set(one.in_flight)) == (88, {1})
+    with pytest.raises(ValueError, match="`memory` should be at least 15 bytes a stage.*Found 14"):
+        best("3-wise", **size, costs=costs, memory=14)  # type: ignore[arg-type]
+
+
+def test_jitter_is_drawn_from_a_seed() -> None:
+    found = of("2-wise", 4, 2)
+    lines = [simulate(found.schedule, REAL, jitter=0.2, seed=seed, cycles=20) for seed in (0, 0, 1)]
+    assert lines[0].period == lines[1].period != lines[2].period
+    assert lines[0].period > found.period
+    exact = simulate(found.schedule, REAL, cycles=20)
+    assert exact.period == found.period
+    assert exact.utilisation[1] == pytest.approx(1)
+    assert exact.bubble == pytest.approx(1 - sum(exact.utilisation) / 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_stages": 0}, "`num_stages` should be an integer of at least 1. Found 0"),
+        ({"num_microbatches": 1.5}, "`num_microbatches` should be an integer of at least 1. Found 1.5"),
+        ({"chains": "kept"}, "`chains` should be 'stored' or 'walked'. Found 'kept'"),
+        ({"strategy": "0-wise"}, "`n`, the number of stages.*at least 1.*Found `n = 0`"),
+        ({"strategy": nwise.Credit([[1]])}, "one row and column for each of the 4 stages. Found 1"),
+        ({"costs": Costs([1, 2], 0, 1, 1)}, "`forward` should have one value for each of the 4 stages. Found 2"),
+    ],
+)
+def test_bad_arguments_of_best(arguments: dict[str, object], message: str) -> None:
+    good = {"strategy": "2-wise", "num_stages": 4, "num_microbatches": 2, "costs": REAL}
+    with pytest.raises(ValueError, match=message):
+        best(**{**good, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"forward": -1}, "`forward` should be finite and at least 0. Found -1"),
+        ({"head": [1, -2]}, "`head` should be finite and at least 0. Found -2"),
+        ({"input_grad": float("nan")}, "`input_grad` should be finite and at least 0. Found nan"),
+        ({"weight_grad": "1"}, "`weight_grad` should be a number, or one per stage. Found '1'"),
+        ({"chain_share": 1.5}, "`chain_share` should be from 0 to 1. Found 1.5"),
+        ({"bandwidth": 0}, "`bandwidth` should be above 0"),
+        ({"latency": [1, 2]}, "`latency` should be one number. Found"),
+        ({"overhead": float("inf")}, "`overhead` should be finite and at least 0. Found inf"),
+    ],
+)
+def test_bad_costs(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs(**{"forward": 1, "head": 0, "input_grad": 1, "weight_grad": 1, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("cycles", "jitter", "message"), [(0, 0, "`cycles`.*Found 0"), (2, -1, "`jitter`.*Found -1")])
+def test_bad_simulations(cycles: int, jitter: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(of("local", 2, 1).schedule, REAL, cycles=cycles, jitter=jitter)
+    with pytest.raises(ValueError, match="A rival should be one of gpipe.*Found 'gpip'.*gpipe"):
+        rival("gpip", num_stages=2, num_microbatches=1, costs=REAL)
+
+
+def test_credit_above_the_diagonal_and_costs_of_a_mini_batch() -> None:
+    with pytest.raises(ValueError, match="zero above the diagonal.*set it to 0"):
+        of("credit-1,1;1,1", 2, 1)
+    split = Costs(1, [0.5, 1], 1, 1, overhead=0.1, latency=0.2, message_bytes=8).split_in(4)
+    assert (split.forward, split.head, split.message_bytes) == (0.25, (0.125, 0.25), 2)
+    assert (split.overhead, split.latency) == (0.1, 0.2)
+
+
+def test_a_schedule_is_a_value() -> None:
+    again: Schedule = of("2-wise", 3, 2).schedule
+    assert again == of("2-wise", 3, 2).schedule
+    assert hash(again) == hash(of("2-wise", 3, 2).schedule)
+    assert torch.equal(nwise.strategy("2-wise").credit(3), nwise.NWise(2).credit(3))

@@ -1,0 +1,151 @@
+"""Lists that could not run are refused before anything runs, each with what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, validate
+from nwise.schedule.greedy import nearest_first
+from nwise.schedule.lists import Word
+from nwise.schedule.orders import phase, schedule_of, skewed
+
+COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
+
+
+def schedule(name: str = "2-wise", a: int = 4, m: int = 2) -> Schedule:
+    return best(name, num_stages=a, num_microbatches=m, costs=COSTS).schedule
+
+
+def without(word: Word, kind: Kind) -> Word:
+    index = next(i for i, action in enumerate(word) if action.kind is kind)
+    return word[:index] + word[index + 1 :]
+
+
+def moved(word: Word, kind: Kind, to: int) -> Word:
+    action = next(action for action in word if action.kind is kind)
+    rest = [a for a in word if a != action]
+    return (*rest[:to], action, *rest[to:])
+
+
+BROKEN: list[tuple[str, int, Callable[[Word], Word], str]] = [
+    ("a weight gradient forgotten", 1, lambda w: without(w, Kind.WEIGHT_GRAD), r"stage 1.*Found no W1\(0\) \(1 missing"),
+    ("a drop forgotten", 2, lambda w: without(w, Kind.DROP), r"stage 2.*Found no D2\(0\)"),
+    ("an update twice", 3, lambda w: (*w, w[-1]), "stage 3.*Found U3 too often or unasked for"),
+    ("another stage's action", 0, lambda w: (*w, Action(Kind.FORWARD, 1, 0)), r"stage 0.*Found F1\(0\) too often"),
+    ("a send forgotten", 0, lambda w: without(w, Kind.SEND_ACTIVATION), r"stage 0.*Found no SX0\(0\)"),
+    ("a receive forgotten", 1, lambda w: without(w, Kind.RECEIVE_GRADIENT), r"stage 1.*Found no RG1\(0.0\)"),
+    ("used before it is received", 1, lambda w: moved(w, Kind.FORWARD, 0), r"Found F1\(0\) without the activation of stage 0"),
+    ("dropped too early", 1, lambda w: moved(w, Kind.DROP, 6), r"Found W1\(0\) without the activation of stage 1"),
+    ("a head after its use", 1, lambda w: moved(w, Kind.HEAD, 9), r"Found I1\(0.0\) without the head of stage 1"),
+    ("sent before it is made", 1, lambda w: moved(w, Kind.SEND_GRADIENT, 2), r"SG1\(0.0\) without message 0 of stage 1"),
+    ("waits for each other", 1, lambda w: moved(w, Kind.RECEIVE_GRADIENT, 0), r"deadlock.*RG1\(0.0\), RX2\(0\), RX3\(0\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "message"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN]
+)
+def test_broken_lists(stage: int, change: Callable[[Word], Word], message: str) -> None:
+    good = schedule()
+    lists = list(good.lists)
+    lists[stage] = change(lists[stage])
+    with pytest.raises(ValueError, match=message):
+        validate(good, lists=lists)
+    validate(good)
+
+
+def test_a_deadlock_in_the_words_names_what_is_stuck() -> None:
+    good = schedule("end-to-end", 2, 2)
+    stage0, stage1 = good.words
+    # Stage 0 wants the gradient of micro-batch 0 before it gives micro-batch 1, stage 1 the forward of 1 before it.
+    first = (stage0[0], *(a for a in stage0 if a.kind is Kind.WEIGHT_GRAD), stage0[1], stage0[-1])
+    second = (*(a for a in stage1 if a.kind in (Kind.FORWARD, Kind.HEAD)), *(a for a in stage1 if a.kind is Kind.INPUT_GRAD),
+              *(a for a in stage1 if a.kind is Kind.WEIGHT_GRAD), stage1[-1])  # fmt: skip
+    stuck = Schedule("by hand", good.flows, (first, second))
+    for check in (validate, Schedule.one_process):
+        with pytest.raises(ValueError, match=r"deadlock.*(W0\(0\)|RG0\(0.0\)), (F1\(1\)|RX1\(1\))"):
+            check(stuck)
+
+
+def test_memory_and_number_of_lists() -> None:
+    good = schedule()
+    validate(good, costs=COSTS, memory=23)
+    with pytest.raises(
+        ValueError, match="Stage 0 should need at most 22 bytes. Found 23 with 2 micro-batches in flight"
+    ):
+        validate(good, costs=COSTS, memory=22)
+    with pytest.raises(ValueError, match="`costs` should be given with `memory`"):
+        validate(good, memory=22)
+    with pytest.raises(ValueError, match="one list for each of the 4 stages. Found 3"):
+        validate(good, lists=good.lists[:3])
+
+
+def test_buffers_are_bounded_also_where_nothing_flows_back() -> None:
+    assert [(b.activations, b.gradients, b.limited) for b in validate(schedule("local", 3, 4))] == [(4, 0, True)] * 2
+    assert [(b.activations, b.gradients, b.limited) for b in validate(schedule("3-wise", 3, 4))] == [(4, 4, False)] * 2
+    borders = [b.limited for b in validate(schedule("blocks-2", 6, 1))]
+    assert borders == [False, True, False, True, False]
+
+
+def test_a_fast_stage_is_held_back_where_nothing_flows_back() -> None:
+    """Local training, the second stage four times as slow: the first would run away with activations for ever."""
+    costs = Costs([1, 4], 0, [1, 4], [1, 4])
+    found = best("local", num_stages=2, num_microbatches=3, costs=costs)
+    line = simulate(found.schedule, costs, cycles=30)
+    assert line.waiting[0, 1] == 3
+    assert found.period == line.period == 3 * 12
+    assert sum(len(run.end) for run in line.runs) == 30 * len(line.net.actions)
+
+
+NETS = {
+    "local": 1,
+    "2-wise": 2,
+    "3-wise": 2,
+    "3-wise-mean": 3,
+    "end-to-end": 3,
+    "deep-supervision": 2,
+    "geometric-0.5": 2,
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("name", "m"), NETS.items())
+@pytest.mark.parametrize("order", ["skewed", "phase", "nearest", "fused", "in-process"])
+def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) -> None:
+    """The in-process runtime runs any schedule value, I and W split or fused, and agrees with the definition."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(4)]
+    heads = [nn.Linear(5, 5) for _ in range(3)]
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return (y - t).square().mean()
+
+    pipe = nwise.Pipeline(stages, heads, loss, name, m)
+    rules = {
+        "skewed": lambda f, t: skewed(f, t, fuse=False, stride=1),
+        "phase": lambda f, t: phase(f, t, fuse=False),
+        "nearest": lambda f, t: nearest_first(f, t, fuse=False, cap=m, costs=COSTS, chains="walked"),
+        "fused": lambda f, t: skewed(f, t, fuse=True, stride=2),
+    }
+    if order in rules:
+        pipe._survey()
+        flows = pipe._flows_at(0)
+        pipe._orders[flows] = schedule_of(order, [flows], rules[order]).one_process()
+    x, y = torch.randn(7, 5), torch.randn(7, 5)
+    ran: list[Action] = []
+    pipe.on_action = ran.append
+    pipe.step(x, target=y)
+    expected = nwise.reference_grads(stages, [*heads, None], loss, x, y, pipe.credit, m)
+    found = {f"stages.{k}.{n}": p.grad for k, s in enumerate(stages) for n, p in s.named_parameters()}
+    for key, gradient in found.items():
+        assert gradient is not None
+        assert torch.allclose(gradient, expected[key], rtol=1e-12, atol=1e-14), key
+    assert any(a.kind is Kind.BOTH for a in ran) == (
+        order in ("fused", "in-process") and name not in ("local", "3-wise-mean_")
+    )
+    assert not any(stage.holds(i) for stage in pipe._stages for i in range(m))
