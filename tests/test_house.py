@@ -25,7 +25,7 @@ RANKS = [
     ["pipeline", "recipes"],
     ["training"],
     ["report"],
-    ["compare"],
+    ["compare", "profile"],
     ["cli", "__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

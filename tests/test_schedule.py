@@ -22,7 +22,7 @@ from nwise.schedule.bounds import lower_bound
 from nwise.schedule.costs import prices
 from nwise.schedule.lists import needs, product
 from nwise.schedule.network import Network, network
-from nwise.schedule.orders import depth_first, one_forward_one_backward, phase, schedule_of, skewed
+from nwise.schedule.orders import ALL, NONE, depth_first, one_forward_one_backward, phase, schedule_of, skewed
 from nwise.schedule.period import period
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
@@ -103,7 +103,7 @@ def test_the_period_is_the_eigenvalue_and_what_a_long_simulation_shows(seed: int
         flow = flow_of(nwise.strategy(name).credit(a))
     factors = [numbers.uniform(0.2, 2) for _ in range(a)]
     costs = Costs(factors, 0.5, factors, 1, update=0.3, latency=numbers.choice([0, 0.7]))
-    rule: Any = numbers.choice([partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
+    rule: Any = numbers.choice([partial(phase, fuse=ALL), partial(skewed, fuse=NONE, stride=2), depth_first])
     schedule = schedule_of("?", [[flow] * m], rule)
     net = network(schedule, costs)
     found = period(net)
@@ -119,7 +119,7 @@ def test_no_order_of_two_stages_beats_the_bound_or_the_chosen_one() -> None:
     """All interleavings of A = 2, M = 2 end-to-end, on stages of unequal speed."""
     numbers = random.Random(3)
     flow = flow_of(nwise.EndToEnd().credit(2))
-    kinds = [depth_first([flow, flow], 0, fuse=False)[k] for k in range(2)]
+    kinds = [depth_first([flow, flow], 0, fuse=NONE)[k] for k in range(2)]
     for _ in range(2):
         costs = Costs(
             forward=[numbers.uniform(0.5, 2) for _ in range(2)], head=numbers.uniform(0, 1),
@@ -313,7 +313,7 @@ def test_gradients_go_out_one_message_per_loss_as_soon_as_they_exist() -> None:
                 assert following == action._replace(kind=Kind.SEND_ACTIVATION)
 
 
-@pytest.mark.parametrize("rule", [partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
+@pytest.mark.parametrize("rule", [partial(phase, fuse=ALL), partial(skewed, fuse=NONE, stride=2), depth_first])
 def test_one_process_can_run_any_lists(rule: Any) -> None:
     flow = flow_of(nwise.NWise(3).credit(6))
     schedule = schedule_of("?", [[flow] * 3], rule)

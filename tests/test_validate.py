@@ -12,7 +12,7 @@ import nwise
 from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, validate
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Word
-from nwise.schedule.orders import phase, schedule_of, skewed
+from nwise.schedule.orders import ALL, NONE, phase, schedule_of, skewed
 
 COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
 
@@ -127,10 +127,10 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
 
     pipe = nwise.Pipeline(stages, heads, loss, name, m)
     rules = {
-        "skewed": lambda f, t: skewed(f, t, fuse=False, stride=1),
-        "phase": lambda f, t: phase(f, t, fuse=False),
-        "nearest": lambda f, t: nearest_first(f, t, fuse=False, cap=m, costs=COSTS, chains="walked"),
-        "fused": lambda f, t: skewed(f, t, fuse=True, stride=2),
+        "skewed": lambda f, t: skewed(f, t, fuse=NONE, stride=1),
+        "phase": lambda f, t: phase(f, t, fuse=NONE),
+        "nearest": lambda f, t: nearest_first(f, t, fuse=NONE, cap=m, costs=COSTS, chains="walked"),
+        "fused": lambda f, t: skewed(f, t, fuse=ALL, stride=2),
     }
     if order in rules:
         pipe._survey()

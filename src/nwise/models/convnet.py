@@ -43,5 +43,6 @@ def convnet(
         channels = filters
         blocks.append(nn.Sequential(*layers))
         shapes.append((channels, size, size))
+    shape_of = dict(zip(named(blocks), shapes, strict=True))
     pieces = {**named(blocks), "output": heads.linear(shapes[-1], num_classes)}
-    return build(pieces, list(pieces)[1:num_stages], lambda k: heads.linear(shapes[k], num_classes), seed)
+    return build(pieces, list(pieces)[1:num_stages], lambda piece: heads.linear(shape_of[piece], num_classes), seed)

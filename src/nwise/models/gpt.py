@@ -54,5 +54,5 @@ def gpt(
     }
     starts = [f"blocks.{k * blocks_per_stage}" for k in range(1, num_stages)]
     return build(
-        pieces, starts, lambda k: heads.transformer(width, num_heads, vocabulary_size, num_blocks=head_blocks), seed
+        pieces, starts, lambda piece: heads.transformer(width, num_heads, vocabulary_size, num_blocks=head_blocks), seed
     )

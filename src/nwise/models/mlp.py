@@ -34,4 +34,4 @@ def mlp(
         for k in range(num_stages)
     )
     pieces = {**blocks, "output": nn.Linear(width, num_classes)}
-    return build(pieces, list(blocks)[1:], lambda k: heads.linear([width], num_classes), seed)
+    return build(pieces, list(blocks)[1:], lambda piece: heads.linear([width], num_classes), seed)

@@ -121,15 +121,16 @@ def resnet(
     make, groups, stem = _SHAPES[name]
     channels = max(1, round(stem * width_factor))
     pieces: dict[str, nn.Module] = {"stem": _stem(channels, large=image_size >= 64)}
-    starts, widths = [], []
+    starts, width_of = [], {"stem": channels}
     for group, (width, count) in enumerate(groups):
         for i in range(count):
             stride = 2 if group and not i else 1
-            pieces[f"groups.{group}.{i}"], channels = make(channels, max(1, round(width * width_factor)), stride)
+            piece = f"groups.{group}.{i}"
+            pieces[piece], channels = make(channels, max(1, round(width * width_factor)), stride)
+            width_of[piece] = channels
         starts.append(f"groups.{group}.0")
-        widths.append(channels)
     pieces["output"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
-    return build(pieces, starts[1:], lambda k: heads.convolutional(widths[k], num_classes), seed)
+    return build(pieces, starts[1:], lambda piece: heads.convolutional(width_of[piece], num_classes), seed)
 
 
 def _stem(channels: int, large: bool) -> nn.Sequential:

@@ -18,23 +18,25 @@ class StagedModel:
     Args:
         stages: the main network; parameter names are those of the unsplit network, whatever the cut.
         heads: one for every stage but the last.
+        head_of: a new head that fits behind the piece of that name, for other cuts.
     """
 
     stages: list[Chain]
     heads: list[nn.Module]
+    head_of: Callable[[str], nn.Module]
 
 
 def build(
-    pieces: Mapping[str, nn.Module], at: Sequence[str], head_of: Callable[[int], nn.Module], seed: int
+    pieces: Mapping[str, nn.Module], at: Sequence[str], head_of: Callable[[str], nn.Module], seed: int
 ) -> StagedModel:
     """Cut the pieces, give every stage but the last its head, and set all initial values."""
     stages = cut(pieces, at)
-    heads = [head_of(k) for k in range(len(stages) - 1)]
+    heads = [head_of(list(stage.pieces())[-1]) for stage in stages[:-1]]
     for name, piece in pieces.items():
         initialize(piece, seed, name)
     for k, head in enumerate(heads):
         initialize(head, seed, f"heads.{k}")
-    return StagedModel(stages, heads)
+    return StagedModel(stages, heads, head_of)
 
 
 def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:

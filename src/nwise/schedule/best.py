@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -28,6 +28,23 @@ _EFFORT = 100_000  # of which fewer are looked at the more actions there are
 _SPREAD = 4.0  # of their random numbers, in forwards
 # Comparisons of pairs of actions beyond which the head-work-tail bound and local improvement are left out.
 _SMALL = 3e8
+
+
+class DoesNotFit(ValueError):
+    """The memory is too small.
+
+    Args:
+        what: needs it.
+        least: bytes that a stage needs.
+        memory: bytes that there are.
+    """
+
+    def __init__(self, what: str, least: float, memory: float) -> None:
+        self.least = least
+        super().__init__(
+            f"`memory` should be at least {least:,.0f} bytes a stage, which {what} needs. Found {memory:,.0f}; give more, or "
+            "cut the mini-batch into more micro-batches or the network into more stages."
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +133,8 @@ def best(
         memory: bytes that every stage may use at most (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: any.
 
     Raises:
-        ValueError: a number is out of range, or no order fits the memory.
+        ValueError: a number is out of range.
+        DoesNotFit: no order fits the memory; a ValueError too.
 
     >>> found = best("2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1))
     >>> found.period, found.lower_bound, found.order, max(found.in_flight)
@@ -135,20 +153,22 @@ def best(
         _refuse_too_large([free], costs, memory)
         return Timed(free, costs, chains, bound)
     fits = partial(_fits, costs=costs, memory=memory)
+    rules = _rules(flows, costs, chains)
     found: list[Timed] = []
-    for schedule in _candidates(flows, costs, chains):
-        if fits(schedule):
-            found.append(timed(schedule, costs, chains))
-            if len(found) == 1 and found[0].period <= bound * (1 + _CLOSE):
-                return found[0]  # the first has the least memory and first-in-first-out messages
+    for fuse in _fuses(costs, chains):
+        for rule_of in rules:
+            schedule = rule_of(fuse)
+            if fits(schedule):
+                found.append(timed(schedule, costs, chains))
+                if len(found) == 1 and found[0].period <= bound * (1 + _CLOSE):
+                    return found[0]  # the first has the least memory and first-in-first-out messages
     if not found:
-        small = [s for s in _small(flows, costs, chains) if fits(s)]
-        if not small:
-            _refuse_too_large(list(_small(flows, costs, chains)), costs, memory)
-        found = [timed(schedule, costs, chains) for schedule in small]
+        small = [rule_of(fuse) for fuse in _fuses(costs, chains) for rule_of in _small_rules(flows, costs, chains)]
+        _refuse_too_large(small, costs, memory)
+        found = [timed(schedule, costs, chains) for schedule in small if fits(schedule)]
     found.sort(key=_rank)
     if _size(found[0].schedule) < _SMALL and found[0].period > found[0].lower_bound * (1 + _CLOSE):
-        found = sorted([found[0], *_improved(found, fits)], key=_rank)
+        found = sorted([found[0], *_fused_in_part(found[0], rules, fits), *_improved(found, fits)], key=_rank)
     return found[0]
 
 
@@ -174,34 +194,58 @@ def _size(schedule: Schedule) -> int:
     return (len(schedule.words) * max(map(len, schedule.words))) ** 2
 
 
-def _candidates(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> Iterator[Schedule]:
+# From the stages that fuse to a schedule.
+Rule = Callable[[Collection[int]], Schedule]
+
+
+def _rules(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> list[Rule]:
     """In the order in which they are preferred among equals."""
     reach = max(map(orders.reach, (flow for batch in flows for flow in batch)))
     num_microbatches = len(flows[0])
-    for fuse in _fuses(costs, chains):
-        yield orders.schedule_of("skewed", flows, partial(orders.skewed, fuse=fuse, stride=1))
-        yield orders.schedule_of("skewed-2", flows, partial(orders.skewed, fuse=fuse, stride=2))
-        for cap in sorted({min(num_microbatches, c) for c in (reach + 1, 2 * reach + 1, num_microbatches)}):
-            yield _nearest(flows, costs, chains, fuse, cap)
-        yield orders.schedule_of("phase", flows, partial(orders.phase, fuse=fuse))
+    caps = sorted({min(num_microbatches, cap) for cap in (reach + 1, 2 * reach + 1, num_microbatches)})
+    return [
+        lambda fuse: orders.schedule_of("skewed", flows, partial(orders.skewed, fuse=fuse, stride=1)),
+        lambda fuse: orders.schedule_of("skewed-2", flows, partial(orders.skewed, fuse=fuse, stride=2)),
+        *(_nearest(flows, costs, chains, cap) for cap in caps),
+        lambda fuse: orders.schedule_of("phase", flows, partial(orders.phase, fuse=fuse)),
+    ]
 
 
-def _small(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> Iterator[Schedule]:
+def _small_rules(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> list[Rule]:
     """For little memory: ever fewer micro-batches in flight, at last one."""
-    for fuse in _fuses(costs, chains):
-        for cap in range(1, len(flows[0]) + 1):
-            yield _nearest(flows, costs, chains, fuse, cap)
-        yield orders.schedule_of("depth-first", flows, partial(orders.depth_first, fuse=fuse))
+    caps = range(1, len(flows[0]) + 1)
+    first: Rule = lambda fuse: orders.schedule_of("depth-first", flows, partial(orders.depth_first, fuse=fuse))  # noqa: E731
+    return [first, *(_nearest(flows, costs, chains, cap) for cap in caps)]
 
 
-def _nearest(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains, fuse: bool, cap: int) -> Schedule:
-    rule = partial(nearest_first, fuse=fuse, cap=cap, costs=costs, chains=chains)
-    return orders.schedule_of(f"nearest-first-{cap}", flows, rule)
+def _nearest(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains, cap: int) -> Rule:
+    rule = partial(nearest_first, cap=cap, costs=costs, chains=chains)
+    return lambda fuse: orders.schedule_of(f"nearest-first-{cap}", flows, partial(rule, fuse=fuse))
 
 
-def _fuses(costs: Costs, chains: Chains) -> tuple[bool, ...]:
+def _fuses(costs: Costs, chains: Chains) -> tuple[Collection[int], ...]:
     """One pass in the place of two saves an overhead, or a walk; else the split can do all that it can."""
-    return (False, True) if chains == "walked" or costs.overhead else (False,)
+    return (orders.NONE, orders.ALL) if chains == "walked" or costs.overhead else (orders.NONE,)
+
+
+def _fused_in_part(best_found: Timed, rules: Sequence[Rule], fits: Callable[[Schedule], bool]) -> list[Timed]:
+    """Stage by stage, fused if that makes the best of the orders shorter."""
+    costs, chains, flows = best_found.costs, best_found.chains, best_found.schedule.flows
+    if len(_fuses(costs, chains)) == 1:
+        return []
+    kept: frozenset[int] = frozenset()
+    shortest = float("inf")
+    found: list[Timed] = []
+    shared = [
+        any(f.stages[k].fused is not None for batch in flows for f in batch) for k in range(len(flows[0][0].stages))
+    ]
+    for k in reversed([k for k, fusable in enumerate(shared) if fusable]):
+        tried = [timed(s, costs, chains) for rule in rules if fits(s := rule(kept | {k}))]
+        best_here = min((t.period for t in tried), default=float("inf"))
+        if best_here < shortest:
+            kept, shortest = kept | {k}, best_here
+            found += tried
+    return found
 
 
 def _improved(found: Sequence[Timed], fits: Callable[[Schedule], bool]) -> list[Timed]:
@@ -229,7 +273,7 @@ def _random_lists(flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains,
         shaken = {
             a._replace(turn=turn): (t + numbers.uniform(-width, width), 0.0) for a, t in urgencies[tuple(batch)].items()
         }
-        rule = partial(list_schedule, fuse=False, cap=len(batch), costs=costs, chains=chains)
+        rule = partial(list_schedule, fuse=orders.NONE, cap=len(batch), costs=costs, chains=chains)
         return rule(batch, turn, shaken.__getitem__)
 
     for _ in range(count):
@@ -243,7 +287,4 @@ def _fits(schedule: Schedule, costs: Costs, memory: float | None) -> bool:
 def _refuse_too_large(schedules: Sequence[Schedule], costs: Costs, memory: float | None) -> None:
     least = min(max(peak_bytes(schedule, costs)) for schedule in schedules)
     if memory is not None and least > memory:
-        raise ValueError(
-            f"`memory` should be at least {least:,.0f} bytes a stage, which the smallest order of this strategy needs. "
-            f"Found {memory:,.0f}; give more, or cut the mini-batch into more micro-batches or the network into more stages."
-        )
+        raise DoesNotFit("the smallest order of this strategy", least, memory)

@@ -20,7 +20,7 @@ from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, Prices, prices
 from nwise.schedule.lists import merge, needs, product
-from nwise.schedule.orders import depth_first
+from nwise.schedule.orders import NONE, depth_first
 
 Matrix = NDArray[np.float64]
 
@@ -102,7 +102,7 @@ class _Ways:
     def __init__(self, flows: Sequence[Flow], costs: Costs) -> None:
         self._num_stages = len(flows[0].stages)
         self._prices = prices(costs, self._num_stages)
-        self.actions = merge(depth_first(flows, 0, fuse=False), [flows])
+        self.actions = merge(depth_first(flows, 0, fuse=NONE), [flows])
         place: dict[object, int] = {product(action): i for i, action in enumerate(self.actions)}
         self.work = np.array([_least(self._prices[a.stage], a, flows[a.microbatch]) for a in self.actions])
         self._before = _before(self.actions, place, flows, costs)

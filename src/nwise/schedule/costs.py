@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from nwise.flow import StageFlow
+from nwise.hint import hint
 from nwise.schedule.actions import Action, Kind
 
 # How a W costs that follows an I of the same cotangent: "stored", the I has kept the cotangent of every layer;
@@ -20,6 +23,7 @@ _PER_STAGE = (
     "head",
     "input_grad",
     "weight_grad",
+    "chain_share",
     "update",
     "message_bytes",
     "activation_bytes",
@@ -59,7 +63,7 @@ class Costs:
     head: Scalars
     input_grad: Scalars
     weight_grad: Scalars
-    chain_share: float = 1.0
+    chain_share: Scalars = 1.0
     update: Scalars = 0.0
     latency: float = 0.0
     overhead: float = 0.0
@@ -78,8 +82,9 @@ class Costs:
                 _check(field.name, number)
             if many and field.name not in _PER_STAGE:
                 raise ValueError(f"`{field.name}` should be one number. Found {value!r}.")
-        if self.chain_share > 1:
-            raise ValueError(f"`chain_share` should be from 0 to 1. Found {self.chain_share}.")
+        shares = self.chain_share if isinstance(self.chain_share, Sequence) else [self.chain_share]
+        if max(shares, default=0) > 1:
+            raise ValueError(f"`chain_share` should be from 0 to 1. Found {max(shares)}.")
         if self.bandwidth == 0:
             raise ValueError("`bandwidth` should be above 0 (inf for links that cost nothing). Found 0.")
 
@@ -156,6 +161,64 @@ class Prices:
 
 def prices(costs: Costs, num_stages: int) -> list[Prices]:
     """The prices of every stage."""
-    names = ("forward", "head", "input_grad", "weight_grad", "update")
+    names = ("forward", "head", "input_grad", "weight_grad", "update", "chain_share")
     columns = zip(*(costs.of(name, num_stages) for name in names), strict=True)
-    return [Prices(f, h, i, w, u, chain=costs.chain_share * i, overhead=costs.overhead) for f, h, i, w, u in columns]
+    return [Prices(f, h, i, w, u, chain=share * i, overhead=costs.overhead) for f, h, i, w, u, share in columns]
+
+
+TRANSFORMER = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, overhead=0.02)
+"""Of a whole mini-batch of the paper's Transformers: I and W as long as F, a head of half a stage, c0 / c1 = 0.02."""
+
+PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
+
+
+def costs_of_text(text: str) -> Costs:
+    """Costs from a text, as on the command line.
+
+    Args:
+        text: ``"paper"``, ``"transformer"``; ``"forward=1,head=0.5,input_grad=1,weight_grad=1"``, with values of stages
+            separated by colons, as in ``head=0:0.5:0.5``; or a JSON file of such names.
+
+    Raises:
+        ValueError: the text is none of them.
+
+    >>> costs_of_text("forward=1:2,head=0.5,input_grad=1,weight_grad=1").forward
+    (1.0, 2.0)
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    values = _from_file(Path(text)) if text.endswith(".json") else _from_pairs(text)
+    names = [field.name for field in fields(Costs)]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"Costs should be among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
+    missing = [name for name in names[:4] if name not in values]
+    if missing:
+        raise ValueError(
+            f"Costs should give {', '.join(names[:4])}, or be one of {', '.join(PRESETS)}. Found no {missing[0]} in {text!r}."
+        )
+    return Costs(**values)
+
+
+def _from_pairs(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, numbers = part.partition("=")
+        try:
+            found = [float(number) for number in numbers.split(":")]
+        except ValueError as error:
+            raise ValueError(
+                f"Costs should be {', '.join(PRESETS)}, or like forward=1,head=0.5,input_grad=1,weight_grad=1. Found {part!r}."
+            ) from error
+        values[name.strip()] = found if len(found) > 1 else found[0]
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} should hold JSON. Found {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} should hold one JSON object of costs. Found {type(values).__name__}.")
+    return values

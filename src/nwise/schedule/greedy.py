@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
@@ -14,14 +14,21 @@ Urgency = Callable[[Action], tuple[float, float]]
 
 
 def nearest_first(
-    flows: Sequence[Flow], turn: int, *, fuse: bool, cap: int, costs: Costs, chains: Chains, pace: float = 0.0
+    flows: Sequence[Flow],
+    turn: int,
+    *,
+    fuse: Collection[int],
+    cap: int,
+    costs: Costs,
+    chains: Chains,
+    pace: float = 0.0,
 ) -> list[Word]:
     """Own head first, then passes of the nearest loss, then forwards; weight gradients where nothing else is ready.
 
     Args:
         flows: of every micro-batch.
         turn: of the cycle.
-        fuse: see `passes`.
+        fuse: stages that fuse I and W where these share a cotangent.
         cap: most micro-batches in flight per stage.
         costs: times, which decide what is ready when.
         chains: see `nwise.schedule.best`.
@@ -41,7 +48,7 @@ def nearest_first(
 
 
 def list_schedule(
-    flows: Sequence[Flow], turn: int, urgency: Urgency, *, fuse: bool, cap: int, costs: Costs, chains: Chains
+    flows: Sequence[Flow], turn: int, urgency: Urgency, *, fuse: Collection[int], cap: int, costs: Costs, chains: Chains
 ) -> list[Word]:
     """Whenever a stage is free it takes, of what is ready, what has the smallest `urgency`; see `nearest_first`."""
     return _Greedy(flows, turn, urgency, fuse, cap, costs, chains).words()
@@ -55,7 +62,7 @@ class _Greedy:
         flows: Sequence[Flow],
         turn: int,
         urgency: Urgency,
-        fuse: bool,
+        fuse: Collection[int],
         cap: int,
         costs: Costs,
         chains: Chains,
@@ -78,7 +85,7 @@ class _Greedy:
         for k, queues in enumerate(self._queues):
             for m in reversed(range(len(flows))):
                 stage = flows[m].stages[k]
-                todo = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=fuse, turn=turn)]
+                todo = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=k in fuse, turn=turn)]
                 self._left[k][m] = len(todo)
                 for action in todo:
                     queues.setdefault((action.kind, action.message), []).append(action)

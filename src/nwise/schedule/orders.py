@@ -8,13 +8,14 @@ kinds are interleaved.
     1f1b      some forwards first, fewer the later the stage, then backward and forward in turn
     hogwild   passes before forwards, mini-batches not kept apart
 
-List scheduling is in `nwise.schedule.greedy`.
+List scheduling is in `nwise.schedule.greedy`. All take the stages that fuse I and W into B where these share a cotangent.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
@@ -23,6 +24,10 @@ from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule, Word
 
 Flows = Sequence[Flow]
+
+# Stages that fuse, as many as there may be.
+ALL: Collection[int] = range(sys.maxsize)
+NONE: Collection[int] = ()
 
 
 def schedule_of(order: str, flows: Sequence[Sequence[Flow]], words_of: Callable[[Flows, int], list[Word]]) -> Schedule:
@@ -41,20 +46,22 @@ def schedule_of(order: str, flows: Sequence[Sequence[Flow]], words_of: Callable[
     return Schedule(order, tuple(map(tuple, flows)), tuple(words))
 
 
-def phase(flows: Flows, turn: int, *, fuse: bool) -> list[Word]:
+def phase(flows: Flows, turn: int, *, fuse: Collection[int]) -> list[Word]:
     """All forwards, then loss by loss; for one loss GPipe. Needs no asynchronous sends."""
     words = []
     for k in range(len(flows[0].stages)):
         word = [a for m, flow in enumerate(flows) for a in forwards(flow.stages[k], k, m, turn)]
         later = [
-            p for m, flow in enumerate(flows) for p in enumerate(passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
+            p
+            for m, flow in enumerate(flows)
+            for p in enumerate(passes(flow.stages[k], k, m, fuse=k in fuse, turn=turn))
         ]
         word += [a for _, a in sorted(later, key=lambda p: (p[1].kind is Kind.WEIGHT_GRAD, p[0]))]
         words.append(tuple(word))
     return words
 
 
-def skewed(flows: Flows, turn: int, *, fuse: bool, stride: int) -> list[Word]:
+def skewed(flows: Flows, turn: int, *, fuse: Collection[int], stride: int) -> list[Word]:
     """Rounds r: F(r), H(r), the pass of a loss at distance d for micro-batch r - stride d, W for the largest distance."""
     farthest = max(reach(flow) for flow in flows)
     words = []
@@ -62,7 +69,7 @@ def skewed(flows: Flows, turn: int, *, fuse: bool, stride: int) -> list[Word]:
         placed: list[tuple[int, int, int, Action]] = []  # round, place in the round, and the action
         for m, flow in enumerate(flows):
             placed += [(m, -2 + i, 0, a) for i, a in enumerate(forwards(flow.stages[k], k, m, turn))]
-            for action in passes(flow.stages[k], k, m, fuse=fuse, turn=turn):
+            for action in passes(flow.stages[k], k, m, fuse=k in fuse, turn=turn):
                 far = flow.stages[k].cotangent(action.message).far
                 last = action.kind is Kind.WEIGHT_GRAD
                 distance = farthest if last else far - k
@@ -76,13 +83,13 @@ def reach(flow: Flow) -> int:
     return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
-def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
+def depth_first(flows: Flows, turn: int, *, fuse: Collection[int] = ALL) -> list[Word]:
     """One micro-batch at a time: the least memory, and what one process runs."""
     return [
         tuple(
             a
             for m, flow in enumerate(flows)
-            for a in (*forwards(flow.stages[k], k, m, turn), *passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
+            for a in (*forwards(flow.stages[k], k, m, turn), *passes(flow.stages[k], k, m, fuse=k in fuse, turn=turn))
         )
         for k in range(len(flows[0].stages))
     ]
@@ -120,7 +127,7 @@ def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains, pace: float) -
     batches = -(-3 * num_stages // size) + 2
     batches += -batches % len(flows)
     unrolled = [flow for batch in range(batches) for flow in flows[batch % len(flows)]]
-    words = nearest_first(unrolled, 0, fuse=True, cap=len(unrolled), costs=costs, chains=chains, pace=pace)
+    words = nearest_first(unrolled, 0, fuse=ALL, cap=len(unrolled), costs=costs, chains=chains, pace=pace)
     return Schedule(
         "hogwild",
         tuple(tuple(flows[batch % len(flows)]) for batch in range(batches)),

@@ -48,14 +48,16 @@ def rival(name: str, *, num_stages: int, num_microbatches: int, costs: Costs, ch
 
 def _schedules(name: str, flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> list[Schedule]:
     if name == "gpipe":
-        return [orders.schedule_of(name, flows, partial(orders.phase, fuse=True))]
+        return [orders.schedule_of(name, flows, partial(orders.phase, fuse=orders.ALL))]
     if name == "1f1b":
         return [orders.schedule_of(name, flows, orders.one_forward_one_backward)]
     strides = (1,) if name == "zero-bubble-lean" else (1, 2)
-    found = [orders.schedule_of(name, flows, partial(orders.skewed, fuse=False, stride=stride)) for stride in strides]
+    found = [
+        orders.schedule_of(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride)) for stride in strides
+    ]
     num_stages, num_microbatches = len(flows[0][0].stages), len(flows[0])
     caps = {num_stages} if name == "zero-bubble-lean" else {2 * num_stages - 1, num_microbatches}
     for cap in sorted({min(cap, num_microbatches) for cap in caps}):
-        rule = partial(nearest_first, fuse=False, cap=cap, costs=costs, chains=chains)
+        rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=costs, chains=chains)
         found.append(orders.schedule_of(name, flows, rule))
     return found

@@ -1,13 +1,11 @@
-"""The command line: ``nwise train``, ``compare``, ``evaluate``, ``export``, ``recipes``, ``flow``."""
+"""Commands that train networks and read what was trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import json
-import sys
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,21 +14,16 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-import nwise
 from nwise import compare as comparison
+from nwise.cli.output import FLAT, INTERRUPTED, OK, print_json
 from nwise.data import Tokens, steps_per_epoch
-from nwise.hint import hint
-from nwise.recipes import RECIPES, Recipe, recipe, to_json
+from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report.display import display_for, number, quality
-from nwise.report.figures import check_format, flow_figure
+from nwise.report.figures import check_format
 from nwise.report.tensorboard import TensorBoard
 from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
 from nwise.training.run import numbered, plain, under, versions
 from nwise.training.trainer import device_of
-
-OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
-
-_FLAT = tyro.conf.arg(name="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +38,7 @@ class Train:
     """Write TensorBoard events too."""
     json: bool = False
     """Print the final scores as JSON, and nothing else."""
-    config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
+    config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
         trainer = Trainer(self.config)  # what is wrong with configuration or data shows before a folder is made
@@ -80,7 +73,7 @@ class Compare:
     """Where to draw (.png, .svg or .pdf); default: beside the runs."""
     json: bool = False
     """Print the results as JSON, and nothing else."""
-    config: Annotated[Recipe, _FLAT] = field(default_factory=Recipe)
+    config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
         check_format(self.figure)
@@ -209,104 +202,3 @@ class Recipes:
             table.add_row(*row)
         console.print(table)
         return OK
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flow:
-    """Draw which loss trains which stage, and what crosses each boundary."""
-
-    strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
-    """Which ones, a panel each, separated by spaces."""
-    stages: int = 4
-    """Number of stages."""
-    out: Path = Path("flow.png")
-    """Where to draw (.png, .svg or .pdf)."""
-
-    def run(self, console: Console) -> int:
-        check_format(self.out)
-        if not self.strategies:
-            raise ValueError("`strategies` should name at least one. Found none.")
-        if not 1 <= self.stages <= 32:
-            raise ValueError(f"`stages` should be from 1 to 32, so that they can be drawn. Found {self.stages}.")
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        flow_figure([nwise.strategy(name) for name in self.strategies], self.stages, self.out)
-        console.print(f"Figure: {self.out}", soft_wrap=True, highlight=False)
-        return OK
-
-
-_COMMANDS: dict[str, Any] = {
-    "train": Train,
-    "compare": Compare,
-    "evaluate": Evaluate,
-    "export": Export,
-    "recipes": Recipes,
-    "flow": Flow,
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 2 bad input, 130 interrupted."""
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
-
-
-def run(arguments: list[str]) -> int:
-    """Run a command; the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        _help()
-        return OK
-    if arguments[0] == "--version":
-        print(nwise.__version__)
-        return OK
-    name, *rest = arguments
-    try:
-        if name not in _COMMANDS:
-            raise ValueError(
-                f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint(name, _COMMANDS)}"
-            )
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
-            return int(_parse(name, rest).run(Console()))
-    except KeyboardInterrupt:
-        print(f"nwise {name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
-        return BAD_INPUT
-
-
-def print_json(value: Any) -> None:
-    """One line of JSON; what is not a finite number is null."""
-    print(json.dumps(plain(value), allow_nan=False))
-
-
-def _parse(name: str, arguments: list[str]) -> Any:
-    kind = _COMMANDS[name]
-    # A recipe's name decides the defaults of all other options, so it is looked for first.
-    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
-    while True:
-        default = kind(recipe=chosen, config=recipe(chosen)) if kind in (Train, Compare) else None
-        command = _tyro(kind, name, arguments, default)
-        if default is None or command.recipe == chosen:
-            return command
-        chosen = command.recipe
-
-
-def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:
-    return tyro.cli(
-        kind,
-        prog=f"nwise {name}",
-        args=arguments,
-        **({} if default is None else {"default": default}),
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
-
-
-def _help() -> None:
-    console = Console()
-    console.print("[bold]nwise[/] trains networks in stages, each loss's gradient travelling through only N of them.\n")
-    console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    for name, kind in _COMMANDS.items():
-        table.add_row(name, inspect.getdoc(kind))
-    console.print(table)
-    console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

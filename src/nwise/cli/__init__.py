@@ -1,0 +1,97 @@
+"""The command line: ``nwise train``, ``compare``, ``evaluate``, ``export``, ``recipes``, ``plan``, ``schedule``, ``flow``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import nwise
+from nwise.cli.drawing import Flow, Schedule
+from nwise.cli.output import BAD_INPUT, INTERRUPTED, OK
+from nwise.cli.planning import Plan
+from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
+from nwise.hint import hint
+from nwise.recipes import recipe
+
+__all__ = ["main", "run"]
+
+_COMMANDS: dict[str, Any] = {
+    "train": Train,
+    "compare": Compare,
+    "evaluate": Evaluate,
+    "export": Export,
+    "recipes": Recipes,
+    "plan": Plan,
+    "schedule": Schedule,
+    "flow": Flow,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 2 bad input, 130 interrupted."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        _help()
+        return OK
+    if arguments[0] == "--version":
+        print(nwise.__version__)
+        return OK
+    name, *rest = arguments
+    try:
+        if name not in _COMMANDS:
+            raise ValueError(
+                f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint(name, _COMMANDS)}"
+            )
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
+            return int(_parse(name, rest).run(Console()))
+    except KeyboardInterrupt:
+        print(f"nwise {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        return BAD_INPUT
+
+
+def _parse(name: str, arguments: list[str]) -> Any:
+    kind = _COMMANDS[name]
+    # A recipe's name decides the defaults of all other options, so it is looked for first.
+    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
+    while True:
+        default = kind(recipe=chosen, config=recipe(chosen)) if kind in (Train, Compare) else None
+        command = _tyro(kind, name, arguments, default)
+        if default is None or command.recipe == chosen:
+            return command
+        chosen = command.recipe
+
+
+def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:
+    return tyro.cli(
+        kind,
+        prog=f"nwise {name}",
+        args=arguments,
+        **({} if default is None else {"default": default}),
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _help() -> None:
+    console = Console()
+    console.print("[bold]nwise[/] trains networks in stages, each loss's gradient travelling through only N of them.\n")
+    console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name, kind in _COMMANDS.items():
+        table.add_row(name, inspect.getdoc(kind))
+    console.print(table)
+    console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

@@ -1,0 +1,20 @@
+"""What commands have in common: exit codes, JSON, options that lie flat."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import tyro
+
+from nwise.training.run import plain
+
+OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+# `--lr`, not `--config.lr`.
+FLAT = tyro.conf.arg(name="")
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON; what is not a finite number is null."""
+    print(json.dumps(plain(value), allow_nan=False))

@@ -1,0 +1,209 @@
+"""The planner's command."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from nwise.cli.output import OK, print_json
+from nwise.flow import Flow
+from nwise.profile import Profile, profile
+from nwise.recipes import recipe as recipe_of
+from nwise.schedule import Costs
+from nwise.schedule import plan as planner
+from nwise.schedule.costs import costs_of_text
+from nwise.schedule.partition import costs_of, partition
+from nwise.training.trainer import device_of
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Find the fastest strategy and number of micro-batches, beside GPipe, 1F1B and zero-bubble at their best."""
+
+    recipe: str | None = None
+    """Measure the network of this recipe on this machine, cut it into balanced stages, and plan for it."""
+    costs: str | None = None
+    """Or plan for these costs of a whole mini-batch in one stage: transformer (the paper's), paper, a list like
+    forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (of stages: head=0:0.5:0.5:1), or a JSON file of it."""
+    devices: int = 4
+    """Accelerators, one stage each, A."""
+    memory: float | None = None
+    """GiB that a device may use at most."""
+    latency: float | None = None
+    """Of every message: seconds, with `--costs` in their unit."""
+    bandwidth: float | None = None
+    """Of every link: GB a second, with `--costs` bytes in their unit of time."""
+    strategies: tuple[str, ...] = planner.STRATEGIES
+    """Which ones to try, separated by spaces."""
+    microbatches: tuple[int, ...] = ()
+    """Which M to try; default: powers of two up to 32 and the batch size."""
+    batch_size: int | None = None
+    """Samples in a mini-batch; default: the recipe's."""
+    rounds: int = 3
+    """How often everything is measured, with `--recipe`."""
+    device: str = "auto"
+    """Where to measure."""
+    json: bool = False
+    """Print the plan as JSON, and nothing else."""
+
+    def run(self, console: Console) -> int:
+        if (self.recipe is None) == (self.costs is None):
+            raise ValueError(
+                "One of `recipe` and `costs` should be given: a recipe is measured, costs are taken as they are. Found "
+                + ("neither." if self.recipe is None else "both.")
+            )
+        for name, value in (("devices", self.devices), ("batch_size", self.batch_size), ("rounds", self.rounds)):
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` should be at least 1. Found {value}.")
+        for name, number in (("memory", self.memory), ("bandwidth", self.bandwidth)):
+            if number is not None and not number > 0:
+                raise ValueError(f"`{name}` should be above 0. Found {number}.")
+        seconds = self.recipe is not None
+        costs, measured, size = self._measured() if seconds else self._given()
+        found = planner.plan(
+            costs,
+            self.devices,
+            microbatches=self._microbatches(size),
+            strategies=self.strategies,
+            memory=None if self.memory is None else self.memory * _GIB,
+            progress=self._progress("planning"),
+        )
+        if self.json:
+            print_json(self._as_json(found, measured))
+            return OK
+        console.print(self._table(found, seconds))
+        if found.skipped:
+            names = ", ".join(f"{name} ({size / _GIB:.2f} GiB)" for name, size in found.skipped.items())
+            console.print(f"Too large at any M: {names}.", soft_wrap=True, highlight=False)
+        if measured is not None:
+            self._print_cut(console, found, measured)
+        for line in found.verdict(_milliseconds if seconds else _plain):
+            console.print(f"- {line}", soft_wrap=True, highlight=False)
+        return OK
+
+    def _microbatches(self, batch_size: int | None) -> Sequence[int]:
+        for m in self.microbatches:
+            if m < 1 or (batch_size is not None and m > batch_size):
+                limit = "at least 1" if batch_size is None else f"from 1 to the batch size of {batch_size}"
+                raise ValueError(f"`microbatches` should be {limit}. Found {m}.")
+        return self.microbatches or [m for m in (1, 2, 4, 8, 16, 32) if batch_size is None or m <= batch_size]
+
+    def _links(self, base: Costs | None = None) -> dict[str, float]:
+        links = {}
+        if self.latency is not None:
+            links["latency"] = self.latency
+        if self.bandwidth is not None:
+            links["bandwidth"] = self.bandwidth * (1e9 if base is None else 1)
+        return links
+
+    def _given(self) -> tuple[planner.CostsOf, None, int | None]:
+        assert self.costs is not None
+        costs = costs_of_text(self.costs)
+        costs = dataclasses.replace(costs, **self._links(costs))
+        for name in ("forward", "head"):
+            costs.of(name, self.devices)  # the right number of stages
+        return (lambda flows, m: costs.split_in(m)), None, self.batch_size
+
+    def _measured(self) -> tuple[planner.CostsOf, Profile, int]:
+        assert self.recipe is not None
+        config = recipe_of(self.recipe)
+        changes: dict[str, Any] = {"device": self.device, "microbatches": 1}
+        config = dataclasses.replace(config, **changes, batch_size=self.batch_size or config.batch_size)
+        data, _ = config.load()
+        found = profile(
+            config,
+            data,
+            self._microbatches(config.batch_size),
+            device=device_of(config),
+            rounds=self.rounds,
+            progress=self._progress("measuring"),
+        )
+
+        def costs(flows: Sequence[Flow], m: int) -> Costs:
+            pieces = found.pieces[m]
+            return costs_of(pieces, partition(pieces, flows), flows, **self._links())
+
+        return costs, found, config.batch_size
+
+    def _progress(self, what: str) -> Any:
+        def show(items: list[Any]) -> Iterable[Any]:
+            quiet = self.json or not sys.stderr.isatty()
+            return track(items, what, console=Console(stderr=True), disable=quiet, transient=True)
+
+        return show
+
+    def _table(self, found: planner.Plan, seconds: bool) -> Table:
+        unit = "ms" if seconds else "time"
+        table = Table(title=f"{self.devices} devices, each method at its best M", title_justify="left")
+        table.add_column("method", overflow="fold")
+        for heading in ("M", f"{unit}/step", "speed", "bound", "in flight", *(["MiB"] if seconds else [])):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("nwise", no_wrap=True)
+        for option in found.options:
+            speed = found.speedup(option)
+            over = option.period / option.timed.lower_bound - 1
+            row = [
+                option.method,
+                str(option.num_microbatches),
+                f"{1e3 * option.period:.4g}" if seconds else f"{option.period:.4g}",
+                "–" if math.isnan(speed) else f"{speed:.2f}",
+                "optimal" if over < 1e-9 else f"+{100 * over:.1f} %",
+                str(max(option.timed.in_flight)),
+                *([f"{max(option.timed.peak_bytes) / 2**20:,.0f}"] if seconds else []),
+                "runs it" if option.runs else "does not",
+            ]
+            table.add_row(*row, style="bold" if option == found.recommended else None)
+        table.caption = (
+            "speed: step of the best end-to-end pipeline over this one's\n"
+            "bound: how far from the shortest possible step of these actions\n"
+            "in flight: micro-batches that a stage holds\n"
+            "nwise: whether its own stages run it at this price, which stands for\n"
+            "    stored cotangents, or for chains walked again: (walked)\n"
+            "bold: the recommendation"
+        )
+        table.caption_justify = "left"
+        return table
+
+    def _print_cut(self, console: Console, found: planner.Plan, measured: Profile) -> None:
+        chosen = found.recommended
+        pieces = measured.pieces[chosen.num_microbatches]
+        starts = partition(pieces, [flow for batch in chosen.timed.schedule.flows for flow in batch[:1]])
+        names = [piece.name for piece in pieces]
+        cut = ", ".join(names[start] for start in starts[1:]) or "nowhere"
+        console.print(
+            f"Measured on {measured.device}, mini-batches of {measured.batch_size}. Cut for {chosen.method}: stages begin at "
+            f"the start and at {cut}.",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+    def _as_json(self, found: planner.Plan, measured: Profile | None) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "devices": self.devices,
+            "recommended": found.recommended.method,
+            "options": [{**option.as_json(), "speedup": found.speedup(option)} for option in found.options],
+            "too_large": found.skipped,
+            "verdict": found.verdict(),
+        }
+        if measured is not None:
+            pieces = {m: list(map(dataclasses.asdict, pieces)) for m, pieces in measured.pieces.items()}
+            record["profile"] = {"device": measured.device, "batch_size": measured.batch_size, "pieces": pieces}
+        return record
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _plain(time: float) -> str:
+    return f"{time:.4g}"

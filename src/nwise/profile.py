@@ -1,0 +1,210 @@
+"""Profile: what each piece of a network costs on this machine, for the planner.
+
+Every piece is run alone on the output of the one before, at each size of micro-batch that is asked for: forward, gradient
+to its input only (I), to its weights only (W with its chain), to both (B), its update, and a head behind it. The
+median of some rounds is kept; the rounds of all pieces take turns, so that a busy moment hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nwise.data import Images, Tokens
+from nwise.losses import TokenCrossEntropy
+from nwise.microbatch import Tensors, as_tuple
+from nwise.recipes import Adam, Recipe, Sgd
+from nwise.schedule.partition import Piece
+from nwise.training.optimizers import optimizer_of
+from nwise.training.trainer import autocast
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs of every piece, in seconds and bytes.
+
+    Args:
+        pieces: by the number of micro-batches that the mini-batch is cut into.
+        device: where they were measured.
+        batch_size: of the mini-batch.
+    """
+
+    pieces: dict[int, list[Piece]]
+    device: str
+    batch_size: int
+
+
+def profile(
+    recipe: Recipe,
+    data: Images | Tokens,
+    microbatches: Sequence[int],
+    *,
+    device: torch.device,
+    rounds: int = 3,
+    progress: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> Profile:
+    """Measure a recipe's network.
+
+    Args:
+        recipe: network, batch size, optimizer.
+        data: whose first samples are used.
+        microbatches: numbers M to cut the mini-batch into, at most its size.
+        device: where to measure.
+        rounds: how often, after one that is not counted.
+        progress: wraps the list of things to measure.
+
+    Raises:
+        ValueError: a number of micro-batches is above the batch size.
+    """
+    for m in microbatches:
+        if not 1 <= m <= recipe.batch_size:
+            raise ValueError(f"`microbatches` should be from 1 to the batch size of {recipe.batch_size}. Found {m}.")
+    bench = _Bench(recipe, data, device)
+    times: dict[tuple[int, int], list[dict[str, float]]] = {}
+    todo = [(r, m, i) for r in range(rounds + 1) for m in microbatches for i in range(len(bench.names))]
+    for r, m, i in progress(todo):
+        found = bench.measure(i, recipe.batch_size // m)
+        if r:
+            times.setdefault((m, i), []).append(found)
+    pieces = {
+        m: [_piece(bench, i, times[m, i], recipe.batch_size // m) for i in range(len(bench.names))]
+        for m in microbatches
+    }
+    return Profile(pieces, str(device), recipe.batch_size)
+
+
+def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> Piece:
+    """Medians, and what the passes have in common told apart."""
+    median = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    through, weights, both = median["input_grad"], median["weights"], median["both"]
+    alone = max(0.0, both - through)  # what weights add to a pass that goes through anyway
+    return Piece(
+        name=bench.names[i],
+        forward=median["forward"],
+        input_grad=through,
+        weight_grad=alone,
+        chain=max(0.0, weights - alone),
+        head=median["head"],
+        update=median["update"],
+        **bench.sizes(i, size),
+    )
+
+
+class _Bench:
+    """The network in pieces, with an input for each."""
+
+    def __init__(self, recipe: Recipe, data: Images | Tokens, device: torch.device) -> None:
+        model = recipe.build(data)
+        pieces = {name: piece for stage in model.stages for name, piece in stage.pieces().items()}
+        self.names = list(pieces)
+        self._device = device
+        self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: autocast(recipe, device)
+        self._optimizer: Sgd | Adam = recipe.optimizer
+        self._pieces = [piece.to(device) for piece in pieces.values()]
+        heads = [model.head_of(name) for name in self.names[:-1]]
+        self._heads: list[nn.Module] = [head.to(device) for head in [*heads, nn.Identity()]]
+        self._loss = TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
+        self._data = data.to(device)
+        self._inputs: dict[tuple[int, int], Tensors] = {}
+        self._updates = [_update_of(recipe.optimizer, piece) for piece in self._pieces]
+
+    def measure(self, i: int, size: int) -> dict[str, float]:
+        """Seconds of everything that can be done with piece i, once."""
+        inputs, piece = self._input(i, size), self._pieces[i]
+        weights: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
+        leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
+        tracked = [x for x in leaves if x.requires_grad and i]
+        with self._autocast():
+            forward, outputs = self._timed(lambda: as_tuple(piece(*leaves), "The output of a piece"))
+        seeds = [torch.randn_like(y) for y in outputs if y.requires_grad]
+        roots = [y for y in outputs if y.requires_grad]
+
+        def back(wrt: list[Tensor]) -> float:
+            if not wrt or not roots:
+                return 0.0
+            seconds, _ = self._timed(
+                lambda: torch.autograd.grad(roots, wrt, seeds, retain_graph=True, allow_unused=True)
+            )
+            return seconds
+
+        head = self._time_head(i, size, tuple(y.detach() for y in outputs))
+        found = {"input_grad": back(tracked), "weights": back(weights), "both": back(tracked + weights)}
+        update = self._timed(self._updates[i])[0] if weights else 0.0
+        return {"forward": forward, **found, "head": head, "update": update}
+
+    def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
+        target = self._batch(size)[1]
+        leaves = tuple(y.requires_grad_(y.is_floating_point()) for y in outputs)
+        wrt = [*self._heads[i].parameters(), *(y for y in leaves if y.requires_grad)]
+
+        def whole() -> None:
+            with self._autocast():
+                loss = self._loss(self._heads[i](*leaves), target)
+            torch.autograd.grad(loss, wrt, allow_unused=True)
+
+        return self._timed(whole)[0]
+
+    def sizes(self, i: int, size: int) -> dict[str, float]:
+        """Bytes, as `Piece` names them; what two neighbours both keep counts twice."""
+        piece = self._pieces[i]
+        kept: dict[int, int] = {}
+        parameters = {p.untyped_storage().data_ptr() for p in piece.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        inputs = self._input(i, size)
+        leaves = tuple(x.detach().requires_grad_(x.is_floating_point() and i > 0) for x in inputs)
+        with self._autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = as_tuple(piece(*leaves), "The output of a piece")
+        copies = 2 + (2 if isinstance(self._optimizer, Adam) else 1 if self._optimizer.momentum else 0)
+        return {
+            "message_bytes": float(sum(y.nbytes for y in outputs)),
+            "activation_bytes": float(sum(kept.values())),
+            "fixed_bytes": float(copies * sum(p.nbytes for p in piece.parameters())),
+            "head_bytes": float(copies * sum(p.nbytes for p in self._heads[i].parameters())),
+        }
+
+    def _input(self, i: int, size: int) -> Tensors:
+        """What piece i is given for a micro-batch of this size."""
+        if (i, size) not in self._inputs:
+            if i == 0:
+                self._inputs[i, size] = (self._batch(size)[0],)
+            else:
+                with torch.no_grad(), self._autocast():
+                    outputs = as_tuple(self._pieces[i - 1](*self._input(i - 1, size)), "The output of a piece")
+                self._inputs[i, size] = outputs
+        return self._inputs[i, size]
+
+    def _batch(self, size: int) -> tuple[Tensor, Tensor]:
+        return self._data.batch(torch.arange(size) % len(self._data), None)
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        self._wait()
+        start = time.perf_counter()
+        result = run()
+        self._wait()
+        return time.perf_counter() - start, result
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _update_of(config: Sgd | Adam, piece: nn.Module) -> Callable[[], object]:
+    parameters = [p for p in piece.parameters() if p.requires_grad]
+    if not parameters:
+        return lambda: None
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    return optimizer_of(config, parameters).step

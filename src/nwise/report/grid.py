@@ -1,0 +1,189 @@
+"""Schedules as grids of time: in the terminal, and as figures like the paper's. Drawn from a simulated schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+from rich.text import Text
+
+from nwise.report.figures import COLOURS
+from nwise.schedule import Kind, Timed, Timeline, simulate
+from nwise.schedule.simulate import Event
+
+# Forward, head, gradient to the input, to the weights, both at once, update.
+KIND_COLOURS = {
+    Kind.FORWARD: COLOURS[5],
+    Kind.HEAD: "#bbbbbb",
+    Kind.INPUT_GRAD: COLOURS[4],
+    Kind.WEIGHT_GRAD: COLOURS[2],
+    Kind.BOTH: COLOURS[1],
+    Kind.UPDATE: "#222222",
+}
+KIND_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.HEAD: "head",
+    Kind.INPUT_GRAD: "gradient to the input",
+    Kind.WEIGHT_GRAD: "gradient to the weights",
+    Kind.BOTH: "both gradients",
+    Kind.UPDATE: "update",
+}
+_EXPLANATION = (
+    "time; numbers: micro-batch, small: the loss that the gradient comes from; every other mini-batch is hatched"
+)
+_CELL = 3  # characters of the shortest action in a terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A schedule to be drawn.
+
+    Args:
+        title: what it is.
+        timed: the schedule.
+        batches: how many mini-batches, from an empty pipeline on.
+    """
+
+    title: str
+    timed: Timed
+    batches: int = 2
+
+    @property
+    def caption(self) -> str:
+        """Order, period and bound."""
+        timed = self.timed
+        bound = f"{timed.lower_bound:.6g}"
+        optimal = "which is optimal" if timed.period <= timed.lower_bound * (1 + 1e-9) else f"lower bound {bound}"
+        note = "; stores every layer's cotangent, which nwise's own stages do not" if timed.stores_cotangents else ""
+        return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}{note}"
+
+    def timeline(self) -> Timeline:
+        """The simulated run."""
+        timed = self.timed
+        turns = len(timed.schedule.flows)
+        return simulate(timed.schedule, timed.costs, chains=timed.chains, cycles=max(1, -(-self.batches // turns)))
+
+    def events(self) -> list[Event]:
+        """What is drawn: everything that takes time, of as many mini-batches as asked for."""
+        turns = len(self.timed.schedule.flows)
+        return [
+            event
+            for event in self.timeline().events
+            if event.end > event.start and event.cycle * turns + event.action.turn < self.batches
+        ]
+
+
+def batch_of(event: Event, picture: Picture) -> int:
+    """The mini-batch that an event belongs to, from 0."""
+    return event.cycle * len(picture.timed.schedule.flows) + event.action.turn
+
+
+def farthest_loss(event: Event, picture: Picture) -> int | None:
+    """The loss that a backward pass comes from; of several the farthest."""
+    kind, k, m, q, turn = event.action
+    if kind in (Kind.INPUT_GRAD, Kind.BOTH, Kind.WEIGHT_GRAD):
+        return picture.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
+    return None
+
+
+def terminal_grid(picture: Picture, width: int) -> Text:
+    """One row per stage; time runs to the right, a dot is a wait.
+
+    Args:
+        picture: what to draw.
+        width: of the terminal, in characters; what does not fit is left out, and it is said so.
+    """
+    events = picture.events()
+    shortest = min(event.end - event.start for event in events)
+    label = len(f"stage {picture.timed.schedule.num_stages - 1} ")
+    room = max(_CELL, width - label - 2)
+    grid = Text()
+    cut = False
+    for k in range(picture.timed.schedule.num_stages):
+        grid.append(f"stage {k} ".rjust(label))
+        at = 0
+        for event in (e for e in events if e.action.stage == k):
+            begin, end = (round(_CELL * t / shortest) for t in (event.start, event.end))
+            if end > room:
+                cut = True
+                break
+            grid.append("".join("·" if (at + i) % _CELL == 1 else " " for i in range(begin - at)), "dim")
+            name = f"{event.action.kind.value}{event.action.microbatch}"
+            colour = KIND_COLOURS[event.action.kind]
+            text = name[: end - begin - 1].ljust(end - begin - 1)
+            shade = "white" if event.action.kind is Kind.UPDATE else "black"
+            grid.append(text, f"{shade} on {colour}" + (" bold" if batch_of(event, picture) % 2 else ""))
+            grid.append(" ")
+            at = end
+        grid.append("\n")
+    if cut:
+        grid.append("(cut at the right; a wider terminal or --out FILE shows more)\n", "dim")
+    return grid
+
+
+def legend(pictures: Sequence[Picture]) -> Text:
+    """What the letters and colours mean."""
+    kinds = {event.action.kind for picture in pictures for event in picture.events()}
+    text = Text()
+    for kind, name in KIND_NAMES.items():
+        if kind in kinds:
+            text.append(f" {kind.value} ", f"{'white' if kind is Kind.UPDATE else 'black'} on {KIND_COLOURS[kind]}")
+            text.append(f" {name}  ")
+    text.append("numbers are micro-batches; every other mini-batch is bold")
+    return text
+
+
+def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
+    """Grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
+        drawn = [picture.events() for picture in pictures]
+        longest = max(event.end for events in drawn for event in events)
+        shortest = min(e.end - e.start for events in drawn for e in events if e.action.kind is not Kind.UPDATE)
+        stages = [picture.timed.schedule.num_stages for picture in pictures]
+        width = min(24.0, max(5.0, 0.26 * longest / shortest))
+        heights = [0.24 * count + 0.9 for count in stages]
+        figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
+        panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, picture, events in zip(panels, pictures, drawn, strict=True):
+            _draw(axes, picture, events, longest, width)
+        kinds = [kind for kind in KIND_NAMES if any(e.action.kind is kind for events in drawn for e in events)]
+        patches = [
+            Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {KIND_NAMES[k]}") for k in kinds
+        ]
+        columns = min(len(kinds), max(2, int(width // 1.9)))
+        figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
+        figure.supxlabel(_EXPLANATION, fontsize=8, color="#555555")
+        figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float, width: float) -> None:
+    num_stages = picture.timed.schedule.num_stages
+    inch = width / longest
+    for event in events:
+        k, length = event.action.stage, event.end - event.start
+        later = batch_of(event, picture) % 2
+        box = Rectangle(
+            (event.start, k - 0.44), length, 0.88,
+            facecolor=KIND_COLOURS[event.action.kind], edgecolor="#ffffff", lw=0.8, hatch="///" if later else None,
+            alpha=0.75 if later else 1.0,
+        )  # fmt: skip
+        axes.add_patch(box)
+        if inch * length > 0.13 and event.action.kind is not Kind.UPDATE:
+            loss = farthest_loss(event, picture)
+            small = inch * length < 0.24 or loss is None
+            name = f"{event.action.microbatch}" + ("" if small else f"$_{{{loss}}}$")
+            axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set(xlim=(0, longest), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages))
+    axes.set_yticklabels([f"stage {k}" for k in range(num_stages)])
+    axes.tick_params(length=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    caption = picture.caption if width > 7 else picture.caption.split(";")[0]
+    axes.annotate(caption, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color="#555555")
+    axes.set_title(picture.title, loc="left", fontsize=9.5, fontweight="bold", pad=15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(4, int(2 * width))))
