@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[data,tensorboard,dev]'
+		--editable '.[data,html,tensorboard,dev]'
 	touch $(STAMP)
 
 clean:

@@ -90,7 +90,7 @@ def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> 
         forward=median["forward"],
         input_grad=through,
         weight_grad=alone,
-        chain=max(0.0, weights - alone),
+        chain=min(through, max(0.0, weights - alone)),
         head=median["head"],
         update=median["update"],
         **bench.sizes(i, size),

@@ -19,6 +19,7 @@ from nwise.profile import Profile, profile
 from nwise.recipes import recipe as recipe_of
 from nwise.schedule import Costs
 from nwise.schedule import plan as planner
+from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import costs_of, partition
 from nwise.training.trainer import device_of
@@ -70,14 +71,17 @@ class Plan:
                 raise ValueError(f"`{name}` should be above 0. Found {number}.")
         seconds = self.recipe is not None
         costs, measured, size = self._measured() if seconds else self._given()
-        found = planner.plan(
-            costs,
-            self.devices,
-            microbatches=self._microbatches(size),
-            strategies=self.strategies,
-            memory=None if self.memory is None else self.memory * _GIB,
-            progress=self._progress("planning"),
-        )
+        try:
+            found = planner.plan(
+                costs,
+                self.devices,
+                microbatches=self._microbatches(size),
+                strategies=self.strategies,
+                memory=None if self.memory is None else self.memory * _GIB,
+                progress=self._progress("planning"),
+            )
+        except DoesNotFit as error:
+            raise ValueError(error.message("GiB", _GIB)) from error
         if self.json:
             print_json(self._as_json(found, measured))
             return OK

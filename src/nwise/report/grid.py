@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,7 @@ KIND_NAMES = {
     Kind.BOTH: "both gradients",
     Kind.UPDATE: "update",
 }
-_EXPLANATION = (
-    "time; numbers: micro-batch, small: the loss that the gradient comes from; every other mini-batch is hatched"
-)
+_EXPLANATION = "numbers are micro-batches, small ones the loss a gradient comes from; every other mini-batch is hatched"
 _CELL = 3  # characters of the shortest action in a terminal
 
 
@@ -158,7 +157,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         ]
         columns = min(len(kinds), max(2, int(width // 1.9)))
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
-        figure.supxlabel(_EXPLANATION, fontsize=8, color="#555555")
+        panels[-1].set_xlabel(textwrap.fill(_EXPLANATION, int(15 * width)), fontsize=8, color="#555555")
         figure.savefig(path, dpi=150)
 
 

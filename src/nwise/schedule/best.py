@@ -40,10 +40,15 @@ class DoesNotFit(ValueError):
     """
 
     def __init__(self, what: str, least: float, memory: float) -> None:
-        self.least = least
-        super().__init__(
-            f"`memory` should be at least {least:,.0f} bytes a stage, which {what} needs. Found {memory:,.0f}; give more, or "
-            "cut the mini-batch into more micro-batches or the network into more stages."
+        self.what, self.least, self.memory = what, least, memory
+        super().__init__(self.message("bytes", 1.0))
+
+    def message(self, unit: str, size: float) -> str:
+        """The sentence, in a unit of so many bytes."""
+        return (
+            f"`memory` should be at least {self.least / size:,.4g} {unit} a stage, which {self.what} needs. Found "
+            f"{self.memory / size:,.4g}; give more, or cut the mini-batch into more micro-batches or the network into more "
+            "stages."
         )
 
 

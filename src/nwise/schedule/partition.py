@@ -19,7 +19,7 @@ class Piece:
         forward: F.
         input_grad: gradient to its input alone.
         weight_grad: what the gradient to its weights adds to that.
-        chain: what the gradient to its weights costs alone, less `weight_grad`.
+        chain: what the gradient to its weights costs alone, less `weight_grad`; at most `input_grad`.
         head: forward, loss and backward of a head behind it; behind the last piece of the loss alone.
         update: of its parameters.
         message_bytes: of its output.

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nwise.credit import EndToEnd, Local, NWise
-from nwise.flow import Flow, flow_of
-from nwise.schedule.best import DoesNotFit, Timed, best
+from nwise.credit import EndToEnd, Local, NWise, Strategy
+from nwise.flow import Flow
+from nwise.schedule.best import DoesNotFit, Timed, best, flows_of
+from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs
 from nwise.schedule.rivals import RIVALS, rival
 from nwise.strategy import strategy as strategy_of
@@ -183,6 +184,9 @@ def plan(
     least: dict[str, float] = {}
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
+        known = min((option.period for option in found.get((name, chains), [])), default=float("inf"))
+        if _at_least(name, m, costs_of, num_stages) >= known:
+            continue  # whatever the order, it is not faster than the same with another M
         timed = _time(name, chains, m, costs_of, num_stages, memory)
         if isinstance(timed, DoesNotFit):
             least[name] = min(timed.least, least.get(name, timed.least))
@@ -228,11 +232,21 @@ def _rounded(option: Option) -> float:
     return float(f"{option.period:.9e}")
 
 
+def _at_least(name: str, m: int, costs_of: CostsOf, num_stages: int) -> float:
+    """Time per mini-batch of the busiest stage."""
+    flows = flows_of(_strategy(name), num_stages, m)
+    return resource_bound(flows, costs_of([batch[0] for batch in flows], m)) / len(flows)
+
+
+def _strategy(name: str) -> Strategy:
+    return EndToEnd() if name in RIVALS else strategy_of(name)
+
+
 def _time(
     name: str, chains: Chains, m: int, costs_of: CostsOf, num_stages: int, memory: float | None
 ) -> Timed | DoesNotFit:
-    rule = EndToEnd() if name in RIVALS else strategy_of(name)
-    costs = costs_of([flow_of(rule.credit(num_stages, turn)) for turn in range(rule.turns)], m)
+    rule = _strategy(name)
+    costs = costs_of([batch[0] for batch in flows_of(rule, num_stages, m)], m)
     if name in RIVALS:
         found = rival(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains)
         needed = max(found.peak_bytes)

@@ -1,0 +1,243 @@
+"""The planner: who wins, against tables worked out beforehand; partitions; profiles of real networks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import nwise
+from nwise import cli
+from nwise.flow import flow_of
+from nwise.profile import profile
+from nwise.recipes import Adam, Mlp, Recipe
+from nwise.schedule import Costs, best
+from nwise.schedule.best import DoesNotFit
+from nwise.schedule.costs import TRANSFORMER, costs_of_text
+from nwise.schedule.partition import Piece, costs_of, partition, work
+from nwise.schedule.plan import Plan, plan
+
+POWERS = (1, 2, 4, 8, 16, 32)
+# Best M <= 32 with 0.02 an action, h = 0.5: time, M.
+TABLE = {
+    4: {"gpipe": (4.82, 16), "1f1b": (4.82, 16), "zero-bubble-lean": (4.39, 8), "zero-bubble": (3.98, 8),
+        "2-wise": (4.62, 2), "3-wise": (4.82, 4), "local": (3.54, 1)},
+    8: {"gpipe": (5.72, 32), "1f1b": (5.72, 32), "zero-bubble-lean": (4.97, 8), "zero-bubble": (4.46, 16),
+        "2-wise": (4.62, 2), "3-wise": (5.66, 2), "local": (3.54, 1)},
+    16: {"gpipe": (6.79, 32), "1f1b": (6.79, 32), "zero-bubble-lean": (5.68, 16), "zero-bubble": (5.42, 32),
+         "2-wise": (4.62, 2), "3-wise": (5.66, 2), "local": (3.54, 1)},
+}  # fmt: skip
+
+
+def transformer(num_stages: int, **options: object) -> Plan:
+    costs = options.pop("costs", TRANSFORMER)
+    assert isinstance(costs, Costs)
+    return plan(lambda flows, m: costs.split_in(m), num_stages, microbatches=POWERS, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_stages", "winner"), [(4, "zero-bubble"), (8, "zero-bubble"), (16, "2-wise")])
+def test_the_paper_s_transformer(num_stages: int, winner: str) -> None:
+    """Zero-bubble end-to-end is recommended where it is faster; 2-wise wins from between 8 and 16 stages on."""
+    found = transformer(num_stages, strategies=("local", "2-wise", "3-wise"))
+    times = {option.method: (option.period, option.num_microbatches) for option in found.options}
+    for method, (time, m) in TABLE[num_stages].items():
+        assert times[method][0] == pytest.approx(time, abs=0.0051), method
+        assert times[method][1] == m, method
+    assert found.recommended.method == winner
+    assert found.rival is not None
+    assert found.rival.method == "zero-bubble"
+    two_wise = next(option for option in found.options if option.method == "2-wise")
+    assert found.speedup(two_wise) == pytest.approx({4: 0.86, 8: 0.97, 16: 1.17}[num_stages], abs=0.005)
+    text = " ".join(found.verdict())
+    if winner == "2-wise":
+        assert "2-wise with M = 2 has the shortest step, 17 % faster" in text
+        assert "2-wise is worth it if it reaches your quality in fewer than 1.17 times the steps" in text
+    else:
+        assert text.startswith("Use zero-bubble")
+        assert "2-wise is not worth its time here" in text
+    assert "nwise's own stages do not do" in text
+    assert [o.runs for o in found.options if o.method in ("zero-bubble", "2-wise", "1f1b")].count(False) == 1
+
+
+def test_walked_chains_are_listed_where_they_cost() -> None:
+    methods = [option.method for option in transformer(4, strategies=("2-wise", "3-wise")).options]
+    assert "2-wise" in methods
+    assert "2-wise (walked)" not in methods
+    assert {"3-wise", "3-wise (walked)", "zero-bubble", "zero-bubble (walked)"} <= set(methods)
+
+
+def test_a_window_of_all_stages_and_more_is_end_to_end() -> None:
+    methods = [option.name for option in transformer(3, strategies=("1-wise", "3-wise", "4-wise")).options]
+    assert "local" in methods
+    assert not {"3-wise", "4-wise"} & set(methods)
+
+
+def test_memory_leaves_out_what_does_not_fit() -> None:
+    costs = Costs(1, 0.5, 1, 1, overhead=0.02, activation_bytes=80, fixed_bytes=10)
+    found = transformer(8, costs=costs, memory=50, strategies=("2-wise",))
+    assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
+    assert found.skipped.keys() == {"gpipe"}
+    assert found.skipped["gpipe"] == 90
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 12.5 bytes a stage, which .* needs. Found 11"):
+        transformer(8, costs=costs, memory=11, strategies=("2-wise",))
+    assert "No end-to-end" in Plan(8, tuple(o for o in found.options if not o.end_to_end), {}).verdict()[0]
+    with pytest.raises(ValueError, match="`microbatches` should hold at least one number"):
+        plan(lambda flows, m: TRANSFORMER, 4, microbatches=())
+
+
+# Cutting --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end"])
+def test_the_partition_is_the_best_of_all(seed: int, strategy: str) -> None:
+    numbers = random.Random(seed)
+    pieces = []
+    for i in range(7):
+        f, through, w, share, h = (numbers.uniform(0.1, 1) for _ in range(5))
+        pieces.append(Piece(str(i), f, through, w, share * through, h))
+    num_stages = numbers.randint(3, 5)
+    flows = [flow_of(nwise.strategy(strategy).credit(num_stages))]
+
+    def largest(starts: tuple[int, ...]) -> float:
+        ends = [*starts[1:], len(pieces)]
+        return max(work(pieces[a:b], [flows[0].stages[k]]) for k, (a, b) in enumerate(zip(starts, ends, strict=True)))
+
+    cuts = [(0, *rest) for rest in itertools.combinations(range(1, 7), num_stages - 1)]
+    found = tuple(partition(pieces, flows))
+    assert largest(found) == pytest.approx(min(map(largest, cuts)))
+    # What the partition balances is what the schedule's stages then take.
+    costs = costs_of(pieces, list(found), flows)
+    timed = best(strategy, num_stages=num_stages, num_microbatches=1, costs=costs)
+    assert timed.period >= largest(found) - 1e-9
+    assert (
+        best(strategy, num_stages=num_stages, num_microbatches=32, costs=costs).lower_bound
+        >= 32 * largest(found) - 1e-6
+    )
+
+
+def test_more_devices_than_pieces() -> None:
+    with pytest.raises(ValueError, match="at least one piece for each of the 4 stages. Found 3; use fewer devices"):
+        partition([Piece("x", 1, 1, 1, 1, 1)] * 3, [flow_of(nwise.Local().credit(4))])
+
+
+# Measuring ------------------------------------------------------------------------------------------
+
+
+def test_the_profile_of_a_network() -> None:
+    recipe = Recipe(model=Mlp(num_stages=3, width=32), optimizer=Adam(), batch_size=16, device="cpu")
+    data, _ = recipe.load()
+    seen: list[int] = []
+
+    def watch(items: list[object]) -> list[object]:
+        seen.append(len(items))
+        return items
+
+    found = profile(recipe, data, (1, 4), device=torch.device("cpu"), rounds=2, progress=watch)
+    assert seen == [3 * 2 * 4]  # rounds and one to warm up, sizes, pieces
+    assert [piece.name for piece in found.pieces[1]] == ["blocks.0", "blocks.1", "blocks.2", "output"]
+    for m, pieces in found.pieces.items():
+        size = 16 // m
+        assert all(piece.forward > 0 and piece.head > 0 and piece.update > 0 for piece in pieces)
+        assert pieces[0].input_grad == 0 < pieces[1].input_grad  # nobody wants the gradient of the data
+        assert [piece.message_bytes for piece in pieces] == [size * 32 * 4] * 3 + [size * 10 * 4]
+        # Linear keeps its input, ReLU its output; parameters, gradients and two moments are 4 copies.
+        assert pieces[1].activation_bytes == 2 * size * 32 * 4
+        assert pieces[1].fixed_bytes == 4 * (32 * 32 + 32) * 4
+        assert pieces[1].head_bytes == 4 * (32 * 10 + 10) * 4
+        assert pieces[-1].head_bytes == 0
+    costs = costs_of(found.pieces[4], [0, 1, 2], [flow_of(nwise.NWise(2).credit(3))], latency=0.1)
+    assert costs.latency == 0.1
+    assert costs.of("fixed_bytes", 3)[0] == found.pieces[4][0].fixed_bytes  # loss 0 trains nothing: no head
+    assert costs.of("fixed_bytes", 3)[1] == found.pieces[4][1].fixed_bytes + found.pieces[4][1].head_bytes
+    with pytest.raises(ValueError, match="`microbatches` should be from 1 to the batch size of 16. Found 17"):
+        profile(recipe, data, (17,), device=torch.device("cpu"))
+
+
+# The command ----------------------------------------------------------------------------------------
+
+
+def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = ["plan", "--costs", "transformer", "--devices", "8", "--strategies", "local", "2-wise"]
+    assert cli.run(arguments) == 0
+    out = capsys.readouterr().out
+    assert "8 devices, each method at its best M" in out
+    assert "- Use zero-bubble with M = 16" in out
+    assert "2-wise is not worth its time here: its step is 4 % slower" in out
+    assert cli.run([*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["recommended"] == "zero-bubble"
+    option = next(o for o in record["options"] if o["method"] == "2-wise")
+    assert (option["microbatches"], round(option["period"], 2), option["nwise_runs_it"]) == (2, 4.62, True)
+
+
+def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = ["plan", "--recipe", "digits", "--devices", "3", "--strategies", "2-wise", "--microbatches", "1", "2"]
+    arguments += ["--rounds", "1", "--device", "cpu", "--latency", "1e-4", "--bandwidth", "10", "--memory", "4"]
+    assert cli.run(arguments) == 0
+    out = capsys.readouterr().out
+    assert "ms/step" in out
+    assert "Measured on cpu, mini-batches of 64. Cut for" in out
+    assert cli.run([*arguments, "--batch-size", "8", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["profile"]["batch_size"] == 8
+    assert set(record["profile"]["pieces"]) == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "One of `recipe` and `costs` should be given.*Found neither"),
+        (["--costs", "paper", "--recipe", "digits"], "One of `recipe` and `costs`.*Found both"),
+        (["--costs", "transformr"], "Costs should be paper, transformer, or like.*Found 'transformr'"),
+        (["--costs", "forward=1,hed=1"], "Costs should be among forward.*Found 'hed'.*head"),
+        (["--costs", "forward=1"], "Costs should give forward, head.*Found no head in 'forward=1'"),
+        (
+            ["--costs", "forward=-1,head=0,input_grad=1,weight_grad=1"],
+            "`forward` should be finite and at least 0. Found -1",
+        ),
+        (
+            ["--costs", "forward=1:2,head=0,input_grad=1,weight_grad=1"],
+            "`forward` should have one value for each of the 4",
+        ),
+        (["--costs", "paper", "--devices", "0"], "`devices` should be at least 1. Found 0"),
+        (["--costs", "paper", "--batch-size", "4", "--microbatches", "8"], "from 1 to the batch size of 4. Found 8"),
+        (["--costs", "paper", "--microbatches", "0"], "`microbatches` should be at least 1. Found 0"),
+        (["--costs", "paper", "--memory", "-1"], "`memory` should be above 0. Found -1"),
+        (["--costs", "paper", "--latency", "-1"], "`latency` should be finite and at least 0. Found -1"),
+        (
+            ["--costs", "paper", "--memory", "1e-12"],
+            "`memory` should be at least .* GiB a stage, which .* needs. Found 1e-12",
+        ),
+        (["--costs", "paper", "--strategies", "0-wise"], "at least 1.*Found `n = 0`"),
+        (["--costs", "paper", "--strategies", "credit-1,1;1,1"], "zero above the diagonal"),
+        (["--costs", "nowhere.json"], "No such file"),
+        (["--recipe", "digit"], "A recipe should be.*Found 'digit'.*digits"),
+        (["--recipe", "digits", "--devices", "40"], "at least one piece for each of the 40 stages"),
+    ],
+)
+def test_bad_plans_get_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "--rounds", "1", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert re.search(message, err), err
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+
+
+def test_costs_as_text(tmp_path: Path) -> None:
+    found = costs_of_text("forward=1,head=0:0.5, input_grad=2,weight_grad=3,latency=0.1")
+    assert found == Costs(1, (0, 0.5), 2, 3, latency=0.1)
+    file = tmp_path / "costs.json"
+    file.write_text('{"forward": [1, 2], "head": 0, "input_grad": 1, "weight_grad": 1}')
+    assert costs_of_text(str(file)).forward == (1, 2)
+    for text, message in (("[1]", "one JSON object of costs. Found list"), ("{", "should hold JSON. Found")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            costs_of_text(str(file))
