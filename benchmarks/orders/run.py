@@ -1,0 +1,129 @@
+"""How good the orders are: periods against the lower bound, for equal stages and for 400 random unequal ones.
+
+Writes ``records/equal.jsonl``, ``records/unequal.jsonl`` and ``tables.md``, which lists every case above the bound.
+
+    python benchmarks/orders/run.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+import nwise
+from nwise.schedule import Costs, best, timed
+from nwise.schedule.best import flows_of
+from nwise.schedule.greedy import nearest_first
+from nwise.schedule.orders import NONE, phase, schedule_of, skewed
+
+HERE = Path(__file__).parent
+REGIMES = ("A >= 2N-1", "N < A < 2N-1", "end-to-end")
+_CLOSE = 1e-9
+
+
+def regime(a: int, n: int) -> str:
+    """Which of the three an A and N belong to."""
+    return REGIMES[2] if n == a else REGIMES[0] if a >= 2 * n - 1 else REGIMES[1]
+
+
+def equal() -> list[dict[str, Any]]:
+    """A <= 12, N <= 5 and N = A, F = I = W = 1: every order, and the best found."""
+    cases = [
+        (a, n, m, head, share)
+        for a in range(1, 13)
+        for n in sorted({*range(1, min(5, a) + 1), a})
+        for m in (1, 2, 3, 4, 6, 8, 16)
+        for head in (0, 0.5, 1.3)
+        for share in (0.0, 0.5, 1.0)
+    ]
+    rows = []
+    for a, n, m, head, share in track(cases, "equal stages"):
+        costs = Costs(1, head, 1, 1, chain_share=share)
+        found = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
+        flows = flows_of(nwise.NWise(n), a, m)
+        rules = {
+            "phase": partial(phase, fuse=NONE),
+            "skewed": partial(skewed, fuse=NONE, stride=1),
+            "skewed, stride 2": partial(skewed, fuse=NONE, stride=2),
+            "nearest first": partial(nearest_first, fuse=NONE, cap=m, costs=costs, chains="stored"),
+        }
+        gaps = {name: timed(schedule_of(name, flows, rule), costs).period for name, rule in rules.items()}
+        gaps = {name: round(gap, 9) for name, gap in {**gaps, "best": found.period}.items()}
+        rows.append({
+            "A": a, "N": n, "M": m, "head": head, "chain_share": share, "regime": regime(a, n), "order": found.order,
+            "lower_bound": round(found.lower_bound, 9), "in_flight": max(found.in_flight), "periods": gaps,
+        })  # fmt: skip
+    return rows
+
+
+def unequal(count: int = 400) -> list[dict[str, Any]]:
+    """Every stage 0.6 to 1.6 times as slow, latency 0 or 0.3, any A <= 8, N <= A, M <= 8, head."""
+    numbers = random.Random(0)
+    rows = []
+    for _ in track(range(count), "unequal stages"):
+        a, m = numbers.randint(2, 8), numbers.choice([1, 2, 3, 4, 6, 8])
+        n, head = numbers.randint(1, a), numbers.choice([0, 0.5, 1.3])
+        factors = [numbers.uniform(0.6, 1.6) for _ in range(a)]
+        latency = numbers.choice([0, 0.3])
+        costs = Costs(factors, [head * f for f in factors], factors, factors, latency=latency)
+        found = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
+        rows.append({
+            "A": a, "N": n, "M": m, "head": head, "latency": latency, "factors": factors, "order": found.order,
+            "period": found.period, "lower_bound": found.lower_bound,
+        })  # fmt: skip
+    return rows
+
+
+def tables(same: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    lines = ["# How good the orders are", "", "Written by `python benchmarks/orders/run.py`.", ""]
+    lines += ["Equal stages: cases whose period is the lower bound, and the worst gap.", ""]
+    lines += [f"| order | {' | '.join(REGIMES)} |", "|---|---|---|---|"]
+    for order in same[0]["periods"]:
+        cells = []
+        for name in REGIMES:
+            gaps = [r["periods"][order] / r["lower_bound"] - 1 for r in same if r["regime"] == name]
+            at_bound = sum(gap < _CLOSE for gap in gaps)
+            cells.append(f"{at_bound}/{len(gaps)}" + (f", +{100 * max(gaps):.1f} %" if at_bound < len(gaps) else ""))
+        lines.append(f"| {order} | {' | '.join(cells)} |")
+    off = np.array([r["period"] / r["lower_bound"] - 1 for r in other])
+    lines += ["", f"Unequal stages, {len(off)} random cases: {np.sum(off < _CLOSE)} at the bound, mean gap "
+              f"{100 * off.mean():.2f} %, 95th percentile {100 * np.quantile(off, 0.95):.1f} %, largest "
+              f"{100 * off.max():.1f} %.", ""]  # fmt: skip
+    lines += ["All cases of equal stages with chain share 1 whose best schedule is above the bound:", ""]
+    lines += ["| A | N | M | head | order | period | bound | gap |", "|---|---|---|---|---|---|---|---|"]
+    for r in sorted(same, key=lambda r: r["lower_bound"] / r["periods"]["best"]):
+        gap = r["periods"]["best"] / r["lower_bound"] - 1
+        if gap >= _CLOSE and r["chain_share"] == 1:
+            cells = [
+                r["A"],
+                r["N"],
+                r["M"],
+                r["head"],
+                r["order"],
+                f"{r['periods']['best']:g}",
+                f"{r['lower_bound']:g}",
+            ]
+            lines.append(f"| {' | '.join(map(str, cells))} | +{100 * gap:.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Two or three minutes on one core."""
+    same, other = equal(), unequal()
+    for name, rows in (("equal", same), ("unequal", other)):
+        (HERE / "records" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = tables(same, other)
+    (HERE / "tables.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
