@@ -94,7 +94,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_flow_is_drawn() -> None:
     for name in ("flow.png", "flow.svg"):
-        assert cli.run(["flow", "--strategies", "2-wise", "rotating-2", "--stages", "5", "--out", name]) == 0
+        assert cli.run(["flow", "--strategy", "2-wise", "rotating-2", "--stages", "5", "--out", name]) == 0
         assert Path(name).stat().st_size > 1000
 
 
@@ -142,7 +142,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["flow", "--stages", "0"], "`stages` should be from 1 to 32.*Found 0"),
         (["flow", "--out", "picture.xyz"], "ends in .png, .svg or .pdf. Found 'picture.xyz'"),
         (["flow", "--out", "."], "Found '.'"),
-        (["flow", "--strategies"], "`strategies` should name at least one"),
+        (["flow", "--strategies"], "`strategy` should name at least one"),
         (["compare", "--strategies"], "`strategies` should name at least one"),
         (["compare", "--figure", "x.xyz"], "Found 'x.xyz'"),
         (["train", "--epochs", "inf"], "`epochs` should be a finite number above 0. Found inf"),

@@ -37,7 +37,7 @@ def test_hand_worked_cells() -> None:
     assert paper_time(8, 4, 3) == 4 * 4
     assert paper_time(4, 4, 3) == (2 + 4 - 3) * 4 + 2 * (6 - 4 - 1)
     assert paper_time(3, 1, 9) == paper_time(3, 1, 3) == 6
-    with pytest.raises(ValueError, match="`n` should be at least 1. Found 0"):
+    with pytest.raises(ValueError, match="`n` should be an integer of at least 1. Found 0"):
         paper_time(3, 1, 0)
 
 

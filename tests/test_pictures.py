@@ -77,7 +77,7 @@ def test_figures(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(content) > 5000
     if suffix == ".svg":
         text = content.decode()
-        for words in ("3-wise, A = 4, M = 2, costs transformer", "stage 3", "gradient to the weights", "optimal"):
+        for words in ("3-wise, A = 4, M = 2", "stage 3", "gradient to the weights", "optimal"):
             assert words in text
 
 

@@ -362,6 +362,39 @@ def test_less_memory_takes_an_order_with_fewer_in_flight() -> None:
         best("3-wise", **size, costs=costs, memory=14)  # type: ignore[arg-type]
 
 
+def test_a_cycle_as_long_as_the_busiest_stage_up_to_rounding() -> None:
+    """Potentials rose for ever where a cycle of two stages was longer than the busiest one by less than rounding."""
+    costs = Costs(
+        forward=[0.25, 0.29, 1.08], head=0.5, input_grad=[0.96, 1.52, 0.82], weight_grad=[0.47, 1.84, 1.07], latency=1.0,
+        update=[0, 0, 5.349999998893899],
+    )  # fmt: skip
+    assert of("3-wise", 3, 2, costs).period == pytest.approx(12.25, rel=0.2)
+
+
+def test_a_forward_waits_for_its_activation_of_the_mini_batch_before() -> None:
+    """Where nothing flows back; the bound knows it."""
+    found = of("local", 2, 1, Costs(1, 0, 1, 1, latency=20))
+    assert found.period == found.lower_bound == 21
+
+
+def test_more_memory_is_never_worse() -> None:
+    """Orders for little memory were tried only if no other fitted."""
+    costs = Costs(0.472, 1.144, (0.428, 1.238), (0.511, 1.514), chain_share=0.5, update=(0.757, 0.853), overhead=0.05,
+                  activation_bytes=(1.28, 1.94), fixed_bytes=1.5)  # fmt: skip
+    periods = [best("blocks-3", num_stages=2, num_microbatches=3, costs=costs, memory=x).period for x in (4, 4.6, 5.5)]
+    assert periods == sorted(periods, reverse=True)
+
+
+def test_utilisation_is_at_most_one_with_jitter() -> None:
+    for seed in range(20):
+        line = simulate(of("local", 2, 1).schedule, REAL, jitter=1.0, cycles=3, seed=seed)
+        assert max(line.utilisation) <= 1 + 1e-12
+        assert 0 <= line.bubble < 1
+    slow = Costs(1, 0, 1, 1, bandwidth=1.0)
+    sends = simulate(of("local", 2, 1, slow).schedule, slow, jitter=1.0).messages
+    assert all(m.arrives - m.sent >= 1 - 1e-12 for m in sends)  # links do not jitter
+
+
 def test_jitter_is_drawn_from_a_seed() -> None:
     found = of("2-wise", 4, 2)
     lines = [simulate(found.schedule, REAL, jitter=0.2, seed=seed, cycles=20) for seed in (0, 0, 1)]
@@ -381,6 +414,7 @@ def test_jitter_is_drawn_from_a_seed() -> None:
         ({"chains": "kept"}, "`chains` should be 'stored' or 'walked'. Found 'kept'"),
         ({"strategy": "0-wise"}, "`n`, the number of stages.*at least 1.*Found `n = 0`"),
         ({"strategy": nwise.Credit([[1]])}, "one row and column for each of the 4 stages. Found 1"),
+        ({"memory": float("nan")}, "`memory` should be a number of bytes above 0. Found nan"),
         ({"costs": Costs([1, 2], 0, 1, 1)}, "`forward` should have one value for each of the 4 stages. Found 2"),
     ],
 )
@@ -393,14 +427,16 @@ def test_bad_arguments_of_best(arguments: dict[str, object], message: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forward": -1}, "`forward` should be finite and at least 0. Found -1"),
-        ({"head": [1, -2]}, "`head` should be finite and at least 0. Found -2"),
-        ({"input_grad": float("nan")}, "`input_grad` should be finite and at least 0. Found nan"),
+        ({"forward": -1}, "`forward` should be from 0 to 1e\\+30. Found -1"),
+        ({"head": [1, -2]}, "`head` should be from 0 to 1e\\+30. Found -2"),
+        ({"input_grad": float("nan")}, "`input_grad` should be from 0 to 1e\\+30. Found nan"),
         ({"weight_grad": "1"}, "`weight_grad` should be a number, or one per stage. Found '1'"),
         ({"chain_share": 1.5}, "`chain_share` should be from 0 to 1. Found 1.5"),
+        ({"head": []}, "`head` should be a number, or one per stage. Found none"),
+        ({"forward": 10**400}, "`forward` should be from 0 to 1e\\+30. Found more"),
         ({"bandwidth": 0}, "`bandwidth` should be above 0"),
         ({"latency": [1, 2]}, "`latency` should be one number. Found"),
-        ({"overhead": float("inf")}, "`overhead` should be finite and at least 0. Found inf"),
+        ({"overhead": float("inf")}, "`overhead` should be from 0 to 1e\\+30. Found more"),
     ],
 )
 def test_bad_costs(arguments: dict[str, object], message: str) -> None:
@@ -414,6 +450,16 @@ def test_bad_simulations(cycles: int, jitter: float, message: str) -> None:
         simulate(of("local", 2, 1).schedule, REAL, cycles=cycles, jitter=jitter)
     with pytest.raises(ValueError, match="A rival should be one of gpipe.*Found 'gpip'.*gpipe"):
         rival("gpip", num_stages=2, num_microbatches=1, costs=REAL)
+    with pytest.raises(ValueError, match="`num_microbatches` should be an integer of at least 1. Found 0"):
+        rival("1f1b", num_stages=2, num_microbatches=0, costs=REAL)
+    with pytest.raises(ValueError, match="`chains` should be 'stored' or 'walked'. Found 'kept'"):
+        simulate(of("local", 2, 1).schedule, REAL, chains="kept")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`costs` should be a nwise.schedule.Costs. Found int"):
+        best("local", num_stages=2, num_microbatches=1, costs=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`schedule` should be a Schedule, such as .*Found Timed"):
+        simulate(of("local", 2, 1), REAL)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`num_microbatches` should be an integer of at least 1. Found 0"):
+        REAL.split_in(0)
 
 
 def test_credit_above_the_diagonal_and_costs_of_a_mini_batch() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, validate
+from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, timed, validate
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Word
-from nwise.schedule.orders import ALL, NONE, phase, schedule_of, skewed
+from nwise.schedule.orders import ALL, NONE, depth_first, phase, schedule_of, skewed
 
 COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
 
@@ -40,7 +40,10 @@ BROKEN: list[tuple[str, int, Callable[[Word], Word], str]] = [
     ("a send forgotten", 0, lambda w: without(w, Kind.SEND_ACTIVATION), r"stage 0.*Found no SX0\(0\)"),
     ("a receive forgotten", 1, lambda w: without(w, Kind.RECEIVE_GRADIENT), r"stage 1.*Found no RG1\(0.0\)"),
     ("used before it is received", 1, lambda w: moved(w, Kind.FORWARD, 0), r"Found F1\(0\) without the activation of stage 0"),
-    ("dropped too early", 1, lambda w: moved(w, Kind.DROP, 6), r"Found W1\(0\) without the activation of stage 1"),
+    ("dropped too early", 1, lambda w: moved(w, Kind.DROP, 6), r"after its last use. Found D1\(0\) with 2 of its"),
+    ("dropped before it is there", 0, lambda w: moved(w, Kind.DROP, 0), r"after its last use. Found D0\(0\) with"),
+    ("updated too early", 2, lambda w: (w[-1], *w[:-1]), r"update after all else of a mini-batch.*Found U2 with 18 actions"),
+    ("dropped after the update", 2, lambda w: (*w[:-2], w[-1], w[-2]), "Found U2 with 1 actions of its turn to come"),
     ("a head after its use", 1, lambda w: moved(w, Kind.HEAD, 9), r"Found I1\(0.0\) without the head of stage 1"),
     ("sent before it is made", 1, lambda w: moved(w, Kind.SEND_GRADIENT, 2), r"SG1\(0.0\) without message 0 of stage 1"),
     ("waits for each other", 1, lambda w: moved(w, Kind.RECEIVE_GRADIENT, 0), r"deadlock.*RG1\(0.0\), RX2\(0\), RX3\(0\)"),
@@ -57,6 +60,37 @@ def test_broken_lists(stage: int, change: Callable[[Word], Word], message: str) 
     with pytest.raises(ValueError, match=message):
         validate(good, lists=lists)
     validate(good)
+
+
+def test_turns_take_turns() -> None:
+    good = schedule("rotating-2", 4, 2)
+    swapped = [tuple(a for turn in (1, 0) for a in word if a.turn == turn) for word in good.lists]
+    with pytest.raises(ValueError, match=r"stage 0 should update.*turn after turn. Found U0/1 .* after 0 updates"):
+        validate(good, lists=swapped)
+
+
+def test_a_list_may_fuse_some_micro_batches_and_split_others() -> None:
+    flow = schedule("end-to-end", 2, 2).flows[0][0]
+    split = schedule_of("split", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
+    fused = schedule_of("fused", [[flow] * 2], lambda f, t: phase(f, t, fuse=ALL))
+    first = [a for a in fused.words[1] if a.microbatch == 0 and a.kind is not Kind.UPDATE]
+    second = [a for a in split.words[1] if a.microbatch == 1]
+    mixed = Schedule("mixed", split.flows, (split.words[0], (*first, *second, split.words[1][-1])))
+    validate(mixed)
+    assert timed(mixed, COSTS).period > 0
+
+
+def test_memory_is_that_of_the_lists_that_are_given() -> None:
+    flow = schedule("local", 2, 2).flows[0][0]
+    small = schedule_of("small", [[flow] * 2], lambda f, t: depth_first(f, t))
+    large = schedule_of("large", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
+    validate(large, lists=small.lists, costs=COSTS, memory=13)
+    with pytest.raises(ValueError, match="Found 23 with 2 micro-batches in flight"):
+        validate(small, lists=large.lists, costs=COSTS, memory=13)
+    with pytest.raises(ValueError, match="`memory` should be a number of bytes above 0. Found nan"):
+        validate(small, costs=COSTS, memory=float("nan"))
+    with pytest.raises(TypeError, match="`schedule` should be a Schedule, such as.*Found Timed"):
+        validate(timed(small, COSTS))  # type: ignore[arg-type]
 
 
 def test_a_deadlock_in_the_words_names_what_is_stuck() -> None:

@@ -34,11 +34,13 @@ class Profile:
         pieces: by the number of micro-batches that the mini-batch is cut into.
         device: where they were measured.
         batch_size: of the mini-batch.
+        spread: how much the rounds differ, half the distance between their quartiles over their median.
     """
 
     pieces: dict[int, list[Piece]]
     device: str
     batch_size: int
+    spread: float
 
 
 def profile(
@@ -47,7 +49,7 @@ def profile(
     microbatches: Sequence[int],
     *,
     device: torch.device,
-    rounds: int = 3,
+    rounds: int = 5,
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Profile:
     """Measure a recipe's network.
@@ -77,7 +79,15 @@ def profile(
         m: [_piece(bench, i, times[m, i], recipe.batch_size // m) for i in range(len(bench.names))]
         for m in microbatches
     }
-    return Profile(pieces, str(device), recipe.batch_size)
+    return Profile(pieces, str(device), recipe.batch_size, _spread(list(times.values())))
+
+
+def _spread(times: list[list[dict[str, float]]]) -> float:
+    totals = [sum(sum(found.values()) for found in column) for column in zip(*times, strict=True)]
+    if len(totals) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(totals, n=4, method="inclusive")
+    return (high - low) / 2 / middle
 
 
 def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> Piece:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 
 import nwise
@@ -28,7 +30,7 @@ _MOST = 20_000  # actions in one picture
 class Flow:
     """Draw which loss trains which stage, and what crosses each boundary."""
 
-    strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
+    strategy: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategies"])] = ("local", "2-wise", "end-to-end")
     """Which ones, a panel each, separated by spaces."""
     stages: int = 4
     """Number of stages."""
@@ -37,12 +39,12 @@ class Flow:
 
     def run(self, console: Console) -> int:
         check_format(self.out)
-        if not self.strategies:
-            raise ValueError("`strategies` should name at least one. Found none.")
+        if not self.strategy:
+            raise ValueError("`strategy` should name at least one. Found none.")
         if not 1 <= self.stages <= 32:
             raise ValueError(f"`stages` should be from 1 to 32, so that they can be drawn. Found {self.stages}.")
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        flow_figure([nwise.strategy(name) for name in self.strategies], self.stages, self.out)
+        flow_figure([nwise.strategy(name) for name in self.strategy], self.stages, self.out)
         console.print(f"Figure: {self.out}", soft_wrap=True, highlight=False)
         return OK
 
@@ -53,7 +55,7 @@ class Schedule:
 
     strategy: tuple[str, ...] = ("2-wise",)
     """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zero-bubble-lean, zero-bubble."""
-    stages: tuple[int, ...] = (4,)
+    stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (4,)
     """Number of stages; several for several pictures."""
     microbatches: tuple[int, ...] = (2,)
     """Micro-batches in a mini-batch, M; several for several pictures."""
@@ -61,7 +63,8 @@ class Schedule:
     """Of one micro-batch: paper (a slot for a forward and for each loss's pass, heads free), transformer, a list like
     forward=1,head=0.5,input_grad=1,weight_grad=1,latency=0.1 (of stages: head=0:0.5:0.5:1), or a JSON file of it."""
     stored: bool = False
-    """Price a W behind an I of the same cotangent as zero-bubble pipelines do, with every layer's cotangent stored."""
+    """Price a W behind an I of the same cotangent as zero-bubble pipelines do, with every layer's cotangent stored; else
+    it walks the chain of layers again, as in nwise's own stages."""
     batches: int = 2
     """Mini-batches to draw, from an empty pipeline on."""
     lists: bool = False
@@ -86,7 +89,9 @@ class Schedule:
         else:
             for picture in pictures:
                 console.print(f"[bold]{picture.title}[/]: {picture.caption}", highlight=False, soft_wrap=True)
-                console.print(terminal_grid(picture, console.width), end="", soft_wrap=True)
+                # What is piped on has no width.
+                width = console.width if console.is_terminal else sys.maxsize
+                console.print(terminal_grid(picture, width), end="", soft_wrap=True)
             console.print(legend(pictures), soft_wrap=True)
         if self.lists and not self.json:
             for picture in pictures:
@@ -109,7 +114,8 @@ class Schedule:
                     f"A picture should hold at most {_MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
                     "fewer stages, micro-batches or mini-batches."
                 )
-            title = f"{name}, A = {stages}, M = {m}" + (f", costs {costs}" if self.costs != ("paper",) else "")
+            walked = " (walked)" if name.startswith("zero-bubble") and not self.stored else ""
+            title = f"{name}{walked}, A = {stages}, M = {m}" + (f", costs {costs}" if len(self.costs) > 1 else "")
             yield Picture(title, timed, self.batches)
 
     def _timed(self, name: str, num_stages: int, m: int, text: str) -> Timed:

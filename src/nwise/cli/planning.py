@@ -7,13 +7,15 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from nwise.cli.output import OK, print_json
+from nwise.data import steps_per_epoch
 from nwise.flow import Flow
 from nwise.profile import Profile, profile
 from nwise.recipes import recipe as recipe_of
@@ -22,9 +24,13 @@ from nwise.schedule import plan as planner
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import costs_of, partition
+from nwise.schedule.verdict import verdict
 from nwise.training.trainer import device_of
 
 _GIB = 2.0**30
+_LEGEND = """* the recommendation; (walked): a W that follows an I of the same cotangent walks the chain of layers again
+speed: step of the best end-to-end pipeline over this one's; bound: distance from the shortest possible step
+held: micro-batches in flight on a stage; nwise: whether its own stages run it at this price"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,7 @@ class Plan:
     costs: str | None = None
     """Or plan for these costs of a whole mini-batch in one stage: transformer (the paper's), paper, a list like
     forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (of stages: head=0:0.5:0.5:1), or a JSON file of it."""
-    devices: int = 4
+    devices: Annotated[int, tyro.conf.arg(aliases=["--stages"])] = 4
     """Accelerators, one stage each, A."""
     memory: float | None = None
     """GiB that a device may use at most."""
@@ -44,13 +50,13 @@ class Plan:
     """Of every message: seconds, with `--costs` in their unit."""
     bandwidth: float | None = None
     """Of every link: GB a second, with `--costs` bytes in their unit of time."""
-    strategies: tuple[str, ...] = planner.STRATEGIES
+    strategies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategy"])] = planner.STRATEGIES
     """Which ones to try, separated by spaces."""
     microbatches: tuple[int, ...] = ()
     """Which M to try; default: powers of two up to 32 and the batch size."""
     batch_size: int | None = None
     """Samples in a mini-batch; default: the recipe's."""
-    rounds: int = 3
+    rounds: int = 5
     """How often everything is measured, with `--recipe`."""
     device: str = "auto"
     """Where to measure."""
@@ -86,12 +92,13 @@ class Plan:
             print_json(self._as_json(found, measured))
             return OK
         console.print(self._table(found, seconds))
+        console.print(_LEGEND, soft_wrap=True, highlight=False)
         if found.skipped:
-            names = ", ".join(f"{name} ({size / _GIB:.2f} GiB)" for name, size in found.skipped.items())
+            names = ", ".join(f"{name} ({size / 2**20:,.4g} MiB)" for name, size in found.skipped.items())
             console.print(f"Too large at any M: {names}.", soft_wrap=True, highlight=False)
         if measured is not None:
             self._print_cut(console, found, measured)
-        for line in found.verdict(_milliseconds if seconds else _plain):
+        for line in verdict(found, _milliseconds if seconds else _plain):
             console.print(f"- {line}", soft_wrap=True, highlight=False)
         return OK
 
@@ -114,8 +121,11 @@ class Plan:
         assert self.costs is not None
         costs = costs_of_text(self.costs)
         costs = dataclasses.replace(costs, **self._links(costs))
-        for name in ("forward", "head"):
-            costs.of(name, self.devices)  # the right number of stages
+        if self.memory is not None and costs.activation_bytes == Costs(0, 0, 0, 0).activation_bytes:
+            raise ValueError(
+                "`costs` should give `activation_bytes` (and `fixed_bytes`) if `memory` is limited: what a stage keeps of a "
+                f"mini-batch. Found none in {self.costs!r}."
+            )
         return (lambda flows, m: costs.split_in(m)), None, self.batch_size
 
     def _measured(self) -> tuple[planner.CostsOf, Profile, int]:
@@ -124,6 +134,7 @@ class Plan:
         changes: dict[str, Any] = {"device": self.device, "microbatches": 1}
         config = dataclasses.replace(config, **changes, batch_size=self.batch_size or config.batch_size)
         data, _ = config.load()
+        steps_per_epoch(len(data), config.batch_size)  # refuses mini-batches larger than the data
         found = profile(
             config,
             data,
@@ -148,34 +159,27 @@ class Plan:
 
     def _table(self, found: planner.Plan, seconds: bool) -> Table:
         unit = "ms" if seconds else "time"
-        table = Table(title=f"{self.devices} devices, each method at its best M", title_justify="left")
-        table.add_column("method", overflow="fold")
-        for heading in ("M", f"{unit}/step", "speed", "bound", "in flight", *(["MiB"] if seconds else [])):
+        plural = "s" if self.devices > 1 else ""
+        table = Table(title=f"{self.devices} device{plural}, each method at its best M", title_justify="left")
+        table.add_column("method", no_wrap=True, min_width=max(len(option.method) for option in found.options) + 2)
+        sized = seconds or self.memory is not None
+        for heading in ("M", unit, "speed", "bound", "held", *(["MiB"] if sized else []), "nwise"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("nwise", no_wrap=True)
         for option in found.options:
             speed = found.speedup(option)
-            over = option.period / option.timed.lower_bound - 1
+            over = planner.ratio(option.period, option.timed.lower_bound) - 1
+            chosen = option == found.recommended
             row = [
-                option.method,
+                f"{'*' if chosen else ' '} {option.method}",
                 str(option.num_microbatches),
                 f"{1e3 * option.period:.4g}" if seconds else f"{option.period:.4g}",
                 "–" if math.isnan(speed) else f"{speed:.2f}",
-                "optimal" if over < 1e-9 else f"+{100 * over:.1f} %",
+                "optimal" if over < 1e-9 else f"+{100 * over:.1f}%",
                 str(max(option.timed.in_flight)),
-                *([f"{max(option.timed.peak_bytes) / 2**20:,.0f}"] if seconds else []),
-                "runs it" if option.runs else "does not",
+                *([f"{max(option.timed.peak_bytes) / 2**20:,.4g}"] if sized else []),
+                "yes" if option.runs else "no",
             ]
-            table.add_row(*row, style="bold" if option == found.recommended else None)
-        table.caption = (
-            "speed: step of the best end-to-end pipeline over this one's\n"
-            "bound: how far from the shortest possible step of these actions\n"
-            "in flight: micro-batches that a stage holds\n"
-            "nwise: whether its own stages run it at this price, which stands for\n"
-            "    stored cotangents, or for chains walked again: (walked)\n"
-            "bold: the recommendation"
-        )
-        table.caption_justify = "left"
+            table.add_row(*row, style="bold" if chosen else None)
         return table
 
     def _print_cut(self, console: Console, found: planner.Plan, measured: Profile) -> None:
@@ -185,7 +189,8 @@ class Plan:
         names = [piece.name for piece in pieces]
         cut = ", ".join(names[start] for start in starts[1:]) or "nowhere"
         console.print(
-            f"Measured on {measured.device}, mini-batches of {measured.batch_size}. Cut for {chosen.method}: stages begin at "
+            f"Measured on {measured.device}, mini-batches of {measured.batch_size}; rounds differ by "
+            f"{100 * measured.spread:.0f} %, and smaller differences mean nothing. Cut for {chosen.method}: stages begin at "
             f"the start and at {cut}.",
             soft_wrap=True,
             highlight=False,
@@ -197,11 +202,11 @@ class Plan:
             "recommended": found.recommended.method,
             "options": [{**option.as_json(), "speedup": found.speedup(option)} for option in found.options],
             "too_large": found.skipped,
-            "verdict": found.verdict(),
+            "verdict": verdict(found, _milliseconds if measured else _plain),
         }
         if measured is not None:
             pieces = {m: list(map(dataclasses.asdict, pieces)) for m, pieces in measured.pieces.items()}
-            record["profile"] = {"device": measured.device, "batch_size": measured.batch_size, "pieces": pieces}
+            record["profile"] = {**dataclasses.asdict(measured), "pieces": pieces}
         return record
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture, batch_of, farthest_loss
+from nwise.report.grid import EXPLANATION, KIND_COLOURS, KIND_NAMES, Picture, batch_of, farthest_loss
 from nwise.schedule import Kind
 from nwise.schedule.simulate import Event
 
@@ -64,7 +64,7 @@ def explorer(pictures: Sequence[Picture], path: Path) -> None:
         legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
         hoverlabel={"align": "left"},
     )
-    figure.update_xaxes(title={"text": "time, in the unit of the costs", "standoff": 6}, rangemode="tozero")
+    figure.update_xaxes(title={"text": EXPLANATION, "standoff": 6, "font": {"size": 11}}, rangemode="tozero")
     figure.update_yaxes(range=_range(pictures[0]), dtick=1, tickprefix="stage ")
     figure.write_html(path, include_plotlyjs=True, full_html=True, config={"displaylogo": False, "responsive": True})
 
@@ -81,7 +81,7 @@ def _bars(graph: Any, picture: Picture, events: Sequence[Event], kind: Kind, nam
             "line": {"color": "white", "width": 1},
             "pattern": {"shape": ["/" if batch_of(event, picture) % 2 else "" for event in events], "size": 5},
         },
-        text=[str(event.action.microbatch) for event in events],
+        text=[_label(picture, event) for event in events],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
@@ -89,6 +89,11 @@ def _bars(graph: Any, picture: Picture, events: Sequence[Event], kind: Kind, nam
         hoverinfo="text",
         visible=visible,
     )
+
+
+def _label(picture: Picture, event: Event) -> str:
+    loss = farthest_loss(event, picture)
+    return f"{event.action.microbatch}" + ("" if loss is None else f"<sub>{loss}</sub>")
 
 
 def _hover(picture: Picture, event: Event, name: str) -> str:

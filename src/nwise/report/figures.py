@@ -75,7 +75,8 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
     colour of the farthest loss that they carry.
     """
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
-        turns = [(strategy, turn) for strategy in strategies for turn in range(strategy.turns)]
+        phases = [strategy.in_force(first) for strategy in strategies for first, _ in strategy.phases()]
+        turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
         columns = min(len(turns), max(1, 12 // num_stages))
         if len(turns) == columns + 1 and columns > 1:
             columns = -(-len(turns) // 2)  # rather two rows than one panel alone

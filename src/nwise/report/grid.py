@@ -24,7 +24,7 @@ KIND_COLOURS = {
     Kind.HEAD: "#bbbbbb",
     Kind.INPUT_GRAD: COLOURS[4],
     Kind.WEIGHT_GRAD: COLOURS[2],
-    Kind.BOTH: COLOURS[1],
+    Kind.BOTH: COLOURS[3],
     Kind.UPDATE: "#222222",
 }
 KIND_NAMES = {
@@ -35,8 +35,11 @@ KIND_NAMES = {
     Kind.BOTH: "both gradients",
     Kind.UPDATE: "update",
 }
-_EXPLANATION = "numbers are micro-batches, small ones the loss a gradient comes from; every other mini-batch is hatched"
-_CELL = 3  # characters of the shortest action in a terminal
+_LONGEST = 300  # times as long as the shortest action that is drawn in a terminal
+EXPLANATION = (
+    "time, in the unit of the costs; numbers are micro-batches, small ones the loss that a gradient comes from; "
+    "every other mini-batch is hatched"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +102,38 @@ def terminal_grid(picture: Picture, width: int) -> Text:
         width: of the terminal, in characters; what does not fit is left out, and it is said so.
     """
     events = picture.events()
-    shortest = min(event.end - event.start for event in events)
-    label = len(f"stage {picture.timed.schedule.num_stages - 1} ")
-    room = max(_CELL, width - label - 2)
-    grid = Text()
-    cut = False
-    for k in range(picture.timed.schedule.num_stages):
-        grid.append(f"stage {k} ".rjust(label))
+    stages = [f"stage {k} " for k in range(picture.timed.schedule.num_stages)]
+    margin = max(map(len, stages))
+    if not events:
+        return Text("nothing takes any time\n", "dim")
+    # The shortest action has room for its name and a space.
+    cell = max(len(_name(event)) for event in events) + 1
+    last = max(event.end for event in events)
+    scale = cell / max(last / _LONGEST, min(event.end - event.start for event in events))
+    grid, cut = Text(), False
+    for k, stage in enumerate(stages):
+        grid.append(stage.rjust(margin))
         at = 0
         for event in (e for e in events if e.action.stage == k):
-            begin, end = (round(_CELL * t / shortest) for t in (event.start, event.end))
-            if end > room:
+            begin, end = round(scale * event.start), round(scale * event.end)
+            if end > max(cell, width - margin - 1):
                 cut = True
                 break
-            grid.append("".join("·" if (at + i) % _CELL == 1 else " " for i in range(begin - at)), "dim")
-            name = f"{event.action.kind.value}{event.action.microbatch}"
-            colour = KIND_COLOURS[event.action.kind]
-            text = name[: end - begin - 1].ljust(end - begin - 1)
+            grid.append("".join("·" if i % cell == 1 and i < begin - at - 1 else " " for i in range(begin - at)), "dim")
             shade = "white" if event.action.kind is Kind.UPDATE else "black"
-            grid.append(text, f"{shade} on {colour}" + (" bold" if batch_of(event, picture) % 2 else ""))
-            grid.append(" ")
-            at = end
+            style = f"{shade} on {KIND_COLOURS[event.action.kind]}" + (" bold" if batch_of(event, picture) % 2 else "")
+            if end > begin:  # much shorter than the others otherwise
+                grid.append(_name(event)[: end - begin].ljust(end - begin - 1, "─"), style)
+                grid.append(" " * (end - begin > len(_name(event)[: end - begin])))
+                at = end
         grid.append("\n")
     if cut:
         grid.append("(cut at the right; a wider terminal or --out FILE shows more)\n", "dim")
     return grid
+
+
+def _name(event: Event) -> str:
+    return f"{event.action.kind.value}{event.action.microbatch}"
 
 
 def legend(pictures: Sequence[Picture]) -> Text:
@@ -142,6 +152,8 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     """Grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
         drawn = [picture.events() for picture in pictures]
+        if not all(drawn):
+            raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
         longest = max(event.end for events in drawn for event in events)
         shortest = min(e.end - e.start for events in drawn for e in events if e.action.kind is not Kind.UPDATE)
         stages = [picture.timed.schedule.num_stages for picture in pictures]
@@ -157,7 +169,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         ]
         columns = min(len(kinds), max(2, int(width // 1.9)))
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
-        panels[-1].set_xlabel(textwrap.fill(_EXPLANATION, int(15 * width)), fontsize=8, color="#555555")
+        panels[-1].set_xlabel(textwrap.fill(EXPLANATION, int(15 * width)), fontsize=8, color="#555555")
         figure.savefig(path, dpi=150)
 
 

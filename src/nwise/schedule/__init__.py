@@ -7,21 +7,24 @@ RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) D3
 """
 
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.best import Timed, best, timed
-from nwise.schedule.costs import PAPER, Chains, Costs
+from nwise.schedule.best import DoesNotFit, best
+from nwise.schedule.costs import PAPER, TRANSFORMER, Chains, Costs
 from nwise.schedule.lists import Schedule
 from nwise.schedule.paper import Slot, fit_slot, paper_time
 from nwise.schedule.rivals import RIVALS, rival
 from nwise.schedule.simulate import Timeline, simulate
+from nwise.schedule.timed import Timed, timed
 from nwise.schedule.validate import Buffer, validate
 
 __all__ = [
     "PAPER",
     "RIVALS",
+    "TRANSFORMER",
     "Action",
     "Buffer",
     "Chains",
     "Costs",
+    "DoesNotFit",
     "Kind",
     "Schedule",
     "Slot",

@@ -25,6 +25,8 @@ from nwise.schedule.orders import NONE, depth_first
 Matrix = NDArray[np.float64]
 
 _CLOSE = 1e-9
+# Pairs of actions that are compared at most; of larger schedules only cheaper bounds are looked at.
+_MOST_EFFORT = 2e8
 
 
 def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
@@ -44,7 +46,17 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
                 down[k] += sizes[k] / costs.bandwidth if k < num_stages - 1 else 0.0
                 up[k] += len(stage.messages) * sizes[k - 1] / costs.bandwidth if k else 0.0
             work[k] += price.update
-    return max(*work, *down, *up)
+    return max(*work, *down, *up, *_held_back(flows, costs, num_stages))
+
+
+def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
+    """Where nothing flows back, a forward waits until its activation of the mini-batch before has been taken."""
+    sizes, forwards = costs.of("message_bytes", num_stages), costs.of("forward", num_stages)
+    return [
+        forwards[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
+        for k in range(num_stages - 1)
+        if not any(flow.stages[k + 1].messages for batch in flows for flow in batch)
+    ]
 
 
 def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = np.inf) -> float:
@@ -53,13 +65,17 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = n
     Args:
         flows: of every micro-batch, ``[turns][M]``.
         costs: see `Costs`.
-        enough: a time that is known to be possible; a bound that meets it is not looked for further.
+        enough: a time that is known to be possible; a bound that meets it is not looked for further. That of large
+            schedules is only looked for cheaply, which makes it less sharp.
     """
-    if len(flows) == 1:
+    known = resource_bound(flows, costs)
+    num_stages = len(flows[0][0].stages)
+    effort = num_stages**2 * (len(flows[0]) * max(map(_actions, flows[0]))) ** 2
+    if len(flows) == 1 and effort < _MOST_EFFORT:
         # A stage with itself is most often the longest cycle, and much less work than all pairs.
-        alone = np.diag(_least_times(flows[0], costs, pairs=False)).max()
-        if alone >= enough * (1 - _CLOSE):
-            return float(alone)
+        known = max(known, float(np.diag(_least_times(flows[0], costs, pairs=False)).max()))
+    if known >= enough * (1 - _CLOSE) or effort * num_stages > _MOST_EFFORT:
+        return known
     matrices: dict[tuple[Flow, ...], Matrix] = {}
     least: Matrix | None = None
     for batch in map(tuple, flows):
@@ -68,7 +84,12 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = n
         this = matrices[batch]
         least = this if least is None else (least[:, :, None] + this[None, :, :]).max(axis=1)
     assert least is not None
-    return max(resource_bound(flows, costs), _longest_cycle(least))
+    return max(known, _longest_cycle(least))
+
+
+def _actions(flow: Flow) -> int:
+    """The most that a stage has to do for a micro-batch."""
+    return max(2 + len(stage.messages) + stage.head for stage in flow.stages)
 
 
 def _least(price: Prices, action: Action, flow: Flow) -> float:

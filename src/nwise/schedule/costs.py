@@ -18,6 +18,8 @@ from nwise.schedule.actions import Action, Kind
 Chains = Literal["stored", "walked"]
 Scalars = float | Sequence[float]
 
+_LARGEST = 1e30  # so that sums stay finite
+
 _PER_STAGE = (
     "forward",
     "head",
@@ -76,6 +78,8 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             many = isinstance(value, Sequence) and not isinstance(value, str)
+            if many and not value:
+                raise ValueError(f"`{field.name}` should be a number, or one per stage. Found none.")
             if many and field.name in _PER_STAGE:
                 object.__setattr__(self, field.name, tuple(value))
             for number in value if many else [value]:
@@ -104,6 +108,7 @@ class Costs:
         (`update`), or kept always.
         """
         divided = ("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes")
+        check_counts(num_microbatches=num_microbatches)
         changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in divided}
         return replace(self, **changes)
 
@@ -112,9 +117,22 @@ def _check(name: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise ValueError(f"`{name}` should be a number, or one per stage. Found {number!r}.")
     endless = name == "bandwidth"
-    if math.isnan(number) or number < 0 or (math.isinf(number) and not endless):
-        limit = "above 0" if endless else "finite and at least 0"
-        raise ValueError(f"`{name}` should be {limit}. Found {number}.")
+    if not (0 <= number <= _LARGEST or (endless and number > 0)):
+        limit = "above 0" if endless else f"from 0 to {_LARGEST:g}"
+        raise ValueError(f"`{name}` should be {limit}. Found {'more' if number > _LARGEST else number}.")
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse numbers of stages or micro-batches that cannot be."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` should be an integer of at least 1. Found {value!r}.")
+
+
+def check_chains(chains: str) -> None:
+    """Refuse what is no way to price a chain."""
+    if chains not in ("stored", "walked"):
+        raise ValueError(f"`chains` should be 'stored' or 'walked'. Found {chains!r}.")
 
 
 def _divide(value: Scalars, by: int) -> Scalars:
@@ -210,11 +228,15 @@ def _from_pairs(text: str) -> dict[str, Any]:
             raise ValueError(
                 f"Costs should be {', '.join(PRESETS)}, or like forward=1,head=0.5,input_grad=1,weight_grad=1. Found {part!r}."
             ) from error
+        if name.strip() in values:
+            raise ValueError(f"Costs should give {name.strip()} once. Found it twice in {text!r}.")
         values[name.strip()] = found if len(found) > 1 else found[0]
     return values
 
 
 def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"Costs should be in a JSON file. Found no file {path}.")
     try:
         values = json.loads(path.read_text())
     except ValueError as error:

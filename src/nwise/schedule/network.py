@@ -4,7 +4,7 @@ Machines are the stages and, where bandwidth is finite, the links, which pass me
 they are sent. Each machine works through its word of nodes; a node starts once its machine is free and all that
 it needs has arrived. From one mini-batch to the next two things are carried: a machine starts again when it has
 finished its word (so a stage's forward comes after its own update, and nothing else synchronises stages), and
-where no gradient flows back over a boundary, a stage sends an activation only after the one of the mini-batch
+where no gradient flows back over a boundary, a stage starts a forward only after its activation of the mini-batch
 before has been taken, so that no more than a mini-batch of them ever waits.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.costs import Chains, Costs, prices
+from nwise.schedule.costs import Chains, Costs, check_chains, prices
 from nwise.schedule.lists import Product, Schedule, needs, product, stuck_message
 
 
@@ -42,6 +42,7 @@ class Network:
 
 def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Network:
     """The network of a schedule."""
+    check_chains(chains)
     num_stages = schedule.num_stages
     price = prices(costs, num_stages)
     flows = schedule.flows

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nwise.schedule.costs import check_counts
+
 # Of the paper's Transformers, seconds.
 C0, C1 = 0.025, 1.279
 POWERS = (1, 2, 4, 8, 16, 32)
@@ -37,9 +39,7 @@ def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:
     >>> paper_time(4, 1, 2), paper_time(4, 2, 2), paper_time(4, 4, 4)
     (4, 6, 14)
     """
-    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches), ("n", n)):
-        if value < 1:
-            raise ValueError(f"`{name}` should be at least 1. Found {value}.")
+    check_counts(num_stages=num_stages, num_microbatches=num_microbatches, n=n)
     n = min(n, num_stages)
     if num_microbatches == 1:
         return 2 * n
@@ -107,8 +107,8 @@ def fit_slot(measured: Mapping[tuple[int, int, int], float]) -> Slot:
     for cell, seconds in measured.items():
         if not 0 < seconds < np.inf:
             raise ValueError(f"`measured` should hold finite times above 0. Found {seconds} at A, M, N = {cell}.")
-    rows = np.array([[1.0, 1.0 / m] for _, m, _ in measured])
     slots = np.array([paper_time(*cell) for cell in measured])
+    rows = np.array([[1.0, 1.0 / m] for _, m, _ in measured])
     rows = rows * (slots / np.array(list(measured.values())))[:, None]
     options = []
     for columns in ([0, 1], [0], [1]):  # a negative part is set to 0, and the other one fitted alone

@@ -71,9 +71,10 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
             return work(pieces[first:], [f.stages[k] for f in flows]), (first,)
         options: list[tuple[float, tuple[int, ...]]] = []
         for end in range(first + 1, len(pieces) - left + 2):
-            here = work(pieces[first:end], [f.stages[k] for f in flows])
-            if options and here > min(options)[0]:
-                break  # more pieces only add to it
+            stages = [f.stages[k] for f in flows]
+            here = work(pieces[first:end], stages)
+            if options and here - pieces[end - 1].head > min(options)[0]:
+                break  # more pieces only add to it, but for the head, which is that of the last one
             later, starts = best(k + 1, end)
             options.append((max(here, later), (first, *starts)))
         return min(options)

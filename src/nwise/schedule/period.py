@@ -72,7 +72,10 @@ def critical_cycle(net: Network) -> Cycle:
         for token in risen:
             potential[token] = ends[token] - bound
         cycle = _longest(arcs)
-        if cycle is not None and cycle.period > bound + slack:
+        if cycle is not None:
+            # Tokens that drive each other up lie on a cycle that is longer; if only by rounding, it is the longest.
+            if cycle.period <= bound:
+                return best
             best, bound, arcs = cycle, cycle.period, {}
 
 

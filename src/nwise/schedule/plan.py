@@ -6,16 +6,21 @@ pipelines do; nwise's own stages walk the chain again. Where that makes a method
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nwise.credit import EndToEnd, Local, NWise, Strategy
+import torch
+
+from nwise.credit import EndToEnd, Local, Strategy
 from nwise.flow import Flow
-from nwise.schedule.best import DoesNotFit, Timed, best, flows_of
+from nwise.schedule.best import DoesNotFit, best, flows_of
 from nwise.schedule.bounds import resource_bound
-from nwise.schedule.costs import Chains, Costs
+from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.rivals import RIVALS, rival
+from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
+from nwise.strategy import Switch
 from nwise.strategy import strategy as strategy_of
 
 STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "5-wise")
@@ -52,7 +57,12 @@ class Option:
     @property
     def end_to_end(self) -> bool:
         """Whether it computes the gradients of ordinary training."""
-        return self.name in RIVALS or strategy_of(self.name) == EndToEnd()
+        return self.name in (*RIVALS, "end-to-end")
+
+    @property
+    def comparable(self) -> bool:
+        """Whether its gradients cross borders and are not stale, so that steps may be compared with end-to-end's."""
+        return self.name != "local" and (self.end_to_end or not strategy_of(self.name).asynchronous)
 
     @property
     def runs(self) -> bool:
@@ -80,75 +90,47 @@ class Plan:
 
     Args:
         num_stages: A.
+        microbatches: numbers M that were tried.
         options: every method at its best M, the fastest first.
         skipped: methods that do not fit the memory at any M, with the bytes a stage that they would need.
     """
 
     num_stages: int
+    microbatches: tuple[int, ...]
     options: tuple[Option, ...]
     skipped: dict[str, float]
 
     @property
     def rival(self) -> Option | None:
-        """The fastest end-to-end pipeline."""
-        return next((option for option in self.options if option.end_to_end), None)
+        """The fastest end-to-end pipeline; of equal ones one that nwise runs, with the fewest micro-batches in flight."""
+        return min((option for option in self.options if option.end_to_end), key=_preference, default=None)
+
+    @property
+    def own_rival(self) -> Option | None:
+        """The fastest end-to-end pipeline that nwise runs."""
+        return min(
+            (option for option in self.options if option.end_to_end and option.runs), key=_preference, default=None
+        )
 
     @property
     def recommended(self) -> Option:
         """The fastest step among end-to-end pipelines and strategies whose gradients cross borders.
 
         End-to-end needs the fewest steps, so it is recommended wherever it is not slower; strategies only at the price at
-        which nwise runs them. Local training is left out: its step is nearly always the fastest, and whether its
-        quality is enough is not a question of time.
+        which nwise runs them. Local training and Hogwild are left out: their steps are nearly always the fastest, and
+        whether their quality is enough is not a question of time.
         """
-        crossing = [option for option in self.options if option.end_to_end or (option.runs and option.name != "local")]
-        return min(crossing or self.options, key=lambda option: (_rounded(option), not option.end_to_end))
+        crossing = [option for option in self.options if option.end_to_end or (option.runs and option.comparable)]
+        return min(crossing or self.options, key=_preference)
 
     def speedup(self, option: Option) -> float:
         """Time of the fastest end-to-end pipeline over the option's; nan if there is none."""
-        return float("nan") if self.rival is None else self.rival.period / option.period
+        return float("nan") if self.rival is None else ratio(self.rival.period, option.period)
 
-    def verdict(self, show: Callable[[float], str] = "{:.4g}".format) -> list[str]:
-        """Who wins, by how much, and what has to be true for the others to be worth it; sentences.
 
-        Args:
-            show: a time as text.
-        """
-        rival, chosen = self.rival, self.recommended
-        if rival is None:
-            return [f"No end-to-end pipeline fits the memory; of what does, {_named(chosen)} is the fastest."]
-        if chosen.end_to_end:
-            lines = [
-                f"Use {_named(chosen)}: no strategy with a window has a shorter step, and end-to-end needs the fewest."
-            ]
-        else:
-            lines = [
-                f"{_named(chosen)} has the shortest step, {_percent(self.speedup(chosen))} faster than the best "
-                f"end-to-end pipeline, {_named(rival)}."
-            ]
-        if not rival.runs:
-            own = next((o for o in self.options if o.end_to_end and o.runs), None)
-            lines.append(
-                f"{rival.method} needs every layer's cotangent stored between I and W, which nwise's own stages do not do"
-                + (
-                    f"; the fastest end-to-end pipeline that nwise runs is {_named(own)}, {show(own.period)} a step."
-                    if own
-                    else "."
-                )
-            )
-        for option in self.options:
-            if not option.end_to_end and option.runs:
-                lines.append(self._worth(option))
-        return lines
-
-    def _worth(self, option: Option) -> str:
-        speedup = self.speedup(option)
-        if speedup <= 1:
-            return f"{option.name} is not worth its time here: its step is {_percent(1 / speedup)} slower than end-to-end's."
-        return (
-            f"{option.name} is worth it if it reaches your quality in fewer than {speedup:.2f} times the steps that "
-            "end-to-end needs."
-        )
+def ratio(time: float, other: float) -> float:
+    """How many times as long; 1 for two that take no time."""
+    return time / other if other else 1.0 if not time else float("inf")
 
 
 def plan(
@@ -180,12 +162,14 @@ def plan(
     """
     if not microbatches:
         raise ValueError("`microbatches` should hold at least one number to try. Found none.")
+    check_counts(num_stages=num_stages)
+    check_memory(memory)
     found: dict[tuple[str, Chains], list[Option]] = {}
     least: dict[str, float] = {}
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
         known = min((option.period for option in found.get((name, chains), [])), default=float("inf"))
-        if _at_least(name, m, costs_of, num_stages) >= known:
+        if _at_least(name, m, costs_of, num_stages) > known * (1 + CLOSE):
             continue  # whatever the order, it is not faster than the same with another M
         timed = _time(name, chains, m, costs_of, num_stages, memory)
         if isinstance(timed, DoesNotFit):
@@ -195,24 +179,35 @@ def plan(
     if not found:
         name, needed = min(least.items(), key=lambda item: item[1])
         raise DoesNotFit(f"{name}, the smallest of all methods,", needed, memory or 0.0)
-    fastest = {key: min(options, key=lambda o: (_rounded(o), o.num_microbatches)) for key, options in found.items()}
-    ranked = sorted(_told_apart(fastest), key=lambda o: (_rounded(o), not o.end_to_end))
-    return Plan(
-        num_stages, tuple(ranked), {name: least[name] for name in least if not any(o.name == name for o in ranked)}
-    )
+    fastest = {
+        key: min(options, key=lambda o: (rounded(o.period), o.num_microbatches)) for key, options in found.items()
+    }
+    ranked = sorted(_told_apart(fastest), key=_preference)
+    skipped = {name: size for name, size in least.items() if not any(option.name == name for option in ranked)}
+    return Plan(num_stages, tuple(microbatches), tuple(ranked), skipped)
 
 
 def _methods(strategies: Sequence[str], num_stages: int) -> list[tuple[str, Chains]]:
     """Rivals, nwise's own end-to-end, and strategies that are not end-to-end at this depth, in both prices."""
     methods: list[tuple[str, Chains]] = [(name, "stored") for name in RIVALS]
     methods += [("zero-bubble", "walked"), ("end-to-end", "walked")]
-    for name in dict.fromkeys(strategies):
-        rule = strategy_of(name)
-        if rule in (NWise(1), Local()):
-            methods.append(("local", "walked"))
-        elif rule != EndToEnd() and not (isinstance(rule, NWise) and rule.n >= num_stages):
-            methods += [(name, "stored"), (name, "walked")]
-    return methods
+    for rule in dict.fromkeys(map(strategy_of, strategies)):
+        if not _computes(rule, EndToEnd(), num_stages):
+            local = _computes(rule, Local(), num_stages)
+            methods += [("local", "walked")] if local else [(rule.name, "stored"), (rule.name, "walked")]
+    return list(dict.fromkeys(methods))
+
+
+def _computes(rule: Strategy, other: Strategy, num_stages: int) -> bool:
+    """Whether two strategies are the same at this number of stages."""
+    if isinstance(rule, Switch):
+        raise ValueError(
+            f"`strategies` should each hold at every step. Found {rule.name!r}, which switches; give its parts, one by one."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of windows longer than the network
+        credits = [rule.credit(num_stages, turn) for turn in range(rule.turns)]
+    return not rule.asynchronous and all(torch.equal(credit, other.credit(num_stages)) for credit in credits)
 
 
 def _told_apart(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
@@ -222,14 +217,14 @@ def _told_apart(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
         if other is None:
             yield option
         elif chains == "walked":
-            yield replace(option, again=_rounded(option) > _rounded(other))
-        elif _rounded(option) < _rounded(other):
+            yield replace(option, again=rounded(option.period) > rounded(other.period))
+        elif rounded(option.period) < rounded(other.period):
             yield option
 
 
-def _rounded(option: Option) -> float:
-    """The period without what is rounding."""
-    return float(f"{option.period:.9e}")
+def _preference(option: Option) -> tuple[float, bool, bool, int]:
+    """The smallest is the best: the fastest; then end-to-end, what nwise runs, and little in flight."""
+    return (rounded(option.period), not option.end_to_end, not option.runs, max(option.timed.in_flight))
 
 
 def _at_least(name: str, m: int, costs_of: CostsOf, num_stages: int) -> float:
@@ -255,12 +250,3 @@ def _time(
         return best(rule, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains, memory=memory)
     except DoesNotFit as error:
         return error
-
-
-def _named(option: Option) -> str:
-    return f"{option.method} with M = {option.num_microbatches}"
-
-
-def _percent(ratio: float) -> str:
-    percent = 100 * (ratio - 1)
-    return f"{percent:.0f} %" if percent >= 2 else f"{percent:.1f} %"

@@ -18,10 +18,11 @@ from nwise.credit import EndToEnd
 from nwise.flow import Flow
 from nwise.hint import hint
 from nwise.schedule import orders
-from nwise.schedule.best import Timed, flows_of, timed
-from nwise.schedule.costs import Chains, Costs
+from nwise.schedule.best import flows_of
+from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
+from nwise.schedule.timed import Timed, rounded, timed
 
 RIVALS = ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
 
@@ -41,9 +42,10 @@ def rival(name: str, *, num_stages: int, num_microbatches: int, costs: Costs, ch
     """
     if name not in RIVALS:
         raise ValueError(f"A rival should be one of {', '.join(RIVALS)}. Found {name!r}.{hint(name, RIVALS)}")
+    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     flows = flows_of(EndToEnd(), num_stages, num_microbatches)
     found = [timed(schedule, costs, chains) for schedule in _schedules(name, flows, costs, chains)]
-    return min(found, key=lambda t: (float(f"{t.period:.9e}"), max(t.in_flight)))
+    return min(found, key=lambda t: (rounded(t.period), max(t.in_flight)))
 
 
 def _schedules(name: str, flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> list[Schedule]:

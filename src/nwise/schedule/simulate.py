@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.costs import Chains, Costs
+from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.lists import Schedule
 from nwise.schedule.network import Network, Run, network, run
 
@@ -119,13 +119,19 @@ class Timeline:
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """Share of the steady period that each stage works."""
-        whole = self.period * self.cycles * len(self.schedule.flows)
-        return tuple(busy / whole if whole else 0.0 for busy in self.busy)
+        """Share of the second half of the run that each stage works, from the end of one of its lists to the end of
+        another."""
+        half, shares = len(self.runs) // 2, []
+        for word in self.net.words[: self.net.num_stages]:
+            begin = self.runs[half - 1].end[word[-1]] if half else 0.0
+            length = self.runs[-1].end[word[-1]] - begin
+            busy = sum(found.end[node] - found.start[node] for found in self.runs[half:] for node in word)
+            shares.append(busy / length if length else 0.0)
+        return tuple(shares)
 
     @property
     def bubble(self) -> float:
-        """Share of the steady period that stages wait, the mean over stages."""
+        """Share of the second half of the run that stages wait, the mean over stages."""
         return 1.0 - sum(self.utilisation) / len(self.utilisation)
 
     @cached_property
@@ -228,17 +234,23 @@ def simulate(
     >>> simulate(found.schedule, PAPER).period == found.period == 6
     True
     """
-    if isinstance(cycles, bool) or not isinstance(cycles, int) or cycles < 1:
-        raise ValueError(f"`cycles` should be an integer of at least 1. Found {cycles!r}.")
-    if not 0 <= jitter < math.inf:
-        raise ValueError(f"`jitter` should be finite and at least 0. Found {jitter}.")
+    check_counts(cycles=cycles)
+    if not 0 <= jitter <= 10:
+        raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
+        )
     net = network(schedule, costs, chains)
     numbers = random.Random(seed)
     free = [0.0] * len(net.words)
     taken: dict[int, float] = {}
     runs = []
     for _ in range(cycles):
-        times = [t * math.exp(jitter * numbers.gauss(0, 1)) for t in net.duration] if jitter else net.duration
+        times = list(net.duration)
+        if jitter:
+            for node in (node for word in net.words[: net.num_stages] for node in word):
+                times[node] *= math.exp(jitter * numbers.gauss(0, 1))
         found = run(net, free, taken, times)
         free = [found.end[word[-1]] if word else 0.0 for word in net.words]
         taken = {node: found.start[taker] for node, taker in net.taken.items()}

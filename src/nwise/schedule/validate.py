@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
-from nwise.schedule.best import peak_bytes
 from nwise.schedule.costs import Costs
 from nwise.schedule.lists import Product, Schedule, Word, needs, product, stuck_message
+from nwise.schedule.timed import check_memory, peak_bytes
 
 _SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
 _RECEIVES = frozenset(_SENDS.values())
@@ -56,6 +57,10 @@ def validate(
     Raises:
         ValueError: the first thing that is wrong, with the actions it is about.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
+        )
     lists = schedule.lists if lists is None else lists
     if len(lists) != schedule.num_stages:
         raise ValueError(
@@ -70,11 +75,13 @@ def validate(
             raise ValueError(
                 "`costs` should be given with `memory`, since they say what a micro-batch needs. Found none."
             )
-        for k, needed in enumerate(peak_bytes(schedule, costs)):
+        check_memory(memory)
+        in_flight = [_most_held(word) for word in lists]
+        for k, needed in enumerate(peak_bytes(in_flight, costs)):
             if needed > memory:
                 raise ValueError(
-                    f"Stage {k} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with "
-                    f"{schedule.in_flight[k]} micro-batches in flight; choose an order with fewer, or smaller micro-batches."
+                    f"Stage {k} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with {in_flight[k]} "
+                    "micro-batches in flight; choose an order with fewer, or smaller micro-batches."
                 )
     return buffers(schedule)
 
@@ -89,14 +96,20 @@ def buffers(schedule: Schedule) -> list[Buffer]:
     return found
 
 
-def _expected(k: int, flows: Sequence[Sequence[Flow]], fused: bool) -> Counter[Action]:
-    """All actions of a stage."""
+def _most_held(word: Word) -> int:
+    """The most micro-batches between their forward and their drop."""
+    changes = ((action.kind is Kind.FORWARD) - (action.kind is Kind.DROP) for action in word)
+    return max(accumulate(changes), default=0)
+
+
+def _expected(k: int, flows: Sequence[Sequence[Flow]], fused: set[tuple[int, int]]) -> Counter[Action]:
+    """All actions of a stage; micro-batches of which turns fuse I and W is left to the list."""
     found: Counter[Action] = Counter()
     for turn, batch in enumerate(flows):
         found[Action(Kind.UPDATE, k, 0, None, turn)] += 1
         for m, flow in enumerate(batch):
             stage = flow.stages[k]
-            computed = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=fused, turn=turn)]
+            computed = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=(m, turn) in fused, turn=turn)]
             last = k == len(flow.stages) - 1
             above = [] if last else range(len(flow.stages[k + 1].messages))
             found.update(computed)
@@ -112,8 +125,7 @@ def _expected(k: int, flows: Sequence[Sequence[Flow]], fused: bool) -> Counter[A
 
 def _check_complete(k: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None:
     found = Counter(word)
-    fused = any(action.kind is Kind.BOTH for action in word)
-    expected = _expected(k, flows, fused)
+    expected = _expected(k, flows, {(a.microbatch, a.turn) for a in word if a.kind is Kind.BOTH})
     if found == expected:
         return
     missing, extra = expected - found, found - expected
@@ -137,7 +149,7 @@ def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None
     sent: set[Action] = set()
     waiting: dict[Action, int] = {}
     place = [0] * len(lists)
-    stages = [_Holdings(k, flows) for k in range(len(lists))]
+    stages = [_Holdings(k, word, flows) for k, word in enumerate(lists)]
     ready = list(range(len(lists)))
     while ready:
         k = ready.pop()
@@ -162,24 +174,42 @@ def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None
 class _Holdings:
     """What a stage holds of each micro-batch while it runs its list."""
 
-    def __init__(self, stage: int, flows: Sequence[Sequence[Flow]]) -> None:
+    def __init__(self, stage: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None:
         self._stage = stage
         self._flows = flows
         self._held: dict[tuple[int, int], set[Product]] = {}
+        self._updates = 0
+        # What is still to come, of each micro-batch before its drop, and of each turn before its update.
+        self._left = Counter((a.microbatch, a.turn) for a in word if a.kind not in (Kind.UPDATE, Kind.DROP))
+        self._turn_left = Counter(a.turn for a in word if a.kind is not Kind.UPDATE)
 
     def run(self, action: Action) -> None:
-        """Take notice of an action, or refuse it for what is not there."""
+        """Take notice of an action, or refuse it for what is not there or comes too late."""
         kind, k, m, q, turn = action
         if kind is Kind.UPDATE:
+            if self._turn_left[turn] or turn != self._updates:
+                raise ValueError(
+                    f"The list of stage {self._stage} should update after all else of a mini-batch, turn after turn. Found "
+                    f"{action} with {self._turn_left[turn]} actions of its turn to come, after {self._updates} updates."
+                )
+            self._updates += 1
             return
+        self._turn_left[turn] -= 1
+        if kind is Kind.DROP:
+            if self._left[m, turn]:
+                raise ValueError(
+                    f"The list of stage {self._stage} should drop a micro-batch after its last use. Found {action} with "
+                    f"{self._left[m, turn]} of its actions to come."
+                )
+            del self._held[m, turn]
+            return
+        self._left[m, turn] -= 1
         held = self._held.setdefault((m, turn), set())
         if kind is Kind.RECEIVE_ACTIVATION:
             held.add(("F", k - 1, m, turn))
         elif kind is Kind.RECEIVE_GRADIENT:
             assert q is not None
             held.add((q, k + 1, m, turn))
-        elif kind is Kind.DROP:
-            del self._held[m, turn]
         elif kind in _SENDS:
             self._check(("F" if q is None else q, k, m, turn), held, action)
         else:

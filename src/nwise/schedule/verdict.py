@@ -1,0 +1,80 @@
+"""Verdict: what a plan means, in sentences.
+
+Times are per step. End-to-end needs the fewest steps, so a strategy is worth its time only if its step is shorter by more
+than the factor by which it needs more of them; that factor nobody can know but who has tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from nwise.schedule.plan import Option, Plan, ratio
+
+Show = Callable[[float], str]
+
+
+def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
+    """Who wins, by how much, and what has to be true for the others to be worth it.
+
+    Args:
+        plan: from `nwise.schedule.plan.plan`.
+        show: a time as text.
+
+    >>> from nwise.schedule import TRANSFORMER
+    >>> from nwise.schedule.plan import plan
+    >>> found = plan(lambda flows, m: TRANSFORMER.split_in(m), 8, microbatches=(1, 2, 4, 8, 16), strategies=("2-wise",))
+    >>> print(verdict(found)[0])
+    Use zero-bubble with M = 16: 4.46 a step. No strategy between local and end-to-end has a shorter one.
+    """
+    rival, own, chosen = plan.rival, plan.own_rival, plan.recommended
+    if rival is None:
+        return [f"No end-to-end pipeline fits the memory; of what does, {_named(chosen)} is the fastest."]
+    if chosen.end_to_end:
+        lines = [
+            f"Use {_named(chosen)}: {show(chosen.period)} a step. No strategy between local and end-to-end has a shorter one."
+        ]
+    else:
+        lines = [
+            f"{_named(chosen)} has the shortest step between local and end-to-end, {show(chosen.period)}: "
+            f"{_faster(ratio(rival.period, chosen.period))} the best end-to-end pipeline, {_named(rival)} ({show(rival.period)})."
+        ]
+    if own is not rival:
+        best_own = "runs none here" if own is None else f"runs at best {_named(own)}, {show(own.period)} a step"
+        lines.append(
+            f"{rival.method} keeps every layer's cotangent between I and W, which nwise's own stages do not do: of "
+            f"end-to-end pipelines nwise {best_own}."
+        )
+    largest = max(plan.microbatches)
+    lines += [
+        f"M = {largest} is the largest that was tried for {option.method}; more may be faster."
+        for option in dict.fromkeys((chosen, rival))
+        if option.num_microbatches == largest > 1
+    ]
+    return lines + [_worth(plan, option) for option in plan.options if not option.end_to_end and option.runs]
+
+
+def _worth(plan: Plan, option: Option) -> str:
+    """Compared with the best end-to-end pipeline, and with the best that nwise runs itself."""
+    rivals = [r for r in dict.fromkeys((plan.rival, plan.own_rival)) if r is not None]
+    compared = ", ".join(f"{_faster(ratio(r.period, option.period))} {r.method}" for r in rivals)
+    worth = [
+        f"against {r.method} if it reaches your quality in fewer than {ratio(r.period, option.period):.2f} times the steps"
+        for r in rivals
+        if ratio(r.period, option.period) >= 1.005
+    ]
+    return f"{option.name}: a step is {compared}; " + (
+        f"worth it {', '.join(worth)}." if worth else "not worth its time here."
+    )
+
+
+def _faster(speed: float) -> str:
+    """How a step compares, given the other's time over its own."""
+    percent = 100 * (max(speed, 1 / speed) - 1) if speed else math.inf
+    if percent < 0.5:
+        return "as long as that of"
+    return f"{percent:.0f} % {'faster' if speed > 1 else 'slower'} than"
+
+
+def _named(option: Option) -> str:
+    return f"{option.method} with M = {option.num_microbatches}"
