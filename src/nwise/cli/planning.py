@@ -91,7 +91,7 @@ class Plan:
         if self.json:
             print_json(self._as_json(found, measured))
             return OK
-        console.print(self._table(found, seconds))
+        console.print(self._table(found, seconds, narrow=console.width < 76))
         console.print(_LEGEND, soft_wrap=True, highlight=False)
         if found.skipped:
             names = ", ".join(f"{name} ({size / 2**20:,.4g} MiB)" for name, size in found.skipped.items())
@@ -157,13 +157,14 @@ class Plan:
 
         return show
 
-    def _table(self, found: planner.Plan, seconds: bool) -> Table:
+    def _table(self, found: planner.Plan, seconds: bool, *, narrow: bool) -> Table:
         unit = "ms" if seconds else "time"
         plural = "s" if self.devices > 1 else ""
         table = Table(title=f"{self.devices} device{plural}, each method at its best M", title_justify="left")
         table.add_column("method", no_wrap=True, min_width=max(len(option.method) for option in found.options) + 2)
         sized = seconds or self.memory is not None
-        for heading in ("M", unit, "speed", "bound", "held", *(["MiB"] if sized else []), "nwise"):
+        details = [] if narrow else ["bound", "held"]
+        for heading in ("M", unit, "speed", *details, *(["MiB"] if sized else []), "nwise"):
             table.add_column(heading, justify="right", no_wrap=True)
         for option in found.options:
             speed = found.speedup(option)
@@ -174,8 +175,11 @@ class Plan:
                 str(option.num_microbatches),
                 f"{1e3 * option.period:.4g}" if seconds else f"{option.period:.4g}",
                 "–" if math.isnan(speed) else f"{speed:.2f}",
-                "optimal" if over < 1e-9 else f"+{100 * over:.1f}%",
-                str(max(option.timed.in_flight)),
+                *(
+                    []
+                    if narrow
+                    else ["optimal" if over < 1e-9 else f"+{100 * over:.1f}%", str(max(option.timed.in_flight))]
+                ),
                 *([f"{max(option.timed.peak_bytes) / 2**20:,.4g}"] if sized else []),
                 "yes" if option.runs else "no",
             ]
