@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 import nwise
 from nwise.flow import flow_of
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, best, rival, simulate, timed, validate
+from nwise.schedule.best import flows_of
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.costs import prices
+from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import needs, product
 from nwise.schedule.network import Network, network
 from nwise.schedule.orders import ALL, NONE, depth_first, one_forward_one_backward, phase, schedule_of, skewed
@@ -260,6 +262,26 @@ def test_latency_hits_end_to_end_about_every_boundary_and_n_wise_hardly() -> Non
         found = [rival(name, **size, costs=costs).period for name in ("1f1b", "zero-bubble")]  # type: ignore[arg-type]
         assert [*found, of("2-wise", 16, 4, costs).period, of("3-wise", 16, 4, costs).period] == expected
     assert [of("2-wise", 16, 2, late).period, of("3-wise", 16, 2, late).period] == [10, 14]
+
+
+def test_list_scheduling_knows_when_messages_arrive() -> None:
+    """3-wise, A = 4, M = 3, latency 1: a list that took messages to be there at once would need 20.5."""
+    flows = flows_of(nwise.NWise(3), 4, 3)
+    late = Costs(1, 0.5, 1, 1, latency=1)
+    periods = []
+    for known in (late, REAL):
+        rule = partial(nearest_first, fuse=NONE, cap=3, costs=known, chains="stored")
+        periods.append(timed(schedule_of("nearest", flows, rule), late).period)
+    assert periods == [17.5, 20.5]
+
+
+def test_of_equal_periods_the_one_with_less_in_flight_is_best() -> None:
+    flows = flows_of(nwise.NWise(2), 6, 4)
+    both = [timed(schedule_of(rule.func.__name__, flows, rule), REAL)
+            for rule in (partial(phase, fuse=NONE), partial(skewed, fuse=NONE, stride=1))]  # fmt: skip
+    assert both[0].period == both[1].period
+    assert min(both, key=lambda t: t.rank).order == "skewed"
+    assert [max(found.in_flight) for found in both] == [4, 2]
 
 
 def test_rotating_blocks_average_over_their_cycle() -> None:

@@ -88,7 +88,7 @@ def best(
     found = _orders(search, bound)
     if found[0].period > found[0].lower_bound * (1 + CLOSE):
         found = [found[0], *search.further(found)]
-    return min(found, key=lambda t: t.rank)
+    return min(found, key=lambda t: t.rank) if len(found) > 1 else found[0]
 
 
 def flows_of(strategy: Strategy, num_stages: int, num_microbatches: int) -> list[list[Flow]]:
@@ -105,8 +105,8 @@ def _orders(search: Search, bound: float) -> list[Timed]:
     for fuse in search.fuses:
         for rule in search.rules():
             schedule = rule(fuse)
-            least = min(least, max(peak_bytes(schedule.in_flight, search.costs)))
             if not search.fits(schedule):
+                least = min(least, max(peak_bytes(schedule.in_flight, search.costs)))
                 continue
             found.append(search.timed(schedule))
             if len(found) == 1 and found[0].period <= bound * (1 + CLOSE):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nwise.flow import Flow
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Costs, Prices, prices
 from nwise.schedule.lists import merge, needs, product
 from nwise.schedule.orders import NONE, depth_first
@@ -36,17 +36,22 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
     down, up = [0.0] * num_stages, [0.0] * num_stages
     sizes = costs.of("message_bytes", num_stages)
     for k, price in enumerate(prices(costs, num_stages)):
-        for batch in flows:
-            for flow in batch:
-                stage = flow.stages[k]
-                kinds = [Action(Kind.FORWARD, k, 0)] + [Action(Kind.HEAD, k, 0)] * stage.head
-                kinds += [Action(Kind.INPUT_GRAD, k, 0, q) for q in range(len(stage.messages))]
-                kinds += [Action(Kind.WEIGHT_GRAD, k, 0)] * (stage.weights is not None)
-                work[k] += sum(_least(price, action, flow) for action in kinds)
-                down[k] += sizes[k] / costs.bandwidth if k < num_stages - 1 else 0.0
-                up[k] += len(stage.messages) * sizes[k - 1] / costs.bandwidth if k else 0.0
+        for flow, count in counted(flows):
+            stage = flow.stages[k]
+            kinds = [*forwards(stage, k, 0), *passes(stage, k, 0, fuse=False)]
+            work[k] += count * sum(_least(price, action, flow) for action in kinds)
+            down[k] += count * sizes[k] / costs.bandwidth if k < num_stages - 1 else 0.0
+            up[k] += count * len(stage.messages) * sizes[k - 1] / costs.bandwidth if k else 0.0
             work[k] += price.update
     return max(*work, *down, *up, *_held_back(flows, costs, num_stages))
+
+
+def counted(flows: Sequence[Sequence[Flow]]) -> list[tuple[Flow, int]]:
+    """The different flows and how many micro-batches have each; told apart by identity, since they are large."""
+    found: dict[int, tuple[Flow, int]] = {}
+    for flow in (flow for batch in flows for flow in batch):
+        found[id(flow)] = flow, found.get(id(flow), (flow, 0))[1] + 1
+    return list(found.values())
 
 
 def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
@@ -55,7 +60,7 @@ def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -
     return [
         forwards[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
         for k in range(num_stages - 1)
-        if not any(flow.stages[k + 1].messages for batch in flows for flow in batch)
+        if not any(flow.stages[k + 1].messages for flow, _ in counted(flows))
     ]
 
 

@@ -61,8 +61,9 @@ def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Netw
         words.append(list(range(first, len(actions))))
     wanted = [[(made[key], costs.latency if key[1] != a.stage else 0.0) for key in needs(a, flows)] for a in actions]
     found = Network(num_stages, words, duration, wanted, {}, actions)
+    different = {id(flow): flow for turn in flows for flow in turn}.values()
     for k in range(num_stages - 1):
-        if not any(flow.stages[k + 1].messages for turn in flows for flow in turn):
+        if not any(flow.stages[k + 1].messages for flow in different):
             forwards = ((node, actions[node]) for node in words[k])
             found.taken.update(
                 {node: made["F", k + 1, a.microbatch, a.turn] for node, a in forwards if a.kind is Kind.FORWARD}

@@ -9,7 +9,7 @@ from functools import partial
 
 from nwise.flow import Flow
 from nwise.schedule import orders
-from nwise.schedule.bounds import latest_starts
+from nwise.schedule.bounds import counted, latest_starts
 from nwise.schedule.costs import Chains, Costs
 from nwise.schedule.greedy import list_schedule, nearest_first
 from nwise.schedule.improve import improve
@@ -61,7 +61,7 @@ class Search:
     def rules(self) -> list[Rule]:
         """Orders that are tried first; of equal ones the first is preferred."""
         size = len(self.flows[0])
-        reach = max(orders.reach(flow) for batch in self.flows for flow in batch)
+        reach = max(orders.reach(flow) for flow, _ in counted(self.flows))
         caps = sorted({min(size, cap) for cap in (reach + 1, 2 * reach + 1, size)})
         return [
             lambda fuse: self._of("skewed", partial(orders.skewed, fuse=fuse, stride=1)),

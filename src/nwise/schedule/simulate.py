@@ -21,10 +21,10 @@ from nwise.schedule.network import Network, Run, network, run
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action with its times.
+    """A computation or an update with its times.
 
     Args:
-        action: what was done; a send stands for its time on a link.
+        action: what was done.
         cycle: which pass through the lists, from 0; with one turn it is the mini-batch.
         start, end: in the unit of the costs.
     """
@@ -43,7 +43,7 @@ class Message:
         sender, receiver: stages.
         sent: when its producer has ended.
         arrives: when it can be used.
-        used: when the action that waits for it starts; None if that was not simulated.
+        used: when the first action that waits for it starts.
         producer, consumer: the actions at both ends.
         cycle: see `Event`.
         size: in bytes.
@@ -101,14 +101,6 @@ class Timeline:
     def length(self) -> float:
         """When the last action ends."""
         return max(max(found.end) for found in self.runs)
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Time that each stage works."""
-        return tuple(
-            sum(found.end[node] - found.start[node] for found in self.runs for node in word)
-            for word in self.net.words[: self.net.num_stages]
-        )
 
     @cached_property
     def period(self) -> float:

@@ -1,10 +1,11 @@
 """Validation: what has to be true of lists before anything runs.
 
-1. complete: every stage's list holds each of its actions once, and no other;
-2. matched: every receive has one send, and the other way round;
-3. in order: nothing is used before it is there or after it is dropped, and no lists wait for each other;
-4. bounded: no link ever holds more than a known number of messages;
-5. within memory.
+1. complete: every stage's list holds each of its actions once, and no other. As the flow says what crosses each boundary,
+   every receive then has one send, and the other way round;
+2. in order: nothing is used before it is there or after it is dropped, an update comes last, and no lists wait for each
+   other;
+3. bounded: no link ever holds more than a known number of messages;
+4. within memory.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ def validate(
         )
     for k, word in enumerate(lists):
         _check_complete(k, word, schedule.flows)
-    _check_matched(lists)
     _check_order(lists, schedule.flows)
     if memory is not None:
         if costs is None:
@@ -136,20 +136,12 @@ def _check_complete(k: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None
     )
 
 
-def _check_matched(lists: Sequence[Word]) -> None:
-    sent = Counter(_counterpart(action) for word in lists for action in word if action.kind in _SENDS)
-    received = Counter(action for word in lists for action in word if action.kind in _RECEIVES)
-    if sent != received:
-        lonely = next(iter((received - sent) or (sent - received)))
-        raise ValueError(f"Every receive should have exactly one send. Found {lonely} without its counterpart.")
-
-
 def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None:
     """Run the lists without times: sends wait for nobody, receives for their send."""
     sent: set[Action] = set()
     waiting: dict[Action, int] = {}
     place = [0] * len(lists)
-    stages = [_Holdings(k, word, flows) for k, word in enumerate(lists)]
+    stages = [_Holdings(k, flows) for k in range(len(lists))]
     ready = list(range(len(lists)))
     while ready:
         k = ready.pop()
@@ -174,42 +166,33 @@ def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None
 class _Holdings:
     """What a stage holds of each micro-batch while it runs its list."""
 
-    def __init__(self, stage: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None:
+    def __init__(self, stage: int, flows: Sequence[Sequence[Flow]]) -> None:
         self._stage = stage
         self._flows = flows
-        self._held: dict[tuple[int, int], set[Product]] = {}
+        self._held: dict[tuple[int, int], set[Product] | None] = {}  # None for what has been dropped
+        self._to_drop = [len(batch) for batch in flows]
         self._updates = 0
-        # What is still to come, of each micro-batch before its drop, and of each turn before its update.
-        self._left = Counter((a.microbatch, a.turn) for a in word if a.kind not in (Kind.UPDATE, Kind.DROP))
-        self._turn_left = Counter(a.turn for a in word if a.kind is not Kind.UPDATE)
 
     def run(self, action: Action) -> None:
         """Take notice of an action, or refuse it for what is not there or comes too late."""
         kind, k, m, q, turn = action
         if kind is Kind.UPDATE:
-            if self._turn_left[turn] or turn != self._updates:
-                raise ValueError(
-                    f"The list of stage {self._stage} should update after all else of a mini-batch, turn after turn. Found "
-                    f"{action} with {self._turn_left[turn]} actions of its turn to come, after {self._updates} updates."
-                )
-            self._updates += 1
+            self._update(action)
             return
-        self._turn_left[turn] -= 1
-        if kind is Kind.DROP:
-            if self._left[m, turn]:
-                raise ValueError(
-                    f"The list of stage {self._stage} should drop a micro-batch after its last use. Found {action} with "
-                    f"{self._left[m, turn]} of its actions to come."
-                )
-            del self._held[m, turn]
-            return
-        self._left[m, turn] -= 1
         held = self._held.setdefault((m, turn), set())
+        if held is None:
+            raise ValueError(
+                f"The list of stage {self._stage} should drop a micro-batch after its last use. Found {action} after its drop."
+            )
         if kind is Kind.RECEIVE_ACTIVATION:
             held.add(("F", k - 1, m, turn))
         elif kind is Kind.RECEIVE_GRADIENT:
             assert q is not None
             held.add((q, k + 1, m, turn))
+        elif kind is Kind.DROP:
+            self._check(("F", k, m, turn), held, action)
+            self._held[m, turn] = None
+            self._to_drop[turn] -= 1
         elif kind in _SENDS:
             self._check(("F" if q is None else q, k, m, turn), held, action)
         else:
@@ -218,6 +201,15 @@ class _Holdings:
             made = product(action)
             if made is not None:
                 held.add(made)
+
+    def _update(self, action: Action) -> None:
+        left = self._to_drop[action.turn]
+        if left or action.turn != self._updates:
+            raise ValueError(
+                f"The list of stage {self._stage} should update after all else of a mini-batch, turn after turn. Found "
+                f"{action} before {left} of its micro-batches were dropped, after {self._updates} updates."
+            )
+        self._updates += 1
 
     def _check(self, key: Product, held: set[Product], action: Action) -> None:
         if key not in held:
