@@ -28,8 +28,7 @@ def test_the_chosen_schedule_meets_the_formula(num_stages: int) -> None:
             found = best(nwise.NWise(n), num_stages=num_stages, num_microbatches=m, costs=PAPER)
             assert found.period == found.lower_bound == paper_time(num_stages, m, n)
             # From an empty pipeline the period is reached once the first mini-batch has gone through.
-            if m <= 4:
-                assert simulate(found.schedule, PAPER, cycles=6).period == found.period
+            assert simulate(found.schedule, PAPER, cycles=4).period == found.period
 
 
 def test_hand_worked_cells() -> None:
@@ -59,7 +58,7 @@ def test_nine_cells_of_the_printed_table_do_not_follow_from_the_formula() -> Non
     assert losses["3-wise", 3] == (4, 8, 11.9)
     assert losses["4-wise", 5] == (2, 8, 28.4)
     assert losses["5-wise", 5] == (4, 16, 31.4)
-    assert losses["5-wise", 8] == (2, 4, losses["5-wise", 8][2])
+    assert losses["5-wise", 8][:2] == (2, 4)
 
 
 def test_the_paper_s_claim_of_fifty_per_cent_at_fifteen_stages() -> None:

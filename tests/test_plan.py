@@ -16,7 +16,7 @@ from nwise import cli
 from nwise.flow import flow_of
 from nwise.profile import profile
 from nwise.recipes import Adam, Mlp, Recipe
-from nwise.schedule import Costs, best
+from nwise.schedule import Costs, best, rival
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, costs_of_text
 from nwise.schedule.partition import Piece, costs_of, partition, work
@@ -59,7 +59,7 @@ def test_the_paper_s_transformer(num_stages: int, winner: str) -> None:
         assert text.startswith(
             "2-wise with M = 2 has the shortest step between local and end-to-end, 4.62: 17 % faster than"
         )
-        assert "2-wise: a step is 17 % faster than zero-bubble, 32 % faster than end-to-end; worth it against" in text
+        assert "2-wise: a step is 17 % faster than zero-bubble, 32 % faster than zero-bubble (walked); worth it against" in text
         assert "worth it against zero-bubble if it reaches your quality in fewer than 1.17 times the steps" in text
     else:
         assert text.startswith("Use zero-bubble")
@@ -73,6 +73,35 @@ def test_walked_chains_are_listed_where_they_cost() -> None:
     assert "2-wise" in methods
     assert "2-wise (walked)" not in methods
     assert {"3-wise", "3-wise (walked)", "zero-bubble", "zero-bubble (walked)"} <= set(methods)
+
+
+def test_a_strategy_is_recommended_only_at_a_price_at_which_nwise_runs_it() -> None:
+    """Heavy links make end-to-end slow; 3-wise with stored cotangents would beat 3-wise as nwise runs it."""
+    costs = Costs(1, 0.5, 1, 1, overhead=0.02, latency=1.0)
+    found = transformer(4, costs=costs, strategies=("3-wise",))
+    three = {option.method: option for option in found.options if option.name == "3-wise"}
+    assert three["3-wise"].period < three["3-wise (walked)"].period
+    assert found.recommended.runs
+    assert not three["3-wise"].runs
+    assert found.rival is not None
+    assert three["3-wise (walked)"].period < found.rival.period
+    assert found.recommended.method == "3-wise (walked)"
+
+
+def test_zero_bubble_is_no_straw_man() -> None:
+    """On unequal stages it is searched for like any strategy, and has fewer in flight where memory is short."""
+    numbers = random.Random(2)
+    for _ in range(6):
+        factors = [numbers.uniform(0.6, 1.6) for _ in range(5)]
+        size = {"num_stages": 5, "num_microbatches": 4, "costs": Costs(factors, 0.5, factors, factors)}
+        ours = best("end-to-end", **size)  # type: ignore[arg-type]
+        assert rival("zero-bubble", **size).period <= ours.period * 1.001  # type: ignore[arg-type]
+    held = Costs(1, 0.5, 1, 1, activation_bytes=1)
+    short = rival("zero-bubble", num_stages=8, num_microbatches=16, costs=held, memory=6)
+    assert max(short.in_flight) <= 6
+    assert short.period == 68
+    with pytest.raises(DoesNotFit, match="at least 16 bytes a stage, which gpipe needs. Found 6"):
+        rival("gpipe", num_stages=8, num_microbatches=16, costs=held, memory=6)
 
 
 def test_a_window_of_all_stages_and_more_is_end_to_end() -> None:

@@ -121,8 +121,6 @@ class Schedule:
     def _timed(self, name: str, num_stages: int, m: int, text: str) -> Timed:
         costs: Any = {"costs": costs_of_text(text), "chains": "stored" if self.stored else "walked"}
         find: Any = rival if name in RIVALS else best
-        if name not in RIVALS:
-            nwise.strategy(name)
         return find(name, num_stages=num_stages, num_microbatches=m, **costs)
 
     def _write(self, pictures: list[Picture], out: Path) -> None:

@@ -44,7 +44,7 @@ def best(
     chains: Chains = "stored",
     memory: float | None = None,
 ) -> Timed:
-    """The schedule of shortest period: then of least memory, then with first-in-first-out messages.
+    """The schedule of shortest period; then with the fewest micro-batches in flight, then with first-in-first-out messages.
 
     The orders of `nwise.schedule.orders` are tried, and, where the shortest does not meet the lower bound, random lists
     and local improvement. Hogwild waits for nobody, so that its busiest stage decides.
@@ -109,7 +109,7 @@ def _orders(search: Search, bound: float) -> list[Timed]:
                 least = min(least, max(peak_bytes(schedule.in_flight, search.costs)))
                 continue
             found.append(search.timed(schedule))
-            if len(found) == 1 and found[0].period <= bound * (1 + CLOSE):
+            if len(found) == 1 == len(search.fuses) and found[0].period <= bound * (1 + CLOSE):
                 return found  # the first has the least memory, and first-in-first-out messages
     if not found:
         raise DoesNotFit("the smallest order of this strategy", least, search.memory or 0.0)

@@ -42,7 +42,7 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
             work[k] += count * sum(_least(price, action, flow) for action in kinds)
             down[k] += count * sizes[k] / costs.bandwidth if k < num_stages - 1 else 0.0
             up[k] += count * len(stage.messages) * sizes[k - 1] / costs.bandwidth if k else 0.0
-            work[k] += price.update
+            work[k] += len(flows) * price.update
     return max(*work, *down, *up, *_held_back(flows, costs, num_stages))
 
 
@@ -55,12 +55,12 @@ def counted(flows: Sequence[Sequence[Flow]]) -> list[tuple[Flow, int]]:
 
 
 def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
-    """Where nothing flows back, a forward waits until its activation of the mini-batch before has been taken."""
-    sizes, forwards = costs.of("message_bytes", num_stages), costs.of("forward", num_stages)
+    """Where something does not flow back, a forward waits until its activation of the mini-batch before has been taken."""
+    sizes, times = costs.of("message_bytes", num_stages), costs.of("forward", num_stages)
     return [
-        forwards[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
+        times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
         for k in range(num_stages - 1)
-        if not any(flow.stages[k + 1].messages for flow, _ in counted(flows))
+        if not all(flow.stages[k + 1].messages for flow, _ in counted(flows))
     ]
 
 

@@ -148,7 +148,7 @@ class Prices:
     """The time of every action of one stage.
 
     Args:
-        forward, head, input_grad, weight_grad, update: as in `Costs`, `overhead` included where it is paid.
+        forward, head, input_grad, weight_grad, update, overhead: as in `Costs`.
         chain: what W pays beyond `weight_grad` when it walks the chain itself.
     """
 

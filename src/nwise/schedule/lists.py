@@ -31,10 +31,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """A."""
         return len(self.words)
 
     @property
     def num_microbatches(self) -> int:
+        """M."""
         return len(self.flows[0])
 
     @cached_property

@@ -4,7 +4,7 @@ Machines are the stages and, where bandwidth is finite, the links, which pass me
 they are sent. Each machine works through its word of nodes; a node starts once its machine is free and all that
 it needs has arrived. From one mini-batch to the next two things are carried: a machine starts again when it has
 finished its word (so a stage's forward comes after its own update, and nothing else synchronises stages), and
-where no gradient flows back over a boundary, a stage starts a forward only after its activation of the mini-batch
+where not every micro-batch has a gradient that flows back, a stage starts a forward only after its activation of the mini-batch
 before has been taken, so that no more than a mini-batch of them ever waits.
 """
 
@@ -63,7 +63,7 @@ def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Netw
     found = Network(num_stages, words, duration, wanted, {}, actions)
     different = {id(flow): flow for turn in flows for flow in turn}.values()
     for k in range(num_stages - 1):
-        if not any(flow.stages[k + 1].messages for flow in different):
+        if not all(flow.stages[k + 1].messages for flow in different):
             forwards = ((node, actions[node]) for node in words[k])
             found.taken.update(
                 {node: made["F", k + 1, a.microbatch, a.turn] for node, a in forwards if a.kind is Kind.FORWARD}

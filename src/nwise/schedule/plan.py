@@ -36,18 +36,18 @@ class Option:
         name: a strategy's or a rival's.
         num_microbatches: M.
         timed: its schedule.
-        again: whether it is slower because chains are walked again.
+        walked: whether it is slower because chains are walked again.
     """
 
     name: str
     num_microbatches: int
     timed: Timed
-    again: bool = False
+    walked: bool = False
 
     @property
     def method(self) -> str:
         """Its name, with how it is priced if that matters."""
-        return self.name + (" (walked)" if self.again else "")
+        return self.name + (" (walked)" if self.walked else "")
 
     @property
     def period(self) -> float:
@@ -217,7 +217,7 @@ def _told_apart(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
         if other is None:
             yield option
         elif chains == "walked":
-            yield replace(option, again=rounded(option.period) > rounded(other.period))
+            yield replace(option, walked=rounded(option.period) > rounded(other.period))
         elif rounded(option.period) < rounded(other.period):
             yield option
 
@@ -242,11 +242,10 @@ def _time(
 ) -> Timed | DoesNotFit:
     rule = _strategy(name)
     costs = costs_of([batch[0] for batch in flows_of(rule, num_stages, m)], m)
-    if name in RIVALS:
-        found = rival(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains)
-        needed = max(found.peak_bytes)
-        return found if memory is None or needed <= memory else DoesNotFit(name, needed, memory)
+    size: Any = {"num_stages": num_stages, "num_microbatches": m}
     try:
-        return best(rule, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains, memory=memory)
+        if name in RIVALS:
+            return rival(name, **size, costs=costs, chains=chains, memory=memory)
+        return best(rule, **size, costs=costs, chains=chains, memory=memory)
     except DoesNotFit as error:
         return error

@@ -11,23 +11,30 @@ chain again in W (``chains="walked"``), so those are the prices at which nwise i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from nwise.credit import EndToEnd
-from nwise.flow import Flow
 from nwise.hint import hint
 from nwise.schedule import orders
-from nwise.schedule.best import flows_of
+from nwise.schedule.best import DoesNotFit, flows_of
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
-from nwise.schedule.timed import Timed, rounded, timed
+from nwise.schedule.search import Search
+from nwise.schedule.timed import CLOSE, Timed, check_memory, peak_bytes
 
 RIVALS = ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
 
 
-def rival(name: str, *, num_stages: int, num_microbatches: int, costs: Costs, chains: Chains = "stored") -> Timed:
+def rival(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    costs: Costs,
+    chains: Chains = "stored",
+    memory: float | None = None,
+) -> Timed:
     """An end-to-end pipeline with its period.
 
     Args:
@@ -36,6 +43,11 @@ def rival(name: str, *, num_stages: int, num_microbatches: int, costs: Costs, ch
         num_microbatches: M.
         costs: of one micro-batch.
         chains: see `nwise.schedule.best`.
+        memory: bytes that every stage may use at most; default: any. Zero-bubble then has fewer micro-batches in flight.
+
+    Raises:
+        ValueError: there is no such pipeline, or a number is out of range.
+        DoesNotFit: the pipeline does not fit the memory; a ValueError too.
 
     >>> rival("1f1b", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
     35.0
@@ -43,23 +55,32 @@ def rival(name: str, *, num_stages: int, num_microbatches: int, costs: Costs, ch
     if name not in RIVALS:
         raise ValueError(f"A rival should be one of {', '.join(RIVALS)}. Found {name!r}.{hint(name, RIVALS)}")
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    flows = flows_of(EndToEnd(), num_stages, num_microbatches)
-    found = [timed(schedule, costs, chains) for schedule in _schedules(name, flows, costs, chains)]
-    return min(found, key=lambda t: (rounded(t.period), max(t.in_flight)))
+    check_memory(memory)
+    search = Search(flows_of(EndToEnd(), num_stages, num_microbatches), costs, chains, memory)
+    schedules = _schedules(name, search)
+    found = sorted((search.timed(schedule) for schedule in schedules if search.fits(schedule)), key=lambda t: t.rank)
+    if not found:
+        raise DoesNotFit(name, min(max(peak_bytes(s.in_flight, costs)) for s in schedules), memory or 0.0)
+    if name == "zero-bubble" and found[0].period > found[0].lower_bound * (1 + CLOSE):
+        found = [found[0], *search.improved(found)]
+    return min(found, key=lambda t: t.rank)
 
 
-def _schedules(name: str, flows: Sequence[Sequence[Flow]], costs: Costs, chains: Chains) -> list[Schedule]:
+def _schedules(name: str, search: Search) -> list[Schedule]:
+    flows, size = search.flows, len(search.flows[0])
     if name == "gpipe":
         return [orders.schedule_of(name, flows, partial(orders.phase, fuse=orders.ALL))]
     if name == "1f1b":
         return [orders.schedule_of(name, flows, orders.one_forward_one_backward)]
-    strides = (1,) if name == "zero-bubble-lean" else (1, 2)
+    num_stages = len(flows[0][0].stages)
+    lean = name == "zero-bubble-lean"
     found = [
-        orders.schedule_of(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride)) for stride in strides
+        orders.schedule_of(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride))
+        for stride in ((1,) if lean else (1, 2))
     ]
-    num_stages, num_microbatches = len(flows[0][0].stages), len(flows[0])
-    caps = {num_stages} if name == "zero-bubble-lean" else {2 * num_stages - 1, num_microbatches}
-    for cap in sorted({min(cap, num_microbatches) for cap in caps}):
-        rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=costs, chains=chains)
+    caps = {num_stages} if lean else {2 * num_stages - 1, size}
+    caps |= set() if search.memory is None else set(range(1, num_stages))
+    for cap in sorted({min(cap, size) for cap in caps}):
+        rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs, chains=search.chains)
         found.append(orders.schedule_of(name, flows, rule))
     return found

@@ -86,7 +86,7 @@ class Search:
         """
         if sum(map(len, found[0].schedule.words)) <= _LARGE:
             yield from self._fused_in_part()
-            yield from self._improved(found)
+            yield from self.improved(found)
 
     def _fused_in_part(self) -> Iterator[Timed]:
         """The orders with more and more stages that fuse, from the last on, as long as that makes the best shorter."""
@@ -103,8 +103,12 @@ class Search:
                 kept, shortest = kept | {k}, best_here
                 yield from tried
 
-    def _improved(self, found: Sequence[Timed]) -> Iterator[Timed]:
-        """What local improvement makes of the best, random lists among them."""
+    def improved(self, found: Sequence[Timed]) -> Iterator[Timed]:
+        """What local improvement makes of the best, random lists among them; I and W stay as they are, fused or split.
+
+        Args:
+            found: so far, the best first.
+        """
         actions = sum(map(len, found[0].schedule.words))
         count, looks = min(_RANDOM_LISTS, _EFFORT // (5 * actions)), min(_LOOKS, _EFFORT // actions)
         lists = [self.timed(s) for s in self._random_lists(count) if self.fits(s)]

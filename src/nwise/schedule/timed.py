@@ -70,9 +70,11 @@ class Timed:
         return walked > self.period * (1 + CLOSE) and self.order != "hogwild"
 
     @property
-    def rank(self) -> tuple[float, int, bool]:
-        """The smallest is the best: by period, then by micro-batches in flight, then by first-in-first-out messages."""
-        return (rounded(self.period), max(self.in_flight), not self.schedule.first_in_first_out)
+    def rank(self) -> tuple[float, int, bool, int]:
+        """The smallest is the best: by period, then by the most micro-batches in flight on a stage, then by
+        first-in-first-out messages, then by the number of actions."""
+        actions = sum(map(len, self.schedule.words))
+        return (rounded(self.period), max(self.in_flight), not self.schedule.first_in_first_out, actions)
 
 
 def timed(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Timed:

@@ -32,8 +32,8 @@ class Buffer:
     Args:
         activations: on their way from stage k - 1 to stage k.
         gradients: on their way from stage k to stage k - 1.
-        limited: whether nothing flows back over the boundary, so that the sender has to be held back
-            (it sends no activation before the one of the mini-batch before has been taken).
+        limited: whether not every micro-batch has a gradient that flows back over the boundary, so that the sender has
+            to be held back (it starts no forward before its activation of the mini-batch before has been taken).
     """
 
     activations: int
@@ -92,7 +92,8 @@ def buffers(schedule: Schedule) -> list[Buffer]:
     found = []
     for k in range(1, schedule.num_stages):
         gradients = sum(len(flow.stages[k].messages) for batch in schedule.flows for flow in batch)
-        found.append(Buffer(activations=size, gradients=gradients, limited=gradients == 0))
+        limited = not all(flow.stages[k].messages for batch in schedule.flows for flow in batch)
+        found.append(Buffer(activations=size, gradients=gradients, limited=limited))
     return found
 
 
