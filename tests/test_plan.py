@@ -59,7 +59,10 @@ def test_the_paper_s_transformer(num_stages: int, winner: str) -> None:
         assert text.startswith(
             "2-wise with M = 2 has the shortest step between local and end-to-end, 4.62: 17 % faster than"
         )
-        assert "2-wise: a step is 17 % faster than zero-bubble, 32 % faster than zero-bubble (walked); worth it against" in text
+        assert (
+            "2-wise: a step is 17 % faster than zero-bubble, 32 % faster than zero-bubble (walked); worth it against"
+            in text
+        )
         assert "worth it against zero-bubble if it reaches your quality in fewer than 1.17 times the steps" in text
     else:
         assert text.startswith("Use zero-bubble")

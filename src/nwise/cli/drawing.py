@@ -128,7 +128,7 @@ class Schedule:
         if out.suffix == ".html":
             explorer(pictures, out)
         elif out.suffix == ".json":
-            out.write_text(json.dumps(chrome_trace(pictures)) + "\n")
+            out.write_text(json.dumps(chrome_trace(pictures), allow_nan=False) + "\n")
         else:
             schedule_figure(pictures, out)
 

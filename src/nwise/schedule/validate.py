@@ -57,6 +57,7 @@ def validate(
 
     Raises:
         ValueError: the first thing that is wrong, with the actions it is about.
+        TypeError: `schedule` is none.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(
