@@ -535,6 +535,13 @@ def test_bad_simulations(cycles: int, jitter: float, message: str) -> None:
         REAL.split_in(0)
 
 
+def test_numbers_of_numpy() -> None:
+    costs = Costs(np.array([1, 2]), np.float32(0.5), 1, 1)  # type: ignore[arg-type]
+    assert costs == Costs((1, 2), 0.5, 1, 1)
+    one: Any = np.int64(1)
+    assert of("2-wise", one * 2, one, costs).period == of("2-wise", 2, 1, costs).period
+
+
 def test_credit_above_the_diagonal_and_costs_of_a_mini_batch() -> None:
     with pytest.raises(ValueError, match="zero above the diagonal.*set it to 0"):
         of("credit-1,1;1,1", 2, 1)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,9 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays
+                value = value.tolist()
+                object.__setattr__(self, field.name, value)
             many = isinstance(value, Sequence) and not isinstance(value, str)
             if many and not value:
                 raise ValueError(f"`{field.name}` should be a number, or one per stage. Found none.")
@@ -122,10 +126,10 @@ def _check(name: str, number: object) -> None:
         raise ValueError(f"`{name}` should be {limit}. Found {'more' if number > _LARGEST else number}.")
 
 
-def check_counts(**counts: int) -> None:
+def check_counts(**counts: object) -> None:
     """Refuse numbers of stages or micro-batches that cannot be."""
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(f"`{name}` should be an integer of at least 1. Found {value!r}.")
 
 
