@@ -305,6 +305,14 @@ def test_bad_plans_get_one_sentence(arguments: list[str], message: str, capsys: 
 def test_costs_as_text(tmp_path: Path) -> None:
     found = costs_of_text("forward=1,head=0:0.5, input_grad=2,weight_grad=3,latency=0.1")
     assert found == Costs(1, (0, 0.5), 2, 3, latency=0.1)
+    assert costs_of_text("1,0:0.5,2,3") == Costs(1, (0, 0.5), 2, 3)
+    assert costs_of_text('{"forward": 1, "head": 0, "input_grad": [2, 1], "weight_grad": 3}') == Costs(1, 0, (2, 1), 3)
+    with pytest.raises(ValueError, match="Costs should give forward once. Found it twice"):
+        costs_of_text("forward=1,forward=2,head=0,input_grad=1,weight_grad=1")
+    with pytest.raises(ValueError, match="Costs should be at most 12 numbers. Found 13"):
+        costs_of_text(",".join("1" * 13))
+    with pytest.raises(ValueError, match="The text should hold JSON. Found"):
+        costs_of_text("{")
     file = tmp_path / "costs.json"
     file.write_text('{"forward": [1, 2], "head": 0, "input_grad": 1, "weight_grad": 1}')
     assert costs_of_text(str(file)).forward == (1, 2)

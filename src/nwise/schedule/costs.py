@@ -199,7 +199,8 @@ def costs_of_text(text: str) -> Costs:
 
     Args:
         text: ``"paper"``, ``"transformer"``; ``"forward=1,head=0.5,input_grad=1,weight_grad=1"``, with values of stages
-            separated by colons, as in ``head=0:0.5:0.5``; or a JSON file of such names.
+            separated by colons, as in ``head=0:0.5:0.5``, the names of leading ones left out if all are (``"1,0.5,1,1"``);
+            JSON of such names, or a file of it.
 
     Raises:
         ValueError: the text is none of them.
@@ -209,8 +210,13 @@ def costs_of_text(text: str) -> Costs:
     """
     if text in PRESETS:
         return PRESETS[text]
-    values = _from_file(Path(text)) if text.endswith(".json") else _from_pairs(text)
     names = [field.name for field in fields(Costs)]
+    if text.startswith("{"):
+        values = _from_json("The text", text)
+    elif text.endswith(".json"):
+        values = _from_file(Path(text))
+    else:
+        values = _from_pairs(text, names)
     for name in values:
         if name not in names:
             raise ValueError(f"Costs should be among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
@@ -222,10 +228,13 @@ def costs_of_text(text: str) -> Costs:
     return Costs(**values)
 
 
-def _from_pairs(text: str) -> dict[str, Any]:
+def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, numbers = part.partition("=")
+    parts = text.split(",")
+    if len(parts) > len(names):
+        raise ValueError(f"Costs should be at most {len(names)} numbers. Found {len(parts)} in {text!r}.")
+    for part, place in zip(parts, names, strict=False):
+        name, _, numbers = part.partition("=") if "=" in text else (place, "", part)
         try:
             found = [float(number) for number in numbers.split(":")]
         except ValueError as error:
@@ -241,10 +250,14 @@ def _from_pairs(text: str) -> dict[str, Any]:
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"Costs should be in a JSON file. Found no file {path}.")
+    return _from_json(str(path), path.read_text())
+
+
+def _from_json(where: str, text: str) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} should hold JSON. Found {error}.") from error
+        raise ValueError(f"{where} should hold JSON. Found {error}.") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} should hold one JSON object of costs. Found {type(values).__name__}.")
+        raise ValueError(f"{where} should hold one JSON object of costs. Found {type(values).__name__}.")
     return values
