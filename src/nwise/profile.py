@@ -34,7 +34,8 @@ class Profile:
         pieces: by the number of micro-batches that the mini-batch is cut into.
         device: where they were measured.
         batch_size: of the mini-batch.
-        spread: how much the rounds differ, half the distance between their quartiles over their median.
+        spread: how much the rounds differ, half the distance between their quartiles over their median; nan
+            for a single round.
     """
 
     pieces: dict[int, list[Piece]]
@@ -85,7 +86,7 @@ def profile(
 def _spread(times: list[list[dict[str, float]]]) -> float:
     totals = [sum(sum(found.values()) for found in column) for column in zip(*times, strict=True)]
     if len(totals) < 2:
-        return 0.0
+        return float("nan")
     low, middle, high = statistics.quantiles(totals, n=4, method="inclusive")
     return (high - low) / 2 / middle
 

@@ -191,11 +191,13 @@ class Plan:
         pieces = measured.pieces[chosen.num_microbatches]
         starts = partition(pieces, [flow for batch in chosen.timed.schedule.flows for flow in batch[:1]])
         names = [piece.name for piece in pieces]
+        known = not math.isnan(measured.spread)
+        differ = f"rounds differ by {100 * measured.spread:.1f} %, and smaller differences mean nothing"
+        noise = differ if known else "once, so that nobody knows how exactly"
         cut = ", ".join(names[start] for start in starts[1:]) or "nowhere"
         console.print(
-            f"Measured on {measured.device}, mini-batches of {measured.batch_size}; rounds differ by "
-            f"{100 * measured.spread:.0f} %, and smaller differences mean nothing. Cut for {chosen.method}: stages begin at "
-            f"the start and at {cut}.",
+            f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.method}: "
+            f"stages begin at the start and at {cut}.",
             soft_wrap=True,
             highlight=False,
         )
