@@ -99,7 +99,7 @@ def test_the_trace_is_the_timeline_with_an_arrow_for_each_message() -> None:
     trace = chrome_trace(pictures)
     json.dumps(trace, allow_nan=False)
     for process, drawn in enumerate(pictures):
-        line = drawn.timeline()
+        line = drawn.timeline
         events = [e for e in trace["traceEvents"] if e["pid"] == process]
         slices = [e for e in events if e["ph"] == "X"]
         assert [(e["name"], e["ts"] / 1000, e["tid"]) for e in slices] == [

@@ -20,9 +20,10 @@ from rich.progress import track
 
 from nwise.report.figures import COLOURS
 from nwise.report.grid import Picture, schedule_figure
-from nwise.schedule import PAPER, RIVALS, Chains, Costs, Slot, Timed, best, paper_time, rival, simulate, validate
+from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.paper import POWERS, PRINTED_STAGES, BestCell, best_table
+from nwise.schedule.rivals import timed_method
 
 HERE = Path(__file__).parent
 PER_BATCH = {"end-to-end": "2A", "hogwild": "2", "local": "2", "2-wise": "4", "3-wise": "6"}
@@ -30,8 +31,7 @@ PER_BATCH = {"end-to-end": "2A", "hogwild": "2", "local": "2", "2-wise": "4", "3
 
 def find(name: str, num_stages: int, m: int, costs: Costs = PAPER, chains: Chains = "stored") -> Timed:
     """The best schedule of a strategy, or a pipeline, checked."""
-    search: Any = rival if name in RIVALS else best
-    found: Timed = search(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains)
+    found = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains)
     validate(found.schedule)
     return found
 

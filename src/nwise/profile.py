@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from nwise.data import Images, Tokens
-from nwise.losses import TokenCrossEntropy
 from nwise.microbatch import Tensors, as_tuple
 from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule.partition import Piece
 from nwise.training.optimizers import optimizer_of
-from nwise.training.trainer import autocast
+from nwise.training.trainer import autocast, loss_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class _Bench:
         self._pieces = [piece.to(device) for piece in pieces.values()]
         heads = [model.head_of(name) for name in self.names[:-1]]
         self._heads: list[nn.Module] = [head.to(device) for head in [*heads, nn.Identity()]]
-        self._loss = TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
+        self._loss = loss_of(data)
         self._data = data.to(device)
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._updates = [_update_of(recipe.optimizer, piece) for piece in self._pieces]

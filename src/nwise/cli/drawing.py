@@ -19,8 +19,9 @@ from nwise.report.explorer import explorer
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
 from nwise.report.trace import chrome_trace
-from nwise.schedule import RIVALS, Timed, best, rival
+from nwise.schedule import Timed
 from nwise.schedule.costs import costs_of_text
+from nwise.schedule.rivals import timed_method
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json")
 _MOST = 20_000  # actions in one picture
@@ -119,9 +120,8 @@ class Schedule:
             yield Picture(title, timed, self.batches)
 
     def _timed(self, name: str, num_stages: int, m: int, text: str) -> Timed:
-        costs: Any = {"costs": costs_of_text(text), "chains": "stored" if self.stored else "walked"}
-        find: Any = rival if name in RIVALS else best
-        return find(name, num_stages=num_stages, num_microbatches=m, **costs)
+        chains = "stored" if self.stored else "walked"
+        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs_of_text(text), chains=chains)
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ class Schedule:
 
 def _as_json(picture: Picture) -> dict[str, Any]:
     timed = picture.timed
-    line = picture.timeline()
+    line = picture.timeline
     return {
         "title": picture.title,
         "order": timed.order,

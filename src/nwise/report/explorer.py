@@ -25,7 +25,7 @@ def explorer(pictures: Sequence[Picture], path: Path) -> None:
     figure = graph.Figure()
     owners: list[int] = []
     for i, picture in enumerate(pictures):
-        events = picture.events()
+        events = picture.events
         for kind, name in KIND_NAMES.items():
             chosen = [event for event in events if event.action.kind is kind]
             if chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import matplotlib as mpl
@@ -42,7 +43,7 @@ EXPLANATION = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Picture:
     """A schedule to be drawn.
 
@@ -61,22 +62,24 @@ class Picture:
         """Order, period and bound."""
         timed = self.timed
         bound = f"{timed.lower_bound:.6g}"
-        optimal = "which is optimal" if timed.period <= timed.lower_bound * (1 + 1e-9) else f"lower bound {bound}"
+        optimal = "which is optimal" if timed.optimal else f"lower bound {bound}"
         note = "; stores every layer's cotangent, which nwise's own stages do not" if timed.stores_cotangents else ""
         return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}{note}"
 
+    @cached_property
     def timeline(self) -> Timeline:
         """The simulated run."""
         timed = self.timed
         turns = len(timed.schedule.flows)
         return simulate(timed.schedule, timed.costs, chains=timed.chains, cycles=max(1, -(-self.batches // turns)))
 
+    @cached_property
     def events(self) -> list[Event]:
         """What is drawn: everything that takes time, of as many mini-batches as asked for."""
         turns = len(self.timed.schedule.flows)
         return [
             event
-            for event in self.timeline().events
+            for event in self.timeline.events
             if event.end > event.start and event.cycle * turns + event.action.turn < self.batches
         ]
 
@@ -101,7 +104,7 @@ def terminal_grid(picture: Picture, width: int) -> Text:
         picture: what to draw.
         width: of the terminal, in characters; what does not fit is left out, and it is said so.
     """
-    events = picture.events()
+    events = picture.events
     stages = [f"stage {k} " for k in range(picture.timed.schedule.num_stages)]
     margin = max(map(len, stages))
     if not events:
@@ -138,7 +141,7 @@ def _name(event: Event) -> str:
 
 def legend(pictures: Sequence[Picture]) -> Text:
     """What the letters and colours mean."""
-    kinds = {event.action.kind for picture in pictures for event in picture.events()}
+    kinds = {event.action.kind for picture in pictures for event in picture.events}
     text = Text()
     for kind, name in KIND_NAMES.items():
         if kind in kinds:
@@ -151,7 +154,7 @@ def legend(pictures: Sequence[Picture]) -> Text:
 def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     """Grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
-        drawn = [picture.events() for picture in pictures]
+        drawn = [picture.events for picture in pictures]
         if not all(drawn):
             raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
         longest = max(event.end for events in drawn for event in events)

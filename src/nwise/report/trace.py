@@ -21,7 +21,7 @@ def chrome_trace(pictures: Sequence[Picture]) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     for process, picture in enumerate(pictures):
-        line = picture.timeline()
+        line = picture.timeline
         title = f"{picture.title}; {picture.caption}"
         events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}})
         events += [_track(process, k) for k in range(picture.timed.schedule.num_stages)]

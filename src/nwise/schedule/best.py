@@ -86,7 +86,7 @@ def best(
             raise DoesNotFit("Hogwild", max(peak_bytes(free.in_flight, costs)), memory or 0.0)
         return Timed(free, costs, chains, bound)
     found = _orders(search, bound)
-    if found[0].period > found[0].lower_bound * (1 + CLOSE):
+    if not found[0].optimal:
         found = [found[0], *search.further(found)]
     return min(found, key=lambda t: t.rank) if len(found) > 1 else found[0]
 

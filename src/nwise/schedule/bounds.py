@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.lists import merge, needs, product
+from nwise.schedule.lists import counted, held_back, merge, needs, product
 from nwise.schedule.orders import NONE, depth_first
 
 Matrix = NDArray[np.float64]
@@ -46,22 +46,10 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
     return max(*work, *down, *up, *_held_back(flows, costs, num_stages))
 
 
-def counted(flows: Sequence[Sequence[Flow]]) -> list[tuple[Flow, int]]:
-    """The different flows and how many micro-batches have each; told apart by identity, since they are large."""
-    found: dict[int, tuple[Flow, int]] = {}
-    for flow in (flow for batch in flows for flow in batch):
-        found[id(flow)] = flow, found.get(id(flow), (flow, 0))[1] + 1
-    return list(found.values())
-
-
 def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
-    """Where something does not flow back, a forward waits until its activation of the mini-batch before has been taken."""
+    """Time from a forward that is held back until its activation has been taken."""
     sizes, times = costs.of("message_bytes", num_stages), costs.of("forward", num_stages)
-    return [
-        times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
-        for k in range(num_stages - 1)
-        if not all(flow.stages[k + 1].messages for flow, _ in counted(flows))
-    ]
+    return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows)]
 
 
 def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = np.inf) -> float:

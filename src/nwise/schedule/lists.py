@@ -66,6 +66,32 @@ class Schedule:
         return merge(self.words, self.flows)
 
 
+def counted(flows: Sequence[Sequence[Flow]]) -> list[tuple[Flow, int]]:
+    """The different flows and how many micro-batches have each; told apart by identity, since they are large."""
+    found: dict[int, tuple[Flow, int]] = {}
+    for flow in (flow for batch in flows for flow in batch):
+        found[id(flow)] = flow, found.get(id(flow), (flow, 0))[1] + 1
+    return list(found.values())
+
+
+def held_back(flows: Sequence[Sequence[Flow]]) -> list[int]:
+    """Stages whose next one does not send a gradient back for every micro-batch.
+
+    Nothing else would keep such a stage from running away, so it starts a forward only after its activation of the
+    mini-batch before has been taken.
+    """
+    different = [flow for flow, _ in counted(flows)]
+    return [k for k in range(len(flows[0][0].stages) - 1) if not all(flow.stages[k + 1].messages for flow in different)]
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuse what is no schedule."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
+        )
+
+
 def needs(action: Action, flows: Sequence[Sequence[Flow]]) -> list[Product]:
     """What has to exist before a computation can start."""
     kind, k, m, q, turn = action

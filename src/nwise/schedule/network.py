@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Chains, Costs, check_chains, prices
-from nwise.schedule.lists import Product, Schedule, needs, product, stuck_message
+from nwise.schedule.lists import Product, Schedule, held_back, needs, product, stuck_message
 
 
 @dataclass(slots=True)
@@ -61,13 +61,11 @@ def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Netw
         words.append(list(range(first, len(actions))))
     wanted = [[(made[key], costs.latency if key[1] != a.stage else 0.0) for key in needs(a, flows)] for a in actions]
     found = Network(num_stages, words, duration, wanted, {}, actions)
-    different = {id(flow): flow for turn in flows for flow in turn}.values()
-    for k in range(num_stages - 1):
-        if not all(flow.stages[k + 1].messages for flow in different):
-            forwards = ((node, actions[node]) for node in words[k])
-            found.taken.update(
-                {node: made["F", k + 1, a.microbatch, a.turn] for node, a in forwards if a.kind is Kind.FORWARD}
-            )
+    for k in held_back(flows):
+        forwards = ((node, actions[node]) for node in words[k])
+        found.taken.update(
+            {node: made["F", k + 1, a.microbatch, a.turn] for node, a in forwards if a.kind is Kind.FORWARD}
+        )
     if not math.isinf(costs.bandwidth):
         _add_links(found, [size / costs.bandwidth for size in costs.of("message_bytes", num_stages)])
     return found

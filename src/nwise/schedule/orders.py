@@ -21,7 +21,7 @@ from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Chains, Costs
 from nwise.schedule.greedy import nearest_first
-from nwise.schedule.lists import Schedule, Word
+from nwise.schedule.lists import Schedule, Word, counted
 
 Flows = Sequence[Flow]
 
@@ -63,7 +63,7 @@ def phase(flows: Flows, turn: int, *, fuse: Collection[int]) -> list[Word]:
 
 def skewed(flows: Flows, turn: int, *, fuse: Collection[int], stride: int) -> list[Word]:
     """Rounds r: F(r), H(r), the pass of a loss at distance d for micro-batch r - stride d, W for the largest distance."""
-    farthest = max(reach(flow) for flow in {id(flow): flow for flow in flows}.values())
+    farthest = max(reach(flow) for flow, _ in counted([flows]))
     words = []
     for k in range(len(flows[0].stages)):
         placed: list[tuple[int, int, int, Action]] = []  # round, place in the round, and the action

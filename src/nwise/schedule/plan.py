@@ -15,10 +15,10 @@ import torch
 
 from nwise.credit import EndToEnd, Local, Strategy
 from nwise.flow import Flow
-from nwise.schedule.best import DoesNotFit, best, flows_of
+from nwise.schedule.best import DoesNotFit, flows_of
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_counts
-from nwise.schedule.rivals import RIVALS, rival
+from nwise.schedule.rivals import RIVALS, timed_method
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
 from nwise.strategy import Switch
 from nwise.strategy import strategy as strategy_of
@@ -168,10 +168,12 @@ def plan(
     least: dict[str, float] = {}
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
+        flows = flows_of(EndToEnd() if name in RIVALS else strategy_of(name), num_stages, m)
+        costs = costs_of([batch[0] for batch in flows], m)
         known = min((option.period for option in found.get((name, chains), [])), default=float("inf"))
-        if _at_least(name, m, costs_of, num_stages) > known * (1 + CLOSE):
+        if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):
             continue  # whatever the order, it is not faster than the same with another M
-        timed = _time(name, chains, m, costs_of, num_stages, memory)
+        timed = _time(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains, memory=memory)
         if isinstance(timed, DoesNotFit):
             least[name] = min(timed.least, least.get(name, timed.least))
         else:
@@ -227,25 +229,8 @@ def _preference(option: Option) -> tuple[float, bool, bool, int]:
     return (rounded(option.period), not option.end_to_end, not option.runs, max(option.timed.in_flight))
 
 
-def _at_least(name: str, m: int, costs_of: CostsOf, num_stages: int) -> float:
-    """Time per mini-batch of the busiest stage."""
-    flows = flows_of(_strategy(name), num_stages, m)
-    return resource_bound(flows, costs_of([batch[0] for batch in flows], m)) / len(flows)
-
-
-def _strategy(name: str) -> Strategy:
-    return EndToEnd() if name in RIVALS else strategy_of(name)
-
-
-def _time(
-    name: str, chains: Chains, m: int, costs_of: CostsOf, num_stages: int, memory: float | None
-) -> Timed | DoesNotFit:
-    rule = _strategy(name)
-    costs = costs_of([batch[0] for batch in flows_of(rule, num_stages, m)], m)
-    size: Any = {"num_stages": num_stages, "num_microbatches": m}
+def _time(name: str, **options: Any) -> Timed | DoesNotFit:
     try:
-        if name in RIVALS:
-            return rival(name, **size, costs=costs, chains=chains, memory=memory)
-        return best(rule, **size, costs=costs, chains=chains, memory=memory)
+        return timed_method(name, **options)
     except DoesNotFit as error:
         return error

@@ -12,16 +12,17 @@ chain again in W (``chains="walked"``), so those are the prices at which nwise i
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from nwise.credit import EndToEnd
 from nwise.hint import hint
 from nwise.schedule import orders
-from nwise.schedule.best import DoesNotFit, flows_of
+from nwise.schedule.best import DoesNotFit, best, flows_of
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
 from nwise.schedule.search import Search
-from nwise.schedule.timed import CLOSE, Timed, check_memory, peak_bytes
+from nwise.schedule.timed import Timed, check_memory, peak_bytes
 
 RIVALS = ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
 
@@ -61,9 +62,19 @@ def rival(
     found = sorted((search.timed(schedule) for schedule in schedules if search.fits(schedule)), key=lambda t: t.rank)
     if not found:
         raise DoesNotFit(name, min(max(peak_bytes(s.in_flight, costs)) for s in schedules), memory or 0.0)
-    if name == "zero-bubble" and found[0].period > found[0].lower_bound * (1 + CLOSE):
+    if name == "zero-bubble" and not found[0].optimal:
         found = [found[0], *search.improved(found)]
     return min(found, key=lambda t: t.rank)
+
+
+def timed_method(name: str, **options: Any) -> Timed:
+    """A pipeline of `RIVALS` or the best schedule of a strategy, by name.
+
+    Args:
+        name: which.
+        options: of `rival` and `best`, which take the same.
+    """
+    return rival(name, **options) if name in RIVALS else best(name, **options)
 
 
 def _schedules(name: str, search: Search) -> list[Schedule]:

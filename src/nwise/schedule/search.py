@@ -9,11 +9,11 @@ from functools import partial
 
 from nwise.flow import Flow
 from nwise.schedule import orders
-from nwise.schedule.bounds import counted, latest_starts
+from nwise.schedule.bounds import latest_starts
 from nwise.schedule.costs import Chains, Costs
 from nwise.schedule.greedy import list_schedule, nearest_first
 from nwise.schedule.improve import improve
-from nwise.schedule.lists import Schedule, Word
+from nwise.schedule.lists import Schedule, Word, counted
 from nwise.schedule.network import network
 from nwise.schedule.timed import Timed, peak_bytes, timed
 
@@ -95,7 +95,7 @@ class Search:
         kept: frozenset[int] = frozenset()
         shortest = float("inf")
         for k in reversed(range(len(self.flows[0][0].stages))):
-            if not any(flow.stages[k].fused is not None for batch in self.flows for flow in batch):
+            if not any(flow.stages[k].fused is not None for flow, _ in counted(self.flows)):
                 continue
             tried = [self.timed(s) for rule in self.rules() if self.fits(s := rule(kept | {k}))]
             best_here = min((t.period for t in tried), default=float("inf"))

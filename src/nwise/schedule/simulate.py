@@ -15,7 +15,7 @@ from functools import cached_property
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Chains, Costs, check_counts
-from nwise.schedule.lists import Schedule
+from nwise.schedule.lists import Schedule, check_schedule
 from nwise.schedule.network import Network, Run, network, run
 
 
@@ -229,10 +229,7 @@ def simulate(
     check_counts(cycles=cycles)
     if not 0 <= jitter <= 10:
         raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
-    if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
-        )
+    check_schedule(schedule)
     net = network(schedule, costs, chains)
     numbers = random.Random(seed)
     free = [0.0] * len(net.words)

@@ -56,6 +56,11 @@ class Timed:
         return bound / len(flows)
 
     @property
+    def optimal(self) -> bool:
+        """Whether the period meets the lower bound, up to rounding."""
+        return self.period <= self.lower_bound * (1 + CLOSE)
+
+    @property
     def peak_bytes(self) -> tuple[float, ...]:
         """Per stage what it keeps always and what its micro-batches in flight need."""
         return peak_bytes(self.in_flight, self.costs)

@@ -18,7 +18,17 @@ from itertools import accumulate
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Costs
-from nwise.schedule.lists import Product, Schedule, Word, needs, product, stuck_message
+from nwise.schedule.lists import (
+    Product,
+    Schedule,
+    Word,
+    check_schedule,
+    counted,
+    held_back,
+    needs,
+    product,
+    stuck_message,
+)
 from nwise.schedule.timed import check_memory, peak_bytes
 
 _SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
@@ -59,10 +69,7 @@ def validate(
         ValueError: the first thing that is wrong, with the actions it is about.
         TypeError: `schedule` is none.
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
-        )
+    check_schedule(schedule)
     lists = schedule.lists if lists is None else lists
     if len(lists) != schedule.num_stages:
         raise ValueError(
@@ -90,11 +97,11 @@ def validate(
 def buffers(schedule: Schedule) -> list[Buffer]:
     """What may wait at the boundaries 1 .. A-1 at most, whatever the times are."""
     size = len(schedule.flows) * schedule.num_microbatches
+    limited = set(held_back(schedule.flows))
     found = []
     for k in range(1, schedule.num_stages):
-        gradients = sum(len(flow.stages[k].messages) for batch in schedule.flows for flow in batch)
-        limited = not all(flow.stages[k].messages for batch in schedule.flows for flow in batch)
-        found.append(Buffer(activations=size, gradients=gradients, limited=limited))
+        gradients = sum(count * len(flow.stages[k].messages) for flow, count in counted(schedule.flows))
+        found.append(Buffer(activations=size, gradients=gradients, limited=k - 1 in limited))
     return found
 
 

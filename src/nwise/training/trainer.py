@@ -19,6 +19,7 @@ from nwise.pipeline import Pipeline
 from nwise.randomness import generator
 from nwise.recipes import Recipe
 from nwise.split import Chain
+from nwise.stage import LossFn
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.optimizers import Rate, optimizer_of
 from nwise.training.run import Run
@@ -184,17 +185,21 @@ def device_of(recipe: Recipe) -> torch.device:
     return device
 
 
+def loss_of(data: Images | Tokens) -> LossFn:
+    """Cross-entropy, of classes or of tokens."""
+    return TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
+
+
 def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
     """The recipe's network as a pipeline, on the CPU."""
     model = recipe.build(data)
-    loss_fn = TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
     if recipe.defer_batchnorm:
         for module in (*model.stages, *model.heads):
             defer_batchnorm(module)
     return Pipeline(
         model.stages,
         model.heads,
-        loss_fn,
+        loss_of(data),
         recipe.strategy_for(steps_per_epoch),
         recipe.microbatches,
         recompute=recipe.recompute,
