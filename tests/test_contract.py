@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ STRATEGIES = [
 ]
 
 
-def pipeline(net: Net, strategy: str | nwise.Strategy, num_microbatches: int = 1, **options: bool) -> nwise.Pipeline:
+def pipeline(net: Net, strategy: str | nwise.Strategy, num_microbatches: int = 1, **options: Any) -> nwise.Pipeline:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # N > A and batch norm under micro-batches have tests of their own
         return nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, num_microbatches, seed=0, **options)

@@ -21,7 +21,7 @@ RANKS = [
     ["credit", "hint", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "reference"],
     ["strategy", "flow", "heads", "split"],
     ["schedule", "stage", "models"],
-    ["hogwild", "runtime", "data"],
+    ["hogwild", "runtime", "arguments", "data"],
     ["pipeline", "recipes"],
     ["training"],
     ["report"],

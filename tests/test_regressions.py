@@ -131,7 +131,7 @@ def test_an_optimizer_that_writes_to_data_is_seen() -> None:
 def test_old_parameters_end_with_their_phase_with_a_cast_and_with_a_load() -> None:
     pipe = three("hogwild@4,end-to-end", heads=False)
     train(pipe, 5)
-    assert pipe._histories == (None, [])
+    assert not pipe._past._histories
     pipe = three("hogwild", heads=False)
     train(pipe, 4)
     pipe.double()

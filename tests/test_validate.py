@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import nwise
 from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, timed, validate
+from nwise.schedule.best import flows_of
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Word
 from nwise.schedule.orders import ALL, NONE, depth_first, phase, schedule_of, skewed
@@ -160,17 +162,14 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
     def loss(y: Tensor, t: Tensor) -> Tensor:
         return (y - t).square().mean()
 
-    pipe = nwise.Pipeline(stages, heads, loss, name, m)
-    rules = {
+    rules: dict[str, Callable[[Any, int], list[Word]]] = {
         "skewed": lambda f, t: skewed(f, t, fuse=NONE, stride=1),
         "phase": lambda f, t: phase(f, t, fuse=NONE),
         "nearest": lambda f, t: nearest_first(f, t, fuse=NONE, cap=m, costs=COSTS, chains="walked"),
         "fused": lambda f, t: skewed(f, t, fuse=ALL, stride=2),
     }
-    if order in rules:
-        pipe._survey()
-        flows = pipe._flows_at(0)
-        pipe._orders[flows] = schedule_of(order, [flows], rules[order]).one_process()
+    schedule = schedule_of(order, flows_of(nwise.strategy(name), 4, m), rules[order]) if order in rules else None
+    pipe = nwise.Pipeline(stages, heads, loss, name, m, schedule=schedule)
     x, y = torch.randn(7, 5), torch.randn(7, 5)
     ran: list[Action] = []
     pipe.on_action = ran.append

@@ -14,7 +14,7 @@ computing each stage with the parameters of that many updates ago.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -127,3 +127,44 @@ class History:
         """The version ``age`` updates ago, or the oldest there is; and its true age."""
         age = max(0, min(age, len(self._versions) - 1))
         return (self._versions[-1 - age] if age else {}), age
+
+
+class Past:
+    """The histories of all stages of one process, for the strategy that is in force."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._histories: list[History] = []
+
+    def versions(
+        self, stages: Iterable[nn.Module], cycle: Sequence[Sequence[Flow]], flows: Sequence[Flow]
+    ) -> tuple[dict[tuple[int, int], Mapping[str, Tensor]], list[list[int]]]:
+        """What every stage computes with: parameters of as many updates ago as in the steady grid.
+
+        Args:
+            stages: whose parameters have all updates behind them.
+            cycle: the flows of all mini-batches of the strategy's cycle.
+            flows: those of this mini-batch.
+
+        Returns:
+            The parameters that are not the current ones, by (stage, micro-batch); and their ages, ``[A][M]``.
+        """
+        modules, size = list(stages), len(flows)
+        # Parameters that have been frozen, moved or cast have no past.
+        like = tuple((p.device, p.dtype) for module in modules for p in module.parameters())
+        key = (tuple(map(tuple, cycle)), like)
+        if self._key != key:
+            known = [staleness(flow, size) for flow in dict.fromkeys(flow for batch in cycle for flow in batch)]
+            depths = [max(max(ages[k]) for ages in known) for k in range(len(modules))]
+            self._key = key
+            self._histories = [History(module, depth) for module, depth in zip(modules, depths, strict=True)]
+        found: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        ages = [[0] * size for _ in modules]
+        steady = [staleness(flow, size) for flow in flows]
+        for k, history in enumerate(self._histories):
+            history.remember()
+            for m in range(size):
+                version, ages[k][m] = history.version(steady[m][k][m])
+                if ages[k][m]:
+                    found[k, m] = version
+        return found, ages

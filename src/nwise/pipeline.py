@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from nwise.arguments import Given, checked, refuse_sharing
 from nwise.batchnorm import DeferredBatchNorm, undeferred
 from nwise.compiled import is_compiled, keep_buffers
 from nwise.credit import Strategy
 from nwise.flow import Flow, flow_of
-from nwise.hogwild import History, staleness
+from nwise.hogwild import Past
 from nwise.microbatch import Tensors, Terms, as_tuple, batch_size, scatter
 from nwise.randomness import derive
-from nwise.runtime.inprocess import Batch, execute
+from nwise.runtime.inprocess import execute
+from nwise.runtime.team import Team, held
+from nwise.runtime.worker import Batch
+from nwise.runtime.world import launched
 from nwise.schedule.actions import Action
-from nwise.schedule.orders import depth_first, schedule_of
+from nwise.schedule.choose import Order, check_order, choose
+from nwise.schedule.lists import Schedule
 from nwise.stage import LossFn, Stage, unchanged
 from nwise.strategy import strategy as parse
 
@@ -77,22 +84,33 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
-        heads: Sequence[nn.Module | None] | None = None,
+        stages: Sequence[Given],
+        heads: Sequence[Given | None] | None = None,
         loss_fn: LossFn | Sequence[LossFn] = nn.functional.cross_entropy,
         strategy: str | Strategy = "2-wise",
         num_microbatches: int = 1,
         *,
+        schedule: Order | None = None,
         recompute: bool = False,
         seed: int | None = None,
+        mesh: DeviceMesh | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
-        mains, sides, losses = _checked(list(stages), heads, loss_fn)
+        given, given_heads, losses = checked(list(stages), heads, loss_fn)
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {num_microbatches!r}.")
+        check_order("best" if schedule is None else schedule)
+        rule = parse(strategy)
+        self.team = Team(len(given), mesh, timeout) if launched() else None
+        mains = [main for main in held(given, "stage", self.team) if main is not None]
+        sides = held(given_heads, "head", self.team)
+        refuse_sharing(mains, sides)
         self.stages = nn.ModuleList(mains)
         self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
-        self._strategy = parse(strategy)
+        self._strategy = rule
+        # One process has no one to wait for, so that the order with the least memory is the best.
+        self.schedule: Order = schedule or ("depth-first" if self.team is None else "best")
         self.num_microbatches = num_microbatches
         self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
@@ -101,13 +119,19 @@ class Pipeline(nn.Module):
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = [Terms(loss) for loss in losses]
         self._flows: dict[tuple[Strategy, int, tuple[bool, ...]], Flow] = {}
-        self._orders: dict[tuple[Flow, ...], list[Action]] = {}
-        self._histories: tuple[object, list[History]] = (None, [])
+        self._schedules: dict[tuple[Strategy, tuple[bool, ...], int], Schedule] = {}
+        self._orders: dict[tuple[int, int], list[Action]] = {}
+        self._past = Past()
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+        self._trainable: tuple[bool, ...] = ()
         self._survey()
         for flow in self._flows_from(0):
             self._check_heads(flow)
         self._warn_of_batch_norm()
+        if self.team is not None:
+            self.team.world.agree("strategy", self.strategy.name)
+            self.team.world.agree("num_microbatches", num_microbatches)
+            self.team.world.agree("seed", self.seed)
 
     @property
     def strategy(self) -> Strategy:
@@ -137,11 +161,9 @@ class Pipeline(nn.Module):
         """Parameters of the heads."""
         return self.heads.parameters()
 
-    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
-        """Inference through the main network: the last stage's output."""
-        output = self.head_outputs(*inputs, only=())[-1]
-        assert output is not None
-        return output
+    def forward(self, *inputs: Tensor) -> Any:
+        """Inference through the main network: the last stage's output; None in processes that do not hold it."""
+        return self.head_outputs(*inputs, only=())[-1]
 
     def head_outputs(self, *inputs: Tensor, only: Collection[int] | None = None) -> list[Tensor | Tensors | None]:
         """Inference with the heads: one output per stage, None without a head; the last is `forward`'s.
@@ -150,6 +172,8 @@ class Pipeline(nn.Module):
             inputs: of the first stage.
             only: stages whose heads are run; default: all.
         """
+        if self.team is not None:
+            return self._outputs_here(inputs, only)
         hidden: Tensors = inputs
         outputs: list[Tensor | Tensors | None] = []
         for k, stage in enumerate(self.stages):
@@ -158,9 +182,27 @@ class Pipeline(nn.Module):
             if k == self.num_stages - 1:
                 outputs.append(output)
             else:
-                head = self.heads.of(k) if only is None or k in only else None
-                with unchanged(hidden, f"The head of stage {k}"):
-                    outputs.append(None if head is None else head(*hidden))
+                outputs.append(self._head_output(k, hidden, only))
+        return outputs
+
+    def _head_output(self, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
+        head = self.heads.of(k) if only is None or k in only else None
+        with unchanged(hidden, f"The head of stage {k}"):
+            return None if head is None else head(*hidden)
+
+    def _outputs_here(self, inputs: Tensors, only: Collection[int] | None) -> list[Tensor | Tensors | None]:
+        """The outputs of this process's stage, None for others'."""
+        assert self.team is not None
+        k = self.team.stage
+        outputs: list[Tensor | Tensors | None] = [None] * self.num_stages
+
+        def call(hidden: Tensors) -> Tensors:
+            output = self.stages[k](*hidden)
+            made = as_tuple(output, f"The output of stage {k}")
+            outputs[k] = output if k == self.num_stages - 1 else self._head_output(k, made, only)
+            return made
+
+        self.team.infer(self._stages[k], as_tuple(inputs, "The input"), self.steps, call)
         return outputs
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Tensor:
@@ -183,17 +225,21 @@ class Pipeline(nn.Module):
         norms = self._survey()
         for norm in norms:
             norm.discard()  # of inference in training mode, or of a step that failed
-        flows = self._flows_at(self.steps)
+        now = self.strategy.in_force(self.steps)
+        schedule, turn = self._schedule_at(self.steps), self.steps % now.turns
+        flows = schedule.flows[turn]
         for flow in flows:
             self._check_heads(flow)
         self.staleness = torch.zeros(self.num_stages, len(flows), dtype=torch.int64)
-        if self.strategy.in_force(self.steps).asynchronous:
-            batch = self._with_old_versions(batch, flows)
+        if now.asynchronous:
+            versions, ages = self._past.versions(self.stages, schedule.flows, flows)
+            self.staleness, batch = torch.tensor(ages), replace(batch, versions=versions)
         else:
             self.forget_versions()
-        if flows not in self._orders:
-            self._orders[flows] = schedule_of("depth-first", [flows], depth_first).one_process()
-        losses = execute(self._stages, self._orders[flows], flows, batch, self.on_action)
+        if self.team is not None:
+            losses = self.team.step(self._stages[self.team.stage], schedule, turn, batch, self.steps)
+        else:
+            losses = execute(self._stages, self._order(schedule, turn), flows, batch, self.on_action)
         for norm in norms:
             norm.commit()
         self.steps += 1
@@ -212,7 +258,7 @@ class Pipeline(nn.Module):
 
     def forget_versions(self) -> None:
         """Drop the old parameters that Hogwild keeps, as after loading others."""
-        self._histories = (None, [])
+        self._past = Past()
 
     def discard_heads(self) -> None:
         """Drop heads that no later step needs, as the paper does when it switches to end-to-end.
@@ -228,6 +274,7 @@ class Pipeline(nn.Module):
             )
         self.heads.clear()
         self._flows.clear()
+        self._schedules.clear()
         self._survey()
 
     def _survey(self) -> list[DeferredBatchNorm]:
@@ -236,17 +283,45 @@ class Pipeline(nn.Module):
             stage.module = self.stages[k]
             stage.head = self.heads.of(k)
         modules = [module for stage in self._stages for module in stage.survey()]
+        self._trainable = self._known_trainable()
         if any(map(is_compiled, modules)):
             keep_buffers()
         return [module for module in modules if isinstance(module, DeferredBatchNorm)]
 
-    def _flows_at(self, step: int) -> tuple[Flow, ...]:
-        """The flow of every micro-batch of a step."""
+    def _known_trainable(self) -> tuple[bool, ...]:
+        """Whether each stage has something to train; the other processes' say so once."""
+        found = tuple(bool(stage.learns) for stage in self._stages)
+        if self.team is None:
+            return found
+        here = found[self.team.stage]
+        if not self._trainable:
+            return tuple(self.team.facts(here))
+        if self._trainable[self.team.stage] != here:
+            raise ValueError(
+                f"Stage {self.team.stage} should have parameters to train as it had when the pipeline was made, since the other "
+                f"processes go by that. Found {'some' if here else 'none'}; make a new pipeline."
+            )
+        return self._trainable
+
+    def _schedule_at(self, step: int) -> Schedule:
+        """The lists of the cycle of mini-batches that a step belongs to."""
         now = self.strategy.in_force(step)
-        return tuple(self._flow(now, now.turn(step, m)) for m in range(self.num_microbatches))
+        key = (now, self._trainable, self.num_microbatches)
+        if key not in self._schedules:
+            size = range(self.num_microbatches)
+            flows = [[self._flow(now, now.turn(turn, m)) for m in size] for turn in range(now.turns)]
+            self._schedules[key] = choose(self.schedule, flows)
+        return self._schedules[key]
+
+    def _order(self, schedule: Schedule, turn: int) -> list[Action]:
+        """What one process does in one mini-batch of the cycle."""
+        key = (id(schedule), turn)
+        if key not in self._orders:
+            self._orders[key] = [action for action in schedule.one_process() if action.turn == turn]
+        return self._orders[key]
 
     def _flow(self, now: Strategy, turn: int) -> Flow:
-        trainable = tuple(bool(stage.learns) for stage in self._stages)
+        trainable = self._trainable
         key = (now, turn, trainable)
         if key not in self._flows:
             credit = now.credit(self.num_stages, turn)
@@ -286,8 +361,10 @@ class Pipeline(nn.Module):
         targets = None if target is None else as_tuple(target, "`target`")
         if targets is not None and batch_size(targets, "`target`") != size:
             raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
-        parts = scatter(inputs, self.num_microbatches)
-        target_parts = [None] * len(parts) if targets is None else scatter(targets, self.num_microbatches)
+        replicas, replica = (1, 0) if self.team is None else (self.team.world.num_replicas, self.team.world.replica)
+        num_parts = self.num_microbatches * replicas
+        parts = scatter(inputs, num_parts)
+        target_parts = [None] * len(parts) if targets is None else scatter(targets, num_parts)
         weights: list[list[float]] = [[1.0] * self.num_stages]
         if len(parts) > 1:
             counts = [
@@ -298,79 +375,11 @@ class Pipeline(nn.Module):
             if not all(totals):
                 raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
             weights = [[c / total for c, total in zip(row, totals, strict=True)] for row in counts]
-        return Batch(parts, target_parts, weights, derive(self.seed, self.steps), {})
-
-    def _with_old_versions(self, batch: Batch, flows: tuple[Flow, ...]) -> Batch:
-        """Hogwild: compute every stage with the parameters of as many updates ago as in the steady grid."""
-        now = self.strategy.in_force(self.steps)
-        cycle_flows = tuple(self._flow(now, turn) for turn in range(now.turns))
-        # Parameters that have been frozen, moved or cast have no past.
-        like = tuple((p.device, p.dtype) for p in self.stages.parameters())
-        key = (now, cycle_flows, self.num_microbatches, like)
-        if self._histories[0] != key:
-            cycle = [staleness(flow, self.num_microbatches) for flow in cycle_flows]
-            depths = [max(max(ages[k]) for ages in cycle) for k in range(self.num_stages)]
-            self._histories = key, [History(stage, depth) for stage, depth in zip(self.stages, depths, strict=True)]
-        ages = [staleness(flow, self.num_microbatches) for flow in flows]
-        versions: dict[tuple[int, int], Mapping[str, Tensor]] = {}
-        for k, history in enumerate(self._histories[1]):
-            history.remember()
-            for m in range(len(batch.inputs)):
-                version, age = history.version(ages[m][k][m])
-                self.staleness[k, m] = age
-                if age:
-                    versions[k, m] = version
-        return replace(batch, versions=versions)
+        first = replica * self.num_microbatches
+        mine = slice(first, first + self.num_microbatches)
+        return Batch(parts[mine], target_parts[mine], weights[mine], derive(self.seed, self.steps), {}, first)
 
 
 def _forget(pipe: Pipeline, keys: object) -> None:
     del keys
     pipe.forget_versions()
-
-
-def _checked(
-    mains: list[nn.Module], heads: Sequence[nn.Module | None] | None, loss_fn: LossFn | Sequence[LossFn]
-) -> tuple[list[nn.Module], list[nn.Module | None], list[LossFn]]:
-    if not mains or not all(isinstance(stage, nn.Module) for stage in mains):
-        found = ", ".join(type(stage).__name__ for stage in mains) or "none"
-        raise TypeError(f"`stages` should be one or more nn.Modules. Found {found}.")
-    num_stages = len(mains)
-    if heads is not None and not isinstance(heads, Iterable):
-        raise TypeError(f"`heads` should be a list of nn.Modules or None. Found {type(heads).__name__}.")
-    sides = [None] * (num_stages - 1) if heads is None else list(heads)
-    if len(sides) == num_stages and sides[-1] is None:
-        sides.pop()
-    if len(sides) != num_stages - 1:
-        raise ValueError(
-            f"`heads` should have {num_stages - 1} entries, one for every stage but the last, whose output goes to the "
-            f"loss, or be None. Found {len(sides)}."
-        )
-    for k, head in enumerate(sides):
-        if head is not None and not isinstance(head, nn.Module):
-            raise TypeError(f"`heads[{k}]` should be an nn.Module or None. Found {type(head).__name__}.")
-    losses: list[LossFn] = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * num_stages
-    if len(losses) != num_stages:
-        raise ValueError(f"`loss_fn` should be one function or a list of {num_stages}. Found {len(losses)}.")
-    for loss in losses:
-        if not callable(loss):
-            raise TypeError(f"`loss_fn` should be callable, `loss_fn(output, target)`. Found {type(loss).__name__}.")
-        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-            raise ValueError(
-                f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
-            )
-    _refuse_sharing([(f"stages.{k}", main) for k, main in enumerate(mains)]
-                    + [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None])  # fmt: skip
-    return mains, [*sides, None], losses
-
-
-def _refuse_sharing(owners: Sequence[tuple[str, nn.Module]]) -> None:
-    """A parameter in two places would have two credits, and on two devices two values."""
-    seen: dict[int, tuple[str, str]] = {}
-    for owner, module in owners:
-        for name, parameter in module.named_parameters():
-            first = seen.setdefault(id(parameter), (owner, name))
-            if first[0] != owner:
-                raise ValueError(
-                    f"Every parameter should belong to one stage or head. Found {'.'.join(first)} again as {owner}.{name}; "
-                    "untie them, for example by a copy.deepcopy of one."
-                )

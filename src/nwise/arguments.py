@@ -1,0 +1,63 @@
+"""What a pipeline is given, checked before any tensor work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from nwise.stage import LossFn
+
+# A module, or a function that makes it, which is called only in the process that holds it.
+Given = nn.Module | Callable[[], nn.Module]
+
+
+def checked(
+    mains: list[Given], heads: Sequence[Given | None] | None, loss_fn: LossFn | Sequence[LossFn]
+) -> tuple[list[Given], list[Given | None], list[LossFn]]:
+    """Stages, heads (None for the last stage's) and losses, as many as there are stages."""
+    if not mains or not all(callable(stage) for stage in mains):
+        found = ", ".join(type(stage).__name__ for stage in mains) or "none"
+        raise TypeError(f"`stages` should be one or more nn.Modules, or functions that make them. Found {found}.")
+    num_stages = len(mains)
+    if heads is not None and not isinstance(heads, Iterable):
+        raise TypeError(f"`heads` should be a list of nn.Modules or None. Found {type(heads).__name__}.")
+    sides = [None] * (num_stages - 1) if heads is None else list(heads)
+    if len(sides) == num_stages and sides[-1] is None:
+        sides.pop()
+    if len(sides) != num_stages - 1:
+        raise ValueError(
+            f"`heads` should have {num_stages - 1} entries, one for every stage but the last, whose output goes to the "
+            f"loss, or be None. Found {len(sides)}."
+        )
+    for k, head in enumerate(sides):
+        if head is not None and not callable(head):
+            raise TypeError(
+                f"`heads[{k}]` should be an nn.Module, a function that makes it, or None. Found {type(head).__name__}."
+            )
+    losses: list[LossFn] = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * num_stages
+    if len(losses) != num_stages:
+        raise ValueError(f"`loss_fn` should be one function or a list of {num_stages}. Found {len(losses)}.")
+    for loss in losses:
+        if not callable(loss):
+            raise TypeError(f"`loss_fn` should be callable, `loss_fn(output, target)`. Found {type(loss).__name__}.")
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            raise ValueError(
+                f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
+            )
+    return mains, [*sides, None], losses
+
+
+def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]) -> None:
+    """A parameter in two places would have two credits, and on two devices two values."""
+    seen: dict[int, tuple[str, str]] = {}
+    owners = [(f"stages.{k}", main) for k, main in enumerate(mains)]
+    owners += [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None]
+    for owner, module in owners:
+        for name, parameter in module.named_parameters():
+            first = seen.setdefault(id(parameter), (owner, name))
+            if first[0] != owner:
+                raise ValueError(
+                    f"Every parameter should belong to one stage or head. Found {'.'.join(first)} again as {owner}.{name}; "
+                    "untie them, for example by a copy.deepcopy of one."
+                )

@@ -1,0 +1,200 @@
+"""Channels: one direction between two neighbours, activations forward or gradients back.
+
+A channel carries, mini-batch after mini-batch, the messages of its plan in the order in which they are sent; so nothing
+has to be tagged, which nccl could not. The receiver always has the next few receives posted, over the end of a
+mini-batch too, so that what is sent travels at once while both sides compute. A sender does not wait, but for the same
+message of the mini-batch before, so that no more than a mini-batch of them is ever kept.
+
+When the plan changes (another batch size, another strategy), the receives that were posted too early are filled by messages
+that nobody looks at.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nwise.microbatch import Tensors
+
+# Which message: micro-batch, message (None for an activation), turn.
+Key = tuple[int, int | None, int]
+_AHEAD = 2  # receives that are posted before anybody asks for them: one that travels, and one after it
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """The spec of a tensor."""
+    return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What travels over a channel in one pass through the lists, in the order it is sent."""
+
+    keys: tuple[Key, ...] = ()
+    specs: tuple[tuple[Spec, ...], ...] = ()
+
+    def first_of(self, turn: int) -> int:
+        """Place of the first message of a turn."""
+        return next((i for i, key in enumerate(self.keys) if key[2] >= turn), 0)
+
+
+NOTHING = Plan()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One end of a channel.
+
+    Args:
+        group: the process group of one direction.
+        peer: rank of the other end.
+        device: where tensors are.
+    """
+
+    group: ProcessGroup
+    peer: int
+    device: torch.device
+
+
+class Sender:
+    """The end that sends.
+
+    Attributes:
+        num_bytes: sent so far.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.num_bytes = 0
+        self._link = link
+        self._plan = NOTHING
+        self._place = 0
+        self._on_the_way: dict[int, tuple[Tensors, list[Any]]] = {}
+
+    def start(self, plan: Plan, turn: int) -> None:
+        """Begin a mini-batch."""
+        first = plan.first_of(turn)
+        if (plan, first) != (self._plan, self._place):
+            self.flush()
+            self._plan, self._place = plan, first
+
+    def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Send the next message of the plan; returns at once."""
+        place = self._place
+        specs = tuple(map(spec_of, tensors))
+        if self._plan.keys[place] != key or self._plan.specs[place] != specs:
+            raise RuntimeError(
+                f"A channel should send {self._plan.keys[place]} of {self._plan.specs[place]} next. Found {key} of {specs}; "
+                "does the stage's output depend on more than the shapes of its input?"
+            )
+        self._send(tensors)
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+
+    def _send(self, tensors: Sequence[Tensor]) -> None:
+        place = self._place
+        before = self._on_the_way.pop(place, None)
+        if before is not None:
+            _wait(before[1])
+        kept = tuple(t.contiguous() for t in tensors if t.numel())
+        # The group's own call, since `dist.isend` looks up again what is known here.
+        works = [self._link.group.send([t], self._link.peer, 0) for t in kept]
+        self._on_the_way[place] = kept, works
+        self._place = (place + 1) % len(self._plan.keys)
+
+    def flush(self) -> None:
+        """Fill the receives that the other end has posted, and wait until everything has been taken over."""
+        for _ in range(_AHEAD if self._plan.keys else 0):
+            specs = self._plan.specs[self._place]
+            self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
+        for _, works in self._on_the_way.values():
+            _wait(works)
+        self._on_the_way.clear()
+        self._plan, self._place = NOTHING, 0
+
+
+class Receiver:
+    """The end that receives.
+
+    Attributes:
+        num_bytes: received so far.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.num_bytes = 0
+        self._link = link
+        self._plan = NOTHING
+        self._next = 0
+        self._place = 0
+        self._posted: deque[tuple[Key, Tensors, list[Any]]] = deque()
+        self._arrived: dict[Key, Tensors] = {}
+
+    def prepare(self, plan: Plan, turn: int) -> None:
+        """Before any sender starts: if the plan changes, post all receives that the other end will fill."""
+        if (plan, plan.first_of(turn)) != (self._plan, self._place):
+            self._post()
+
+    def start(self, plan: Plan, turn: int) -> None:
+        """Begin a mini-batch."""
+        first = plan.first_of(turn)
+        if (plan, first) != (self._plan, self._place):
+            self.flush()
+            self._plan, self._place, self._next = plan, first, first
+            self._post()
+
+    def _post(self) -> None:
+        """Post receives up to the number that there should be."""
+        while self._plan.keys and len(self._posted) < _AHEAD:
+            tensors = tuple(spec.empty(self._link.device) for spec in self._plan.specs[self._next])
+            works = [self._link.group.recv([t], self._link.peer, 0) for t in tensors if t.numel()]
+            self._posted.append((self._plan.keys[self._next], tensors, works))
+            self._next = (self._next + 1) % len(self._plan.keys)
+
+    def take(self, key: Key) -> Tensors:
+        """A message, once it is there; others that were sent before it are kept for later."""
+        # Here, and not after the last message was taken, since computation should not wait for it; one is posted all the time.
+        self._post()
+        while key not in self._arrived:
+            found, tensors, works = self._posted.popleft()
+            _wait(works)
+            self._arrived[found] = tensors
+            self._place = (self._place + 1) % len(self._plan.keys)
+            if found != key:
+                self._post()
+        tensors = self._arrived.pop(key)
+        self.num_bytes += sum(spec_of(t).num_bytes for t in tensors)
+        return tensors
+
+    def flush(self) -> None:
+        """Wait for everything that was posted, and throw it away."""
+        while self._posted:
+            _wait(self._posted.popleft()[2])
+        self._arrived.clear()
+        self._plan, self._place, self._next = NOTHING, 0, 0
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

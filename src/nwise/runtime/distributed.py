@@ -1,0 +1,277 @@
+"""The runtime of many processes: each executes its own list, and what crosses a boundary goes through a channel.
+
+Nothing but messages makes a rank wait: it begins its next mini-batch as soon as its own list is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+
+from nwise.microbatch import Tensors
+from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of
+from nwise.runtime.replicas import Replicas
+from nwise.runtime.shapes import carrying, from_json, to_json
+from nwise.runtime.watch import RankError, Watch
+from nwise.runtime.worker import Batch, Workable, Worker, passes_of
+from nwise.runtime.world import World
+from nwise.schedule.actions import Action, Kind
+from nwise.schedule.lists import Schedule
+from nwise.stage import Cotangents
+
+Specs = tuple[Spec, ...]
+# Shapes of a stage's outputs, from those of its inputs.
+Shapes = Callable[[Specs], Specs]
+# Called after each action of this rank with its begin and end, in seconds of `time.perf_counter`.
+OnAction = Callable[[Action, float, float], None]
+EndT = TypeVar("EndT", Sender, Receiver)
+
+_LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a rank does in one mini-batch.
+
+    Args:
+        word: its actions, in order.
+        passes: backward passes by (stage, micro-batch).
+        plans: what the channels carry.
+        inputs, outputs: shapes of the stage's inputs and outputs, per micro-batch.
+    """
+
+    word: tuple[Action, ...]
+    passes: Counter[tuple[int, int]]
+    plans: Plans
+    inputs: tuple[Specs, ...]
+    outputs: tuple[Specs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """Of the four channels of a rank."""
+
+    activations_in: Plan = NOTHING
+    activations_out: Plan = NOTHING
+    gradients_in: Plan = NOTHING
+    gradients_out: Plan = NOTHING
+
+
+class Distributed:
+    """Runs one rank's stage.
+
+    Args:
+        world: this process and its neighbours.
+        watch: told what the rank is at.
+        stage: its stage.
+        shapes: gives the shapes of the stage's outputs.
+        device: where its tensors are.
+        replicas: sums gradients over the replicas of the stage, if there are any.
+
+    Attributes:
+        on_action: None, or told of every action.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        watch: Watch,
+        stage: Workable,
+        shapes: Shapes,
+        device: torch.device,
+        replicas: Replicas | None = None,
+    ) -> None:
+        self.on_action: OnAction | None = None
+        self._world, self._watch, self._stage, self._shapes = world, watch, stage, shapes
+        self._replicas = replicas
+        self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
+        self._ends = world.ends(device)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Sent so far, forward as activations and back as gradients."""
+        forward, back = self._ends.activations_out, self._ends.gradients_out
+        return {"activations": forward.num_bytes if forward else 0, "gradients": back.num_bytes if back else 0}
+
+    def run(self, schedule: Schedule, turn: int, batch: Batch, step: int) -> Worker:
+        """One mini-batch: fill every ``.grad`` of this rank.
+
+        Args:
+            schedule: the lists of all stages.
+            turn: which mini-batch of the cycle.
+            batch: the data; of `inputs` only the first stage uses more than the shapes.
+            step: number of the mini-batch.
+
+        Returns:
+            The stage with its loss.
+
+        Raises:
+            RankError: something went wrong here or on another rank.
+        """
+        with self._watched():
+            script = self._script(schedule, turn, batch.inputs)
+            self._start(script.plans, turn)
+            worker = Worker(self._stage, schedule.flows[turn], batch, script.passes)
+            if self._ends.activations_in is None:
+                worker.inputs.update(enumerate(batch.inputs))
+            try:
+                self._execute(script, worker, step)
+            finally:
+                self._stage.clear()
+        return worker
+
+    def infer(self, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
+        """A forward alone, which is a schedule of its own: receive, forward, send.
+
+        Args:
+            inputs: of the first stage; others look at the shapes.
+            step: number of the mini-batch before it.
+            call: makes this stage's outputs of its inputs.
+        """
+        key = (0, None, 0)
+        action = Action(Kind.FORWARD, self._world.stage, 0)
+        with self._watched():
+            script = self._script(None, 0, [inputs])
+            self._start(script.plans, 0)
+            self._watch.doing = step, action._replace(kind=Kind.RECEIVE_ACTIVATION), time.perf_counter()
+            source = self._ends.activations_in
+            hidden = inputs if source is None else source.take(key)
+            self._watch.doing = step, action, time.perf_counter()
+            outputs = call(hidden)
+            if self._ends.activations_out is not None:
+                self._ends.activations_out.send(key, [y.detach() for y in outputs])
+
+    def close(self) -> None:
+        """Wait until the neighbours have everything; after the last step, on all ranks."""
+        with self._watched():
+            self._start(Plans(), 0)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Whatever goes wrong inside goes wrong on all ranks."""
+        self._watch.check()
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            raise self._watch.failed(error) from error
+        finally:
+            self._watch.doing = None
+
+    def _start(self, plans: Plans, turn: int) -> None:
+        """Begin a mini-batch on all channels; where plans change, what was asked for too early is sent before it is waited
+        for."""
+        ends = self._ends
+        incoming = [(ends.activations_in, plans.activations_in), (ends.gradients_in, plans.gradients_in)]
+        outgoing = [(ends.activations_out, plans.activations_out), (ends.gradients_out, plans.gradients_out)]
+        for receiver, plan in incoming:
+            if receiver is not None:
+                receiver.prepare(plan, turn)
+        for sender, plan in outgoing:
+            if sender is not None:
+                sender.start(plan, turn)
+        for receiver, plan in incoming:
+            if receiver is not None:
+                receiver.start(plan, turn)
+
+    def _execute(self, script: Script, worker: Worker, step: int) -> None:
+        ends, watch, replicas = self._ends, self._watch, self._replicas
+        outbox: dict[Key, Tensors] = {}
+        last = {a.kind is Kind.HEAD: i for i, a in enumerate(script.word) if a.kind in _LEARNING}
+        if replicas is not None:
+            replicas.start()
+        for i, action in enumerate(script.word):
+            kind, _, m, q, turn = action
+            begin = time.perf_counter()
+            watch.doing = step, action, begin
+            if kind is Kind.RECEIVE_ACTIVATION:
+                worker.inputs[m] = _of(ends.activations_in).take((m, None, turn))
+            elif kind is Kind.RECEIVE_GRADIENT:
+                assert q is not None
+                message = _of(ends.gradients_in).take((m, q, turn))
+                worker.messages.setdefault(m, {})[q] = unpacked(message, script.outputs[m])
+            elif kind is Kind.SEND_ACTIVATION:
+                _of(ends.activations_out).send((m, None, turn), outbox.pop((m, None, turn)))
+            elif kind is Kind.SEND_GRADIENT:
+                _of(ends.gradients_out).send((m, q, turn), outbox.pop((m, q, turn)))
+            elif kind is Kind.UPDATE:
+                if replicas is not None:
+                    replicas.finish()
+            elif kind is not Kind.DROP:
+                made = worker.run(action)
+                if q is not None:
+                    outbox[m, q, turn] = packed(made, script.inputs[m])
+                elif kind is Kind.FORWARD and ends.activations_out is not None:
+                    outbox[m, None, turn] = cast(Tensors, made)
+                if replicas is not None and i in last.values():
+                    replicas.begin(head=kind is Kind.HEAD)
+            if self.on_action is not None:
+                self.on_action(action, begin, time.perf_counter())
+
+    def _script(self, schedule: Schedule | None, turn: int, inputs: Sequence[Tensors]) -> Script:
+        """Made once for every schedule and all shapes; all ranks come to a new one at the same step."""
+        shapes = tuple(tuple(map(spec_of, microbatch)) for microbatch in inputs)
+        device = inputs[0][0].device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (id(schedule), turn, shapes, autocast)
+        if key not in self._scripts:
+            # The schedule is kept so that its identity stays its own.
+            self._scripts[key] = schedule, self._new_script(schedule, turn, shapes)
+        return self._scripts[key][1]
+
+    def _new_script(self, schedule: Schedule | None, turn: int, shapes: Sequence[Specs]) -> Script:
+        here: list[tuple[Specs, ...]] = []
+
+        def outputs(before: Any) -> Any:
+            here.append(tuple(shapes) if before is None else tuple(map(from_json, before)))
+            made = {specs: self._shapes(specs) for specs in dict.fromkeys(here[0])}
+            here.append(tuple(made[specs] for specs in here[0]))
+            return [to_json(specs) for specs in here[1]]
+
+        self._world.hand_on("shapes", outputs)
+        k, size = self._world.stage, self._world.num_stages
+        if schedule is None:
+            plan = partial(Plan, ((0, None, 0),))
+            plans = Plans(plan((here[0][0],)) if k else NOTHING, plan((here[1][0],)) if k < size - 1 else NOTHING)
+            return Script((), Counter(), plans, *here)
+        lists = schedule.lists
+        plans = Plans(
+            _plan(lists[k - 1], Kind.SEND_ACTIVATION, here[0]) if k else NOTHING,
+            _plan(lists[k], Kind.SEND_ACTIVATION, here[1]),
+            _plan(lists[k + 1], Kind.SEND_GRADIENT, [carrying(s) for s in here[1]]) if k < size - 1 else NOTHING,
+            _plan(lists[k], Kind.SEND_GRADIENT, [carrying(s) for s in here[0]]),
+        )
+        word = tuple(a for a in lists[k] if a.turn == turn)
+        return Script(word, passes_of(word), plans, *here)
+
+
+def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:
+    sent = [a for a in sender if a.kind is kind]
+    return Plan(tuple((a.microbatch, a.message, a.turn) for a in sent), tuple(specs[a.microbatch] for a in sent))
+
+
+def _of(end: EndT | None) -> EndT:
+    assert end is not None, "validated lists send and receive over boundaries that are there"
+    return end
+
+
+def packed(message: Cotangents, inputs: Specs) -> Tensors:
+    """What is sent back of a gradient: a tensor for every input that can carry one, zeros where none has come."""
+    carried = [(g, s) for g, s in zip(message, inputs, strict=True) if carrying((s,))]
+    like = next((g for g, _ in carried if g is not None), None)
+    device = like.device if like is not None else torch.device("cpu")
+    return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in carried)
+
+
+def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:
+    """A received gradient for each output, None for those that carry none."""
+    parts = iter(tensors)
+    return tuple(next(parts) if carrying((spec,)) else None for spec in outputs)

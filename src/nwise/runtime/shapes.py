@@ -1,0 +1,61 @@
+"""Shapes and dtypes of what a stage makes, found on fake tensors: nothing is computed, and no live buffer moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from nwise.microbatch import as_tuple
+from nwise.randomness import seeded
+from nwise.runtime.channel import Spec, spec_of
+
+
+def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
+    """What a stage gives for inputs of these shapes.
+
+    Args:
+        module: the stage.
+        inputs: of one micro-batch.
+        device: where it runs.
+        index: which stage it is.
+
+    Raises:
+        ValueError: the stage's output cannot be known without its values.
+
+    >>> from nwise.runtime.channel import Spec
+    >>> output_specs(nn.Linear(4, 2), (Spec((8, 4), torch.float32),), torch.device("cpu"), 0)[0].shape
+    (8, 2)
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+    try:
+        with mode, torch.no_grad(), seeded(0, device), torch.compiler.set_stance("force_eager"):
+            fakes = tuple(torch.empty(s.shape, dtype=s.dtype, device=device) for s in inputs)
+            outputs = functional_call(module, state, fakes)
+    except Exception as error:
+        shapes = ", ".join(f"{list(s.shape)} {s.dtype}" for s in inputs)
+        raise ValueError(
+            f"Stage {index} should take {shapes} and give an output whose shape follows from that. Found {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    return tuple(map(spec_of, as_tuple(outputs, f"The output of stage {index}")))
+
+
+def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    """Those of an activation that a gradient can travel through, which is what a message back has."""
+    return tuple(s for s in specs if s.dtype.is_floating_point or s.dtype.is_complex)
+
+
+def to_json(specs: tuple[Spec, ...]) -> Any:
+    """Of JSON's types."""
+    return [[list(s.shape), str(s.dtype).removeprefix("torch.")] for s in specs]
+
+
+def from_json(value: Any) -> tuple[Spec, ...]:
+    """What `to_json` made."""
+    return tuple(Spec(tuple(shape), getattr(torch, dtype)) for shape, dtype in value)

@@ -1,0 +1,165 @@
+"""The team: this rank's part of a pipeline whose stages are in different processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nwise.microbatch import Tensors
+from nwise.runtime.channel import Spec
+from nwise.runtime.distributed import Distributed
+from nwise.runtime.replicas import Replicas
+from nwise.runtime.shapes import output_specs
+from nwise.runtime.watch import RankError, Watch
+from nwise.runtime.worker import Batch, losses_of
+from nwise.runtime.world import World
+from nwise.schedule.lists import Schedule
+from nwise.stage import Stage
+
+
+class Elsewhere(nn.Module):
+    """Stands for a stage or head that another process holds.
+
+    Args:
+        what: its name.
+        rank: of the process.
+    """
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__()
+        self.what, self.rank = what, rank
+
+    def forward(self, *inputs: Tensor) -> NoReturn:
+        """Refused."""
+        raise RuntimeError(f"{self.what} should be called on rank {self.rank}, which holds it. Found a call elsewhere.")
+
+    def extra_repr(self) -> str:
+        return f"{self.what}, on rank {self.rank}"
+
+
+class Team:
+    """The processes of one pipeline, seen from one of them.
+
+    Args:
+        num_stages: A.
+        mesh: see `World`.
+        timeout: seconds that an action may take; default: the environment's ``NWISE_TIMEOUT``, else 300.
+    """
+
+    def __init__(self, num_stages: int, mesh: DeviceMesh | None, timeout: float | None) -> None:
+        limit = _limit(timeout)
+        self.world = World(num_stages, mesh, 4 * limit)
+        world = self.world
+        self._watch = Watch(world.store, world.rank, dist.get_world_size(), world.stage, limit)
+        self._runtime: Distributed | None = None
+        self._report_crashes()
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage that this rank holds."""
+        return self.world.stage
+
+    def holder(self, stage: int) -> int:
+        """Rank of the process that holds a stage of this replica."""
+        return self.world.ranks[stage]
+
+    def facts(self, value: Any) -> list[Any]:
+        """What every stage says of itself."""
+        found = self.world.everyone("facts", [self.stage, value])
+        by_stage: dict[int, Any] = dict(found)
+        return [by_stage[k] for k in range(self.world.num_stages)]
+
+    def runtime(self, stage: Stage, device: torch.device) -> Distributed:
+        """The runtime of this rank's stage; the first call connects, on all ranks."""
+        if self._runtime is None:
+
+            def shapes(inputs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+                return output_specs(stage.module, inputs, device, stage.index)
+
+            replicas = None
+            if self.world.num_replicas > 1:
+                group = self.world.mesh.get_group("dp")
+                replicas = Replicas(group, lambda: stage.learns, lambda: stage.head_learns)
+            self._runtime = Distributed(self.world, self._watch, stage, shapes, device, replicas)
+        return self._runtime
+
+    def step(self, stage: Stage, schedule: Schedule, turn: int, batch: Batch, step: int) -> Tensor:
+        """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
+        device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
+        worker = self.runtime(stage, device).run(schedule, turn, batch, step)
+        losses: list[Tensor | None] = [None] * self.world.num_stages
+        losses[self.stage] = worker.loss
+        return losses_of(losses)
+
+    def infer(self, stage: Stage, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
+        """A forward through all ranks, of which this one's part is `call`."""
+        device = next((p.device for p in stage.module.parameters()), inputs[0].device)
+        self.runtime(stage, device).infer(inputs, step, call)
+
+    def table(self, rows: Tensor) -> Tensor:
+        """Values of all stages, ``[A, ...]``, from those of this rank's stage; a call for all ranks, which waits for all.
+
+        Args:
+            rows: of this stage, on the CPU; the replicas' are averaged.
+        """
+        self._watch.check()
+        try:
+            parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, rows, group=self.world.control)
+        except RuntimeError as error:
+            raise self._watch.failed(error) from error
+        per_stage = len(parts) // self.world.num_stages
+        return torch.stack(parts).unflatten(0, (self.world.num_stages, per_stage)).mean(1)
+
+    def failed(self, error: BaseException) -> RankError:
+        """Tell all ranks of an error outside of a step."""
+        return self._watch.failed(error)
+
+    def close(self) -> None:
+        """Wait until the neighbours have everything, and end the watch; after the last step, on all ranks."""
+        if self._runtime is not None:
+            self._runtime.close()
+        self.world.everyone("closed", None)
+        self._watch.close()
+
+    def _report_crashes(self) -> None:
+        """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+            before(kind, error, traceback)
+            if not isinstance(error, RankError):
+                self._watch.failed(error)
+
+        sys.excepthook = hook
+
+
+def _limit(timeout: float | None) -> float:
+    text = os.environ.get("NWISE_TIMEOUT", "300") if timeout is None else timeout
+    try:
+        limit = float(text)
+    except ValueError as error:
+        raise ValueError(f"`NWISE_TIMEOUT` should be a number of seconds. Found {text!r}.") from error
+    if not 0 < limit < 1e8:
+        raise ValueError(f"`timeout` should be a number of seconds above 0. Found {text!r}.")
+    return limit
+
+
+def held(
+    given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, team: Team | None
+) -> list[nn.Module | None]:
+    """The modules that this process holds, built if they are given as functions; others' places are kept by name."""
+    found: list[nn.Module | None] = []
+    for k, item in enumerate(given):
+        if item is not None and team is not None and k != team.stage:
+            found.append(Elsewhere(f"{what} {k}", team.holder(k)))
+        else:
+            found.append(item if item is None or isinstance(item, nn.Module) else item())
+    return found

@@ -1,0 +1,179 @@
+"""The world: which process holds which part of which stage, and how to reach the others.
+
+Processes lie on a mesh of three dimensions, ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with a
+part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts are exchanged through the store of
+`torch.distributed`, as JSON; tensors through channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from nwise.runtime.channel import Link, Receiver, Sender
+
+DIMENSIONS = ("pp", "dp", "tp")
+_numbers = itertools.count()  # of worlds; the same on every rank, since all run the same script
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """This rank's ends of channels; None where there is no neighbour."""
+
+    activations_in: Receiver | None
+    activations_out: Sender | None
+    gradients_in: Receiver | None
+    gradients_out: Sender | None
+
+    @property
+    def senders(self) -> list[Sender]:
+        """Those that are there."""
+        return [end for end in (self.activations_out, self.gradients_out) if end is not None]
+
+    @property
+    def receivers(self) -> list[Receiver]:
+        """Those that are there."""
+        return [end for end in (self.activations_in, self.gradients_in) if end is not None]
+
+
+class World:
+    """This process's place among all.
+
+    Args:
+        num_stages: A.
+        mesh: of dimensions ``("pp", "dp", "tp")``, or fewer of them in this order; default: all processes, as many
+            replicas as there are.
+        timeout: seconds after which a wait is given up.
+
+    Attributes:
+        rank: of this process.
+        stage: index of the stage that it holds.
+        replica, num_replicas: which of how many replicas of the stage.
+        ranks: of the processes that hold the stages 0 .. A-1 of this replica.
+        store: for facts.
+        control: group of all ranks, for what is on the CPU and has no hurry.
+
+    Raises:
+        ValueError: the processes cannot be laid out as asked.
+    """
+
+    def __init__(self, num_stages: int, mesh: DeviceMesh | None = None, timeout: float = 300.0) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        start(timeout)
+        self.mesh = _mesh(num_stages, mesh)
+        self.rank = dist.get_rank()
+        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+        self.num_replicas = sizes.get("dp", 1)
+        self.replica = self.mesh.get_local_rank("dp") if "dp" in sizes else 0
+        self.stage = self.mesh.get_local_rank("pp")
+        self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
+        self.num_stages = num_stages
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"nwise/{attempt}/{next(_numbers)}"
+        self.store = PrefixStore(prefix, _get_default_store())
+        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._shared: dict[str, int] = {}
+        self._ends: dict[torch.device, Ends] = {}
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one rank that writes and draws."""
+        return self.rank == 0
+
+    def everyone(self, name: str, value: Any) -> list[Any]:
+        """The values that all ranks give, in order of their ranks.
+
+        Args:
+            name: what is shared; may be used again.
+            value: this rank's, of JSON's types.
+        """
+        key = self._key(name)
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
+
+    def hand_on(self, name: str, value_of: Any) -> Any:
+        """Stage after stage: each makes a value from that of the stage before.
+
+        Args:
+            name: what is handed on; may be used again.
+            value_of: this stage's value, from the one before (None at stage 0), both of JSON's types.
+        """
+        key = self._key(name)
+        before = json.loads(self.store.get(f"{key}/{self.ranks[self.stage - 1]}")) if self.stage else None
+        value = value_of(before)
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        return value
+
+    def agree(self, name: str, value: Any) -> None:
+        """Refuse to go on if the ranks have different values of what should be equal."""
+        found = self.everyone(name, value)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise ValueError(
+                    f"`{name}` should be the same on every rank. Found {found[0]!r} on rank 0 and {other!r} on rank {rank}."
+                )
+
+    def _key(self, name: str) -> str:
+        self._shared[name] = self._shared.get(name, -1) + 1
+        return f"{name}/{self._shared[name]}"
+
+    def ends(self, device: torch.device) -> Ends:
+        """The channels to the neighbours for tensors of a device; the first call connects, and all ranks should make it."""
+        if device not in self._ends:
+            # A group of its own for each direction, so that neither waits behind the other.
+            forward, back = (dist.new_group(timeout=self._timeout) for _ in range(2))
+            below = self.ranks[self.stage - 1] if self.stage else None
+            above = self.ranks[self.stage + 1] if self.stage < self.num_stages - 1 else None
+            self._ends[device] = Ends(
+                None if below is None else Receiver(Link(forward, below, device)),
+                None if above is None else Sender(Link(forward, above, device)),
+                None if above is None else Receiver(Link(back, above, device)),
+                None if below is None else Sender(Link(back, below, device)),
+            )
+        return self._ends[device]
+
+
+def launched() -> bool:
+    """Whether this process is one of several of a `torchrun`, or of a process group that is already there."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def start(timeout: float = 300.0) -> None:
+    """Join the process group that `torchrun` describes, if this process has not yet."""
+    if dist.is_initialized():
+        return
+    # On one machine the loopback device is always there; a name from the network may not even resolve.
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(timeout=timedelta(seconds=timeout))
+
+
+def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
+    size = dist.get_world_size()
+    if mesh is None:
+        if size % num_stages:
+            raise ValueError(
+                f"`torchrun` should start a multiple of {num_stages} processes, one for each stage. Found {size}; cut the "
+                f"network into another number of stages, or start {num_stages}."
+            )
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return init_device_mesh(kind, (num_stages, size // num_stages, 1), mesh_dim_names=DIMENSIONS)
+    names: Sequence[str] = mesh.mesh_dim_names or ()
+    if not names or names[0] != "pp" or list(names) != [name for name in DIMENSIONS if name in names]:
+        raise ValueError(f"`mesh` should have dimensions 'pp', 'dp', 'tp', in this order. Found {tuple(names)}.")
+    if mesh.shape[0] != num_stages:
+        raise ValueError(f"`mesh` should have {num_stages} ranks along 'pp', one a stage. Found {mesh.shape[0]}.")
+    return mesh

@@ -1,0 +1,72 @@
+"""The schedule that a pipeline runs: one of the caller's own, a named order, or the best of the orders for typical costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from nwise.flow import Flow
+from nwise.hint import hint
+from nwise.schedule import orders
+from nwise.schedule.best import best_order
+from nwise.schedule.costs import Costs
+from nwise.schedule.greedy import nearest_first
+from nwise.schedule.lists import Schedule, Word
+from nwise.schedule.timed import Timed
+from nwise.schedule.validate import validate
+
+Order: TypeAlias = "str | Schedule | Timed"
+
+ORDERS = ("best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zero-bubble-lean")
+
+# What orders are chosen for when nobody has measured: a head of half a stage, messages that are short but not free.
+TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05)
+
+
+def check_order(order: object) -> None:
+    """Refuse what is no order."""
+    if isinstance(order, Schedule | Timed) or order in ORDERS:
+        return
+    if isinstance(order, str):
+        raise ValueError(f"`schedule` should be one of {', '.join(ORDERS)}. Found {order!r}.{hint(order, ORDERS)}")
+    raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
+
+
+def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
+    """A schedule that does what the flows ask for.
+
+    Args:
+        order: a schedule for these flows (`nwise.schedule.best` with measured costs gives the best one), or one of `ORDERS`.
+            ``gpipe`` (which is ``phase``), ``1f1b`` and ``zero-bubble-lean`` are meant for end-to-end training and run
+            any strategy.
+        flows: of every micro-batch, ``[turns][M]``.
+
+    Raises:
+        ValueError: the schedule is for other flows, or could not run.
+    """
+    check_order(order)
+    if isinstance(order, Timed):
+        order = order.schedule
+    if isinstance(order, Schedule):
+        if order.flows != tuple(map(tuple, flows)):
+            raise ValueError(
+                "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one of "
+                f"{order.num_stages} stages and {order.num_microbatches} micro-batches whose heads or messages differ."
+            )
+        validate(order)
+        return order
+    num_stages = len(flows[0][0].stages)
+    if order == "best":
+        return best_order(flows, TYPICAL).schedule
+    rules: dict[str, Callable[[orders.Flows, int], list[Word]]] = {
+        "depth-first": orders.depth_first,
+        "phase": partial(orders.phase, fuse=orders.ALL),
+        "gpipe": partial(orders.phase, fuse=orders.ALL),
+        "skewed": partial(orders.skewed, fuse=orders.ALL, stride=1),
+        "1f1b": orders.one_forward_one_backward,
+        "zero-bubble-lean": partial(
+            nearest_first, fuse=orders.NONE, cap=min(num_stages, len(flows[0])), costs=TYPICAL, chains="walked"
+        ),
+    }
+    return orders.schedule_of(order, flows, rules[order])

@@ -1,0 +1,1 @@
+"""Scripts that tests start on several processes; `launch` starts them."""

@@ -1,0 +1,76 @@
+"""What the scripts have in common: a network with dropout, batches, and training it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nwise
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def network(num_stages: int, width: int = 6) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Stages and heads with dropout, the same on every rank."""
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, width))
+        for _ in range(num_stages)
+    ]
+    heads: list[nn.Module] = [nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.2)) for _ in range(num_stages - 1)]
+    stages[-1] = nn.Sequential(stages[-1], nn.Linear(width, 4))
+    return stages, heads
+
+
+def batches(count: int, width: int = 6, sizes: Sequence[int] = (8,)) -> list[tuple[Tensor, Tensor]]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(n, width, generator=generator), torch.randint(0, 4, (n,), generator=generator))
+        for n in (sizes[i % len(sizes)] for i in range(count))
+    ]
+
+
+def pipeline(num_stages: int, strategy: str, num_microbatches: int, **options: Any) -> nwise.Pipeline:
+    """A pipeline of `network`."""
+    stages, heads = network(num_stages)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an n beyond the number of stages
+        return nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, num_microbatches, seed=1, **options)
+
+
+def optimizer_of(name: str, pipe: nwise.Pipeline) -> torch.optim.Optimizer:
+    """Momentum SGD or Adam."""
+    if name == "sgd":
+        return torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.Adam(pipe.parameters(), lr=0.01)
+
+
+def trained(pipe: nwise.Pipeline, optimizer: str, data: Sequence[tuple[Tensor, Tensor]]) -> list[list[float]]:
+    """Train; the losses of every step."""
+    update = optimizer_of(optimizer, pipe)
+    losses = []
+    for x, y in data:
+        losses.append(pipe.step(x, target=y).tolist())
+        update.step()
+        update.zero_grad()
+    return losses
+
+
+def digests(pipe: nwise.Pipeline) -> dict[str, str]:
+    """Every bit of every parameter that this process holds, by name."""
+    return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in pipe.named_parameters()}
+
+
+def write(value: Any) -> None:
+    """This rank's result."""
+    (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(value))
