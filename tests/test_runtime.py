@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import re
+import time
 from pathlib import Path
 
 import pytest
 
-from launch import results
+from launch import RANKS, results, torchrun
 from ranks.equality import CASES, case
 
 
@@ -25,3 +28,46 @@ def test_parameters_are_bitwise_those_of_one_process(num_stages: int, tmp_path: 
         different = {name for name in expected if together.get(name) != expected[name]}
         assert together.keys() == expected.keys()
         assert not different, (strategy, m, optimizer, order, different)
+
+
+FAULTS = {
+    "raise": r"Rank 2 \(stage 2\) failed at .*, stage 2, micro-batch [01]\) of step 1: ValueError: the fault of this test",
+    "kill": r"Rank [0-3] .* lost rank [0-3] \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
+    "stall": r"Rank 2 \(stage 2\) has been at .*, stage 2, micro-batch [01]\) of step 1 for more than 2 seconds",
+    "stop": r"Rank 1 \(stage 1\) has not heard of rank 2 for 2 seconds; last seen ",
+}
+
+
+def faulty(kind: str, rank: int, after: int) -> tuple[list[str], float]:
+    """Sentences of the ranks that stop, and the seconds that it took from the start of the launcher."""
+    began = time.monotonic()
+    arguments = [str(RANKS / "faults.py"), "4", kind, str(rank), str(after)]
+    done = torchrun(4, arguments, timeout=60, environment={"NWISE_TIMEOUT": "2"})
+    assert done.returncode == 1, done.stderr[-2000:]
+    return re.findall(r"^nwise: (rank \d.*)$", done.stderr, re.MULTILINE), time.monotonic() - began
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_of_one_rank_ends_all_and_all_say_what_it_was(kind: str) -> None:
+    said, seconds = faulty(kind, 2, 40)
+    assert seconds < 10 + 20, "ten seconds, and twenty to start four processes on a busy machine"
+    assert len({line.split(" stops: ")[1] for line in said}) == 1, "all say the same, which is the first error"
+    assert re.search(FAULTS[kind], said[0]), said[0]
+    assert len(said) >= (4 if kind in ("raise", "stall") else 3)
+
+
+def test_an_error_between_two_steps_ends_all_ranks() -> None:
+    said, _ = faulty("raise", 3, -1)
+    assert len(said) == 4
+    assert all("Rank 3 (stage 3) failed between steps: ValueError: the fault of this test" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_two_hundred_random_faults() -> None:
+    numbers = random.Random(0)
+    for _ in range(200):
+        kind, rank, after = numbers.choice(list(FAULTS)), numbers.randrange(4), numbers.randrange(1, 300)
+        said, seconds = faulty(kind, rank, after)
+        assert said, (kind, rank, after)
+        assert seconds < 30, (kind, rank, after)

@@ -41,6 +41,7 @@ from nwise.training import (
     optimizer_of,
     rate_factor,
 )
+from nwise.training.clip import Clip
 from nwise.training.trainer import device_of
 
 SHORT = dataclasses.replace(recipe("digits"), epochs=2)
@@ -218,7 +219,7 @@ def test_clipping_bounds_the_norm_of_all_gradients() -> None:
     before = [p.detach().clone() for p in trainer.pipe.parameters()]
     optimizer = optimizer_of(trainer.recipe.optimizer, trainer.pipe.parameters())
     trainer._began = 0.0
-    trainer._step(0, optimizer, Rate(trainer.recipe.optimizer, optimizer, 1))
+    trainer._step(0, optimizer, Rate(trainer.recipe.optimizer, optimizer, 1), Clip(trainer.pipe, 1e-3))
     moved = torch.cat([(p - q).flatten() for p, q in zip(trainer.pipe.parameters(), before, strict=True)])
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-2)
 

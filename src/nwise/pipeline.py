@@ -237,7 +237,7 @@ class Pipeline(nn.Module):
         else:
             self.forget_versions()
         if self.team is not None:
-            losses = self.team.step(self._stages[self.team.stage], schedule, turn, batch, self.steps)
+            losses = self.team.step(self._stages[self.team.stage], schedule, turn, batch, self.steps, self.on_action)
         else:
             losses = execute(self._stages, self._order(schedule, turn), flows, batch, self.on_action)
         for norm in norms:

@@ -14,11 +14,12 @@ from rich.table import Table
 
 import nwise
 from nwise.cli.drawing import Flow, Schedule
-from nwise.cli.output import BAD_INPUT, INTERRUPTED, OK
+from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK
 from nwise.cli.planning import Plan
 from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
 from nwise.hint import hint
 from nwise.recipes import recipe
+from nwise.runtime.watch import RankError
 
 __all__ = ["main", "run"]
 
@@ -35,7 +36,7 @@ _COMMANDS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 2 bad input, 130 interrupted."""
+    """Run a command and exit: 0 done, 1 a process of several failed, 2 bad input, 130 interrupted."""
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -59,6 +60,8 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"nwise {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except RankError:  # every rank has said what it was
+        return FAILED
     except (ValueError, TypeError, OSError, ImportError) as error:
         Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
         return BAD_INPUT

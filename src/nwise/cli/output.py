@@ -9,7 +9,7 @@ import tyro
 
 from nwise.training.run import plain
 
-OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 # `--lr`, not `--config.lr`.
 FLAT = tyro.conf.arg(name="")

@@ -42,6 +42,9 @@ class Train:
 
     def run(self, console: Console) -> int:
         trainer = Trainer(self.config)  # what is wrong with configuration or data shows before a folder is made
+        if trainer.pipe.team is not None and trainer.pipe.team.world.rank:
+            trainer.train()  # rank 0 writes and draws for all
+            return OK
         watchers: list[Any] = [] if self.json else [display_for(console)]
         if self.tensorboard:
             watchers.append(TensorBoard())

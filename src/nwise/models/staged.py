@@ -39,6 +39,20 @@ def build(
     return StagedModel(stages, heads, head_of)
 
 
+def materialize(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:
+    """Give memory and initial values to a part of a network that was built without, under ``torch.device("meta")``.
+
+    Args:
+        module: a stage (a `Chain`, whose pieces have their own names) or a head.
+        seed: of the model.
+        prefix: name of the module in the unsplit network.
+    """
+    module.to_empty(device="cpu")
+    for name, piece in module.pieces().items() if isinstance(module, Chain) else {prefix: module}.items():
+        initialize(piece, seed, name)
+    return module
+
+
 def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Draw every module's values anew, from nothing but the seed and the module's name.
 

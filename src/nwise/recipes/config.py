@@ -244,7 +244,14 @@ class Recipe:
     log_every: int = 10
     """Steps between records of the training losses."""
     clip: float | None = None
-    """Largest norm of all gradients together; None for no clipping."""
+    """Largest norm of the gradients; None for no clipping."""
+    clip_by: Literal["global", "stage", "loss"] = "global"
+    """Whose norm: of all gradients together, of each stage with its head, or of what learns from the same losses."""
+    stage_lr: tuple[float, ...] = ()
+    """Factors of the rates of the stages and their heads, separated by spaces; all 1 if there are none."""
+    schedule: Literal["best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zero-bubble-lean"] = "best"
+    """Order of work of a process for every stage; in one process only memory depends on it, and depth-first is taken for
+    best."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16: forwards run under autocast."""
     defer_batchnorm: bool = False

@@ -46,8 +46,7 @@ class _Base:
         self.began = time.perf_counter()
         self.kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
         recipe, pipe = trainer.recipe, trainer.pipe
-        parameters = sum(p.numel() for p in pipe.main_parameters())
-        side = sum(p.numel() for p in pipe.head_parameters())
+        parameters, side = trainer.num_parameters
         return (
             f"{recipe.name}: {pipe.num_stages} stages, {recipe.strategy}, {parameters:,} parameters"
             f" + {side:,} in heads, {trainer.num_steps:,} steps of {recipe.batch_size} on {trainer.device}"

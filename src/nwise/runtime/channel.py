@@ -80,6 +80,19 @@ class Link:
     device: torch.device
 
 
+class LostPeer(RuntimeError):
+    """The other end of a channel cannot be reached any more.
+
+    Args:
+        peer: its rank.
+        why: what the transport says.
+    """
+
+    def __init__(self, peer: int, why: str) -> None:
+        self.peer = peer
+        super().__init__(f"lost rank {peer}: {why}")
+
+
 class Sender:
     """The end that sends.
 
@@ -117,7 +130,7 @@ class Sender:
         place = self._place
         before = self._on_the_way.pop(place, None)
         if before is not None:
-            _wait(before[1])
+            _wait(before[1], self._link.peer)
         kept = tuple(t.contiguous() for t in tensors if t.numel())
         # The group's own call, since `dist.isend` looks up again what is known here.
         works = [self._link.group.send([t], self._link.peer, 0) for t in kept]
@@ -130,7 +143,7 @@ class Sender:
             specs = self._plan.specs[self._place]
             self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
         for _, works in self._on_the_way.values():
-            _wait(works)
+            _wait(works, self._link.peer)
         self._on_the_way.clear()
         self._plan, self._place = NOTHING, 0
 
@@ -178,7 +191,7 @@ class Receiver:
         self._post()
         while key not in self._arrived:
             found, tensors, works = self._posted.popleft()
-            _wait(works)
+            _wait(works, self._link.peer)
             self._arrived[found] = tensors
             self._place = (self._place + 1) % len(self._plan.keys)
             if found != key:
@@ -190,11 +203,14 @@ class Receiver:
     def flush(self) -> None:
         """Wait for everything that was posted, and throw it away."""
         while self._posted:
-            _wait(self._posted.popleft()[2])
+            _wait(self._posted.popleft()[2], self._link.peer)
         self._arrived.clear()
         self._plan, self._place, self._next = NOTHING, 0, 0
 
 
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
+def _wait(works: list[Any], peer: int) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise LostPeer(peer, str(error)) from error

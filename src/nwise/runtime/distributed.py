@@ -29,8 +29,8 @@ from nwise.stage import Cotangents
 Specs = tuple[Spec, ...]
 # Shapes of a stage's outputs, from those of its inputs.
 Shapes = Callable[[Specs], Specs]
-# Called after each action of this rank with its begin and end, in seconds of `time.perf_counter`.
-OnAction = Callable[[Action, float, float], None]
+# Called after each action of this rank with the step, and its begin and end, in seconds of `time.perf_counter`.
+Recorder = Callable[[int, Action, float, float], None]
 EndT = TypeVar("EndT", Sender, Receiver)
 
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
@@ -76,7 +76,7 @@ class Distributed:
         replicas: sums gradients over the replicas of the stage, if there are any.
 
     Attributes:
-        on_action: None, or told of every action.
+        recorder: None, or told when every action began and ended.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Distributed:
         device: torch.device,
         replicas: Replicas | None = None,
     ) -> None:
-        self.on_action: OnAction | None = None
+        self.recorder: Recorder | None = None
         self._world, self._watch, self._stage, self._shapes = world, watch, stage, shapes
         self._replicas = replicas
         self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
@@ -100,7 +100,14 @@ class Distributed:
         forward, back = self._ends.activations_out, self._ends.gradients_out
         return {"activations": forward.num_bytes if forward else 0, "gradients": back.num_bytes if back else 0}
 
-    def run(self, schedule: Schedule, turn: int, batch: Batch, step: int) -> Worker:
+    def run(
+        self,
+        schedule: Schedule,
+        turn: int,
+        batch: Batch,
+        step: int,
+        on_action: Callable[[Action], None] | None = None,
+    ) -> Worker:
         """One mini-batch: fill every ``.grad`` of this rank.
 
         Args:
@@ -108,6 +115,7 @@ class Distributed:
             turn: which mini-batch of the cycle.
             batch: the data; of `inputs` only the first stage uses more than the shapes.
             step: number of the mini-batch.
+            on_action: called after each action.
 
         Returns:
             The stage with its loss.
@@ -122,7 +130,7 @@ class Distributed:
             if self._ends.activations_in is None:
                 worker.inputs.update(enumerate(batch.inputs))
             try:
-                self._execute(script, worker, step)
+                self._execute(script, worker, step, on_action)
             finally:
                 self._stage.clear()
         return worker
@@ -182,7 +190,7 @@ class Distributed:
             if receiver is not None:
                 receiver.start(plan, turn)
 
-    def _execute(self, script: Script, worker: Worker, step: int) -> None:
+    def _execute(self, script: Script, worker: Worker, step: int, on_action: Callable[[Action], None] | None) -> None:
         ends, watch, replicas = self._ends, self._watch, self._replicas
         outbox: dict[Key, Tensors] = {}
         last = {a.kind is Kind.HEAD: i for i, a in enumerate(script.word) if a.kind in _LEARNING}
@@ -213,8 +221,10 @@ class Distributed:
                     outbox[m, None, turn] = cast(Tensors, made)
                 if replicas is not None and i in last.values():
                     replicas.begin(head=kind is Kind.HEAD)
-            if self.on_action is not None:
-                self.on_action(action, begin, time.perf_counter())
+            if self.recorder is not None:
+                self.recorder(step, action, begin, time.perf_counter())
+            if on_action is not None:
+                on_action(action)
 
     def _script(self, schedule: Schedule | None, turn: int, inputs: Sequence[Tensors]) -> Script:
         """Made once for every schedule and all shapes; all ranks come to a new one at the same step."""

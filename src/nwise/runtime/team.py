@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from nwise.microbatch import Tensors
-from nwise.runtime.channel import Spec
+from nwise.runtime.channel import Spec, spec_of
 from nwise.runtime.distributed import Distributed
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.shapes import output_specs
+from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.watch import RankError, Watch
 from nwise.runtime.worker import Batch, losses_of
 from nwise.runtime.world import World
+from nwise.schedule.actions import Action
 from nwise.schedule.lists import Schedule
 from nwise.stage import Stage
 
@@ -51,6 +55,9 @@ class Team:
         num_stages: A.
         mesh: see `World`.
         timeout: seconds that an action may take; default: the environment's ``NWISE_TIMEOUT``, else 300.
+
+    Attributes:
+        share: of the whole mini-batch's loss that this replica's last loss is the mean of.
     """
 
     def __init__(self, num_stages: int, mesh: DeviceMesh | None, timeout: float | None) -> None:
@@ -58,8 +65,11 @@ class Team:
         self.world = World(num_stages, mesh, 4 * limit)
         world = self.world
         self._watch = Watch(world.store, world.rank, dist.get_world_size(), world.stage, limit)
+        self.share = 1.0
         self._runtime: Distributed | None = None
         self._report_crashes()
+        self._open = True
+        atexit.register(self.close)
 
     @property
     def stage(self) -> int:
@@ -90,10 +100,19 @@ class Team:
             self._runtime = Distributed(self.world, self._watch, stage, shapes, device, replicas)
         return self._runtime
 
-    def step(self, stage: Stage, schedule: Schedule, turn: int, batch: Batch, step: int) -> Tensor:
+    def step(
+        self,
+        stage: Stage,
+        schedule: Schedule,
+        turn: int,
+        batch: Batch,
+        step: int,
+        on_action: Callable[[Action], None] | None = None,
+    ) -> Tensor:
         """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
         device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
-        worker = self.runtime(stage, device).run(schedule, turn, batch, step)
+        worker = self.runtime(stage, device).run(schedule, turn, batch, step, on_action)
+        self.share = worker.share
         losses: list[Tensor | None] = [None] * self.world.num_stages
         losses[self.stage] = worker.loss
         return losses_of(losses)
@@ -109,14 +128,59 @@ class Team:
         Args:
             rows: of this stage, on the CPU; the replicas' are averaged.
         """
-        self._watch.check()
-        try:
-            parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        with self._telling():
             dist.all_gather(parts, rows, group=self.world.control)
-        except RuntimeError as error:
-            raise self._watch.failed(error) from error
         per_stage = len(parts) // self.world.num_stages
         return torch.stack(parts).unflatten(0, (self.world.num_stages, per_stage)).mean(1)
+
+    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[Tensor]:
+        """Sums over groups of stages that `World.connect` knows, of all those that this rank is in at once.
+
+        Args:
+            rows: stages of a group, with this rank's values, on the CPU.
+        """
+        with self._telling():
+            works = [
+                dist.all_reduce(values, group=group, async_op=True)
+                for stages, values in rows
+                if (group := self.world.group_of(stages)) is not None
+            ]
+            for work in works:
+                work.wait()
+        return [values for _, values in rows]
+
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all stages on rank 0, in order of the stages, on the CPU; nothing on the others. A call for all ranks.
+
+        Args:
+            tensors: of this rank's stage.
+        """
+        world = self.world
+        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
+        with self._telling():
+            lists = world.everyone("tensors", [[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()])
+            if world.rank:
+                for tensor in mine.values() if world.sends_for_its_stage else []:
+                    dist.send(tensor, 0, group=world.control)
+                return {}
+            found = dict(mine)
+            for rank in world.ranks[1:]:
+                for name, shape, dtype in lists[rank]:
+                    (spec,) = from_json([[shape, dtype]])
+                    found[name] = spec.empty(torch.device("cpu"))
+                    dist.recv(found[name], rank, group=world.control)
+        return found
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Whatever goes wrong inside goes wrong on all ranks."""
+        self._watch.check()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._watch.failed(error) from error
 
     def failed(self, error: BaseException) -> RankError:
         """Tell all ranks of an error outside of a step."""
@@ -124,6 +188,9 @@ class Team:
 
     def close(self) -> None:
         """Wait until the neighbours have everything, and end the watch; after the last step, on all ranks."""
+        if not self._open or self._watch.has_failed:
+            return
+        self._open = False
         if self._runtime is not None:
             self._runtime.close()
         self.world.everyone("closed", None)

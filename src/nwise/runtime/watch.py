@@ -1,7 +1,7 @@
 """The watch: no rank outlives an error, a kill or a stall of another, and all of them say what came first.
 
-A thread on every rank waits for the first error, which the rank that has it writes into the store; tells the others every
-second that its process is alive and what it is at; and looks after the next rank, and after its own main thread.
+The rank that has the first error writes it into the store. One thread on every rank waits for that; another gives signs of
+life, looks after the next rank, and after its own main thread.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
+import signal
 import sys
 import threading
 import time
@@ -16,11 +18,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import Action, Kind
 
 _WAITS = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 _BEAT = 1.0  # seconds between signs of life
-_GRACE = 3.0  # seconds that a main thread has to end by itself, and the others to hear of it
+_GRACE = 2.0  # seconds that a main thread has to end by itself, and the others to hear of it
 
 _WHAT = {
     Kind.FORWARD: "forward",
@@ -51,7 +54,7 @@ class Watch:
         limit: seconds that one action may take, and that a rank may be silent.
 
     Attributes:
-        doing: step, action and when it began, set by the runtime; None between steps.
+        doing: step, action and when it began (`time.perf_counter`), set by the runtime; None between steps.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, stage: int, limit: float) -> None:
@@ -59,12 +62,19 @@ class Watch:
         self._main = store
         # Connections of their own, since one that waits lets nobody else in.
         self._store, self._ears = store.clone(), store.clone()
-        self._rank, self._size, self._stage, self._limit = rank, world_size, stage, limit
+        self._rank, self._size, self._limit = rank, world_size, limit
+        self._name = f"rank {rank} (stage {stage})"
         self._heard: tuple[str, float] = ("", time.monotonic())
         self._failure = ""
+        self._tells = False  # whether this rank has an error of its own to tell
         self._closed = threading.Event()
-        for loop in (self._listen, self._beat):
+        for loop in (self._listen, self._live):
             threading.Thread(target=loop, name=f"nwise {loop.__name__}", daemon=True).start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there has been an error on any rank."""
+        return bool(self._failure)
 
     def check(self) -> None:
         """Raise the first error, if there has been one on any rank."""
@@ -77,110 +87,98 @@ class Watch:
         Returns:
             The first error, to be raised.
         """
-        lost = isinstance(error, RuntimeError) and _is_connection(error)
-        # A neighbour's connection breaks when it ends; what ended it is about to be known.
-        deadline = time.monotonic() + (1.0 if lost else 0.0)
-        while not self._failure and time.monotonic() < deadline:
-            time.sleep(0.01)
         if not self._failure:
-            self._publish(self._lost(error) if lost else f"failed {self._where()}: {type(error).__name__}: {error}")
+            what = f"failed {self._where()}: {type(error).__name__}: {error}"
+            if isinstance(error, LostPeer):
+                # Whoever ended because of an error told of it before its connections broke; so this one was killed, or told.
+                what = f"lost rank {error.peer} (last seen {self._last_seen(error.peer)}) {self._where()}"
+            self._tell(what)
         return RankError(self._failure)
 
     def close(self) -> None:
         """End the watch, as after the last step."""
         self._closed.set()
 
-    def _publish(self, what: str) -> None:
-        sentence = f"Rank {self._rank} (stage {self._stage}) {what}"
-        first = self._store_set(sentence)
-        self._failure = first
-        print(f"nwise: rank {self._rank} (stage {self._stage}): {first}", file=sys.stderr, flush=True)
-        self._wait_for_others()
+    def _tell(self, what: str, kill: int | None = None) -> None:
+        """Make it the first error unless there is one, and give the others time to say so.
 
-    def _store_set(self, sentence: str) -> str:
-        """Only the first error is kept; it, whoever's it is."""
-        try:
-            return bytes(self._main.compare_set("error", "", sentence)).decode() or sentence
-        except RuntimeError:  # the store is gone, and with it all other ranks
-            return sentence
-
-    def _wait_for_others(self) -> None:
-        """A launcher stops all ranks once one has ended, so that they should have had time to say why."""
-        try:
-            self._main.add("told", 1)
-            deadline = time.monotonic() + _GRACE
-            while self._main.add("told", 0) < self._size and time.monotonic() < deadline:
+        Args:
+            what: that happened to this rank.
+            kill: a process of this machine that stands still; it could not end, and a launcher would wait for it.
+        """
+        self._tells = True
+        sentence = f"{self._name.capitalize()} {what}"
+        self._failure = sentence
+        with suppress(RuntimeError):  # the store is gone, and with it all other ranks
+            self._failure = self._main.compare_set("error", "", sentence).decode()
+        _say(f"nwise: {self._name} stops: {self._failure}")
+        if kill is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(kill, signal.SIGKILL)
+        # A launcher stops all ranks as soon as one has ended.
+        with suppress(RuntimeError):
+            told, deadline = self._main.add("told", 1), time.monotonic() + _GRACE
+            while told < self._size and time.monotonic() < deadline:
                 time.sleep(0.02)
-        except RuntimeError:
-            return
+                told = self._main.add("told", 0)
 
     def _where(self) -> str:
-        if self.doing is None:
-            return "between steps"
-        step, action, _ = self.doing
-        return f"at {describe(action)} of step {step}"
-
-    def _lost(self, error: BaseException) -> str:
-        """Which neighbours may be gone, by what they last said."""
-        waited = f"lost a neighbour {self._where()}"
-        now = [(r, self._last_seen(r)) for r in range(self._size) if r != self._rank]
-        silent = [f"rank {r} {seen}" for r, seen in now if seen]
-        return f"{waited} ({error}); last seen: {'; '.join(silent)}"
+        doing = self.doing
+        return "between steps" if doing is None else f"at {describe(doing[1])} of step {doing[0]}"
 
     def _last_seen(self, rank: int) -> str:
-        try:
-            return str(json.loads(self._main.get(f"beat/{rank}"))["at"]) if self._main.check([f"beat/{rank}"]) else ""
-        except RuntimeError:
-            return ""
+        with suppress(RuntimeError):
+            if self._main.check([f"beat/{rank}"]):
+                return str(json.loads(self._main.get(f"beat/{rank}"))["at"])
+        return "nowhere yet"
 
     def _listen(self) -> None:
-        """Wait for the first error of any rank."""
+        """Wait for the first error of any rank, and end with it."""
         try:
             self._ears.wait(["error"], timedelta(days=365))
             failure = self._ears.get("error").decode()
         except RuntimeError:
             failure = "The store of all ranks is gone; its process, rank 0 or the launcher, has ended."
-        self._end(failure)
+        if self._closed.is_set():
+            return
+        if not self._tells:
+            self._failure = failure
+            _say(f"nwise: {self._name} stops: {failure}")
+            with suppress(RuntimeError):
+                self._ears.add("told", 1)
+        # The main thread may be waiting for somebody who is gone.
+        if not self._closed.wait(_GRACE):
+            os._exit(1)
 
-    def _beat(self) -> None:
-        """Give signs of life, and look out for those of the next rank."""
+    def _live(self) -> None:
+        """Give signs of life, and look out for those of others."""
         count = itertools.count()
         with suppress(RuntimeError):  # the store is gone, which the other thread sees too
             while not self._closed.wait(_BEAT) and not self._failure:
-                self._store.set(f"beat/{self._rank}", json.dumps({"count": next(count), "at": self._where()}))
-                self._look_around()
+                beat = {"count": next(count), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
+                self._store.set(f"beat/{self._rank}", json.dumps(beat))
+                self._look_at_myself()
+                self._look_at_next()
 
-    def _look_around(self) -> None:
-        now = time.monotonic()
-        if self.doing is not None:
-            _, action, since = self.doing
-            # Whoever waits is seldom to blame, so that the one who computes has the time to say so first.
-            limit = 2 * self._limit if action.kind in _WAITS else self._limit
-            if time.perf_counter() - since > limit:
-                self._publish(f"has been {self._where()} for more than {limit:g} seconds")
-                return
-        other = (self._rank + 1) % self._size
+    def _look_at_myself(self) -> None:
+        doing = self.doing
+        if doing is None:
+            return
+        # Whoever waits is seldom to blame, so that the one who computes has the time to say so first.
+        limit = 2 * self._limit if doing[1].kind in _WAITS else self._limit
+        if time.perf_counter() - doing[2] > limit:
+            self._tell(f"has been {self._where()} for more than {limit:g} seconds")
+
+    def _look_at_next(self) -> None:
+        other, now = (self._rank + 1) % self._size, time.monotonic()
         key = f"beat/{other}"
         found = self._store.get(key).decode() if self._store.check([key]) else ""
         if found != self._heard[0]:
             self._heard = found, now
-        elif now - self._heard[1] > self._limit and found:
-            self._publish(
-                f"has not heard of rank {other} for {self._limit:g} seconds; last seen {json.loads(found)['at']}"
-            )
-
-    def _end(self, failure: str) -> None:
-        """Let the main thread end, which may be waiting for somebody who is gone."""
-        if self._closed.is_set():
-            return
-        if not self._failure:
-            self._failure = failure
-            print(f"nwise: rank {self._rank} (stage {self._stage}) stops: {failure}", file=sys.stderr, flush=True)
-            with suppress(RuntimeError):
-                self._main.add("told", 1)
-        self._closed.wait(_GRACE)
-        if not self._closed.is_set():
-            os._exit(1)
+        elif found and now - self._heard[1] > self._limit and not self._failure:
+            beat = json.loads(found)
+            pid = beat["pid"] if beat["host"] == platform.node() else None
+            self._tell(f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid)
 
 
 def describe(action: Action) -> str:
@@ -192,6 +190,7 @@ def describe(action: Action) -> str:
     return f"{action} ({_WHAT[action.kind]}, stage {action.stage}, micro-batch {action.microbatch})"
 
 
-def _is_connection(error: Any) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "peer", "timed out", "socket", "broken pipe", "aborted"))
+def _say(sentence: str) -> None:
+    """In one piece, since all ranks write at once."""
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()

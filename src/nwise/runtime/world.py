@@ -7,6 +7,7 @@ part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
@@ -85,11 +86,32 @@ class World:
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
         self._shared: dict[str, int] = {}
         self._ends: dict[torch.device, Ends] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def connect(self, sets: Sequence[tuple[int, ...]]) -> None:
+        """Make groups of stages, in the same order on all ranks; see `group_of`."""
+        columns = self._columns()
+        for stages in sets:
+            if stages in self._groups or len(stages) == 1:
+                continue
+            for column in columns:
+                group = dist.new_group([column[k] for k in stages], backend="gloo", timeout=self._timeout)
+                if self.rank in column and self.stage in stages:
+                    self._groups[stages] = group
+
+    def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of the processes that hold these stages of this replica; None if there is nobody else."""
+        return self._groups.get(stages)
+
+    def _columns(self) -> list[list[int]]:
+        """Ranks of the processes of every replica, and every part of a stage, stage after stage."""
+        ranks = self.mesh.mesh.flatten(1) if self.mesh.mesh.ndim > 1 else self.mesh.mesh.unsqueeze(1)
+        return [list(map(int, column)) for column in ranks.T.tolist()]
 
     @property
-    def first(self) -> bool:
-        """Whether this is the one rank that writes and draws."""
-        return self.rank == 0
+    def sends_for_its_stage(self) -> bool:
+        """Whether this rank is in the same replica as rank 0, so that one rank of every stage is."""
+        return 0 in self.ranks
 
     def everyone(self, name: str, value: Any) -> list[Any]:
         """The values that all ranks give, in order of their ranks.
@@ -159,6 +181,7 @@ def start(timeout: float = 300.0) -> None:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(timeout=timedelta(seconds=timeout))
+    atexit.register(dist.destroy_process_group)
 
 
 def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

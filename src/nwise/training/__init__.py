@@ -2,7 +2,7 @@
 
 from nwise.training.evaluate import Score, Scores, evaluate
 from nwise.training.optimizers import Rate, optimizer_of, rate_factor
-from nwise.training.run import Run, load_main_state, main_state, save_tensors
+from nwise.training.run import Run, load_main_state, main_state, save_tensors, weights_of
 from nwise.training.trainer import Trainer, Watcher, compile_blocks, new_run, pipeline_of
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "pipeline_of",
     "rate_factor",
     "save_tensors",
+    "weights_of",
 ]

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from nwise.data import Images, Tokens
 from nwise.pipeline import Pipeline
+from nwise.runtime.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,13 @@ def evaluate(
         on_batch: called with batches done and batches there are.
     """
     sums: dict[tuple[str, int], Tensor] = {}
-    device = next(pipe.parameters()).device
+    device = next((p.device for p in pipe.parameters()), torch.device("cpu"))
     starts = range(0, len(data), batch_size)
     scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
+    if ensembles and pipe.team is not None:
+        raise ValueError(
+            "Ensembles should be scored in one process, which has all heads' outputs. Found several; use `nwise evaluate RUN`."
+        )
     with evaluating(pipe):
         for done, start in enumerate(starts):
             inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
@@ -96,6 +101,8 @@ def evaluate(
                     _add(sums, ("top", count), top - math.log(count), target)
             if on_batch is not None:
                 on_batch(done + 1, len(starts))
+    if pipe.team is not None:
+        _share(pipe, pipe.team, sums)
     heads = tuple(_score(sums[key]) if (key := ("head", k)) in sums else None for k in range(pipe.num_stages))
     tops = tuple(_score(sums["top", n]) for n in range(1, pipe.num_stages + 1) if ("top", n) in sums)
     return Scores(heads, tops)
@@ -106,6 +113,14 @@ def _add(sums: dict[tuple[str, int], Tensor], key: tuple[str, int], log_p: Tenso
     right = (log_p.argmax(-1) == target).sum()
     found = torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
     sums[key] = sums[key] + found if key in sums else found
+
+
+def _share(pipe: Pipeline, team: Team, sums: dict[tuple[str, int], Tensor]) -> None:
+    """Every process's sums to all of them."""
+    here = sums.get(("head", team.stage), torch.zeros(3)).cpu().double()
+    for k, total in enumerate(team.table(here)):
+        if total[2]:
+            sums["head", k] = total
 
 
 def _score(total: Tensor) -> Score:

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Sgd
 
 
-def optimizer_of(config: Sgd | Adam, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """A torch optimizer with the configuration's settings."""
-    kept = [p for p in parameters if p.requires_grad]
+def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
+    """The parameters of this process, those of a stage and its head in a group of their own where rates differ.
+
+    Args:
+        pipe: the pipeline.
+        lr: rate of a stage whose factor is 1.
+        factors: of every stage's rate; default: all 1.
+    """
+    if not factors:
+        return [{"params": list(pipe.parameters())}]
+    groups = []
+    for k, factor in enumerate(factors):
+        head = pipe.heads.of(k)
+        parameters = [*pipe.stages[k].parameters(), *(head.parameters() if head is not None else ())]
+        if parameters:
+            groups.append({"params": parameters, "lr": factor * lr})
+    return groups
+
+
+def optimizer_of(
+    config: Sgd | Adam, parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """A torch optimizer with the configuration's settings.
+
+    Args:
+        config: which one, and its settings.
+        parameters: those that learn, or groups of them with settings of their own.
+    """
+    given = list(parameters)
+    groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
+    kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     if isinstance(config, Sgd):
         return torch.optim.SGD(kept, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     return torch.optim.Adam(

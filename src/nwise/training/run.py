@@ -99,11 +99,9 @@ class Run:
             records.append(record)
         return records
 
-    def save_weights(self, pipe: Pipeline) -> None:
-        """Write the weights of the main network and of the heads, aside first."""
-        model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
-        heads = {f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}
-        save_tensors({**model, **heads}, self.folder / "weights.safetensors")
+    def save_weights(self, weights: dict[str, Tensor]) -> None:
+        """Write what `weights_of` gives, aside first."""
+        save_tensors(weights, self.folder / "weights.safetensors")
 
     def weights(self) -> dict[str, Tensor]:
         """What `save_weights` wrote."""
@@ -173,6 +171,16 @@ def versions() -> dict[str, str]:
 def under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def weights_of(pipe: Pipeline) -> dict[str, Tensor]:
+    """Weights of the main network (``model.<name>``) and of the heads (``heads.<stage>.<name>``).
+
+    Of a pipeline of several processes, all of them call it, and those of all stages are on rank 0.
+    """
+    model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    heads = {f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}
+    return {**model, **heads} if pipe.team is None else pipe.team.collect({**model, **heads})
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:

@@ -1,10 +1,12 @@
-"""The training loop of a recipe: one process, all stages."""
+"""The training loop of a recipe: one process with all stages, or one for every stage."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +17,18 @@ from nwise.batchnorm import defer_batchnorm
 from nwise.compiled import compile_module
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.losses import TokenCrossEntropy
+from nwise.models import materialize
 from nwise.pipeline import Pipeline
 from nwise.randomness import generator
 from nwise.recipes import Recipe
+from nwise.runtime.world import launched
 from nwise.split import Chain
 from nwise.stage import LossFn
+from nwise.training.clip import Clip
 from nwise.training.evaluate import Scores, evaluate
-from nwise.training.optimizers import Rate, optimizer_of
-from nwise.training.run import Run
+from nwise.training.log import StepLog
+from nwise.training.optimizers import Rate, optimizer_of, parameter_groups
+from nwise.training.run import Run, weights_of
 
 
 class Watcher(Protocol):
@@ -65,8 +71,17 @@ class Trainer:
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
         self.pipe = pipeline_of(recipe, self.train_data, self.steps_per_epoch).to(self.device)
+        if recipe.stage_lr and len(recipe.stage_lr) != self.pipe.num_stages:
+            raise ValueError(
+                f"`stage_lr` should have a factor for each of the {self.pipe.num_stages} stages. Found {len(recipe.stage_lr)}."
+            )
         if recipe.compile:
             compile_blocks(self.pipe)
+        here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
+        facts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
+        self.num_parameters = tuple(map(sum, zip(*facts, strict=True)))  # of the main network and of the heads
+        self._log = StepLog(self.pipe)
+        self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the last known, for display
 
     @property
     def num_samples(self) -> int:
@@ -77,7 +92,7 @@ class Trainer:
         """All steps of the recipe, recording and saving as it says.
 
         Args:
-            run: where to write; None to write nothing.
+            run: where to write; None to write nothing. Of several processes only rank 0 has one.
             watchers: who is told.
 
         Returns:
@@ -98,8 +113,8 @@ class Trainer:
             raise
         finally:
             if run is not None:
-                if status != "done":  # the last evaluation has saved them otherwise
-                    run.save_weights(self.pipe)
+                if status != "done" and self.pipe.team is None:  # the last evaluation has saved them otherwise
+                    run.save_weights(weights_of(self.pipe))
                 run.finish(status)
             self._tell("finished", status)
         return scores
@@ -110,10 +125,11 @@ class Trainer:
             config = self.recipe.optimizer if number == 0 else self.recipe.then or self.recipe.optimizer
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
-            optimizer = optimizer_of(config, self.pipe.parameters())
+            optimizer = optimizer_of(config, parameter_groups(self.pipe, config.lr, self.recipe.stage_lr))
             rate = Rate(config, optimizer, last - first, self.recipe.eval_every)
+            clip = None if self.recipe.clip is None else Clip(self.pipe, self.recipe.clip, self.recipe.clip_by)
             for step in range(first, last):
-                self._step(step, optimizer, rate)
+                self._step(step, optimizer, rate, clip)
                 if self._is_due(step + 1):
                     scores = self._evaluate(step + 1)
                     last_head = scores.heads[-1]
@@ -121,22 +137,27 @@ class Trainer:
                     rate.evaluated(last_head.loss)
         return scores
 
-    def _step(self, step: int, optimizer: torch.optim.Optimizer, rate: Rate) -> None:
+    def _step(self, step: int, optimizer: torch.optim.Optimizer, rate: Rate, clip: Clip | None) -> None:
         recipe = self.recipe
         indices = batch_indices(len(self.train_data), recipe.batch_size, recipe.seed, step)
         inputs, target = self.train_data.batch(indices, generator(recipe.seed, "augmentation", step))
         with autocast(recipe, self.device):
             losses = self.pipe.step(inputs.to(self.device), target=target.to(self.device))
-        if recipe.clip is not None:
-            nn.utils.clip_grad_norm_(self.pipe.parameters(), recipe.clip)
+        if clip is not None:
+            clip()
         lr = rate.value
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         rate.step()
-        self._tell("stepped", step + 1, losses)
         if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
-            stale = {"staleness": self.pipe.staleness.tolist()} if self.pipe.staleness.any() else {}
-            self._record("train", step + 1, loss=losses, lr=lr, **stale)
+            self._log.put(step + 1, losses, lr)
+        self._write_log()
+        self._tell("stepped", step + 1, losses if self.pipe.team is None else self._losses)
+
+    def _write_log(self, *, wait: bool = False) -> None:
+        for step, values in self._log.take(wait=wait):
+            self._record("train", step, **values)
+            self._losses = torch.tensor(values["loss"])
 
     def _is_due(self, step: int) -> bool:
         every = max(1, round(self.recipe.eval_every * self.steps_per_epoch))
@@ -146,13 +167,18 @@ class Trainer:
         def on_batch(done: int, total: int) -> None:
             self._tell("evaluating", done, total)
 
+        self._write_log(wait=True)
+        if self.pipe.team is not None and step:  # what had not come yet when the step was told of
+            self._tell("stepped", step, self._losses)
         with autocast(self.recipe, self.device):
             scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
         loss = [None if score is None else score.loss for score in scores.heads]
         accuracy = [None if score is None else score.accuracy for score in scores.heads]
         self._record("test", step, loss=loss, accuracy=accuracy)
-        if self.run is not None:
-            self.run.save_weights(self.pipe)
+        if self.run is not None or self.pipe.team is not None:
+            weights = weights_of(self.pipe)
+            if self.run is not None:
+                self.run.save_weights(weights)
         self._tell("evaluated", step, scores)
         return scores
 
@@ -168,10 +194,14 @@ class Trainer:
             getattr(watcher, event)(*values)
 
 
+CPU = torch.device("cpu")
+
+
 def device_of(recipe: Recipe) -> torch.device:
     """The recipe's device, resolved."""
     if recipe.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Several processes of one machine have a GPU each.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
     try:
         device = torch.device(recipe.device)
     except RuntimeError as error:
@@ -191,17 +221,21 @@ def loss_of(data: Images | Tokens) -> LossFn:
 
 
 def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
-    """The recipe's network as a pipeline, on the CPU."""
-    model = recipe.build(data)
-    if recipe.defer_batchnorm:
-        for module in (*model.stages, *model.heads):
-            defer_batchnorm(module)
+    """The recipe's network as a pipeline, on the CPU; of several processes each builds its own stage."""
+    with torch.device("meta") if launched() else nullcontext():
+        model = recipe.build(data)
+
+    def made(module: nn.Module, name: str = "") -> nn.Module:
+        module = materialize(module, recipe.seed, name) if launched() else module
+        return defer_batchnorm(module) if recipe.defer_batchnorm else module
+
     return Pipeline(
-        model.stages,
-        model.heads,
+        [partial(made, stage) for stage in model.stages],
+        [partial(made, head, f"heads.{k}") for k, head in enumerate(model.heads)],
         loss_of(data),
         recipe.strategy_for(steps_per_epoch),
         recipe.microbatches,
+        schedule=None if recipe.schedule == "best" else recipe.schedule,
         recompute=recipe.recompute,
         seed=recipe.seed,
     )

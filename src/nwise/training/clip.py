@@ -1,0 +1,99 @@
+"""Gradient clipping: by the norm of everything, of each stage, or of what each loss trains.
+
+Where a loss's gradient travels through N stages only, stages learn at scales of their own, and one norm over all of them
+lets a single loss decide for the rest. ``"loss"`` clips the stages that learn from the same losses together, and with them
+the heads of a loss that nobody else learns from. Between processes only those of a group wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from nwise.pipeline import Pipeline
+
+ClipBy = Literal["global", "stage", "loss"]
+
+# A part of the parameters: a stage's own (False) or its head's (True).
+Part = tuple[int, bool]
+
+
+def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
+    """Parts whose norm is taken together, for the strategy of the next step.
+
+    Args:
+        pipe: the pipeline.
+        by: see the top of this file.
+
+    >>> stages, heads = [nn.Linear(2, 2) for _ in range(3)], [nn.Linear(2, 2) for _ in range(2)]
+    >>> pipe = Pipeline(stages, heads, strategy="2-wise")
+    >>> clip_groups(pipe, "loss")
+    [((0, False), (1, True)), ((0, True),), ((1, False), (2, False))]
+    """
+    if by not in ("global", "stage", "loss"):
+        raise ValueError(f"`clip_by` should be global, stage or loss. Found {by!r}.")
+    parts = [(k, False) for k in range(pipe.num_stages)] + [
+        (k, True) for k in range(pipe.num_stages) if k in pipe.heads
+    ]
+    now = pipe.strategy.in_force(pipe.steps)
+    credit = sum(now.credit(pipe.num_stages, turn) for turn in range(now.turns))
+    assert isinstance(credit, Tensor)
+    groups: dict[object, list[Part]] = defaultdict(list)
+    for stage, is_head in parts:
+        losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
+        groups[{"global": None, "stage": stage, "loss": losses}[by]].append((stage, is_head))
+    return sorted(tuple(sorted(group)) for group in groups.values())
+
+
+class Clip:
+    """Scales the gradients of each group down to a norm.
+
+    Of a pipeline of several processes, all of them make it and call it, at the same steps.
+
+    Args:
+        pipe: whose gradients they are; under the strategy of its next step.
+        max_norm: the largest norm of a group.
+        by: which parts make a group.
+    """
+
+    def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
+        self._pipe, self._max_norm = pipe, max_norm
+        self._groups = clip_groups(pipe, by)
+        if pipe.team is not None:
+            pipe.team.world.connect([_stages(group) for group in self._groups])
+
+    def __call__(self) -> None:
+        """Clip what the last step has left in ``.grad``."""
+        mine = [group for group in self._groups if self._pipe.team is None or self._pipe.team.stage in _stages(group)]
+        squares = [self._squares(group) for group in mine]
+        for group, norm in zip(mine, self._norms(mine, squares), strict=True):
+            for part in group:
+                nn.utils.clip_grads_with_norm_(self._parameters(part), self._max_norm, norm)
+
+    def _parameters(self, part: Part) -> list[nn.Parameter]:
+        stage, is_head = part
+        module = self._pipe.heads.of(stage) if is_head else self._pipe.stages[stage]
+        return [] if module is None else list(module.parameters())
+
+    def _squares(self, group: Sequence[Part]) -> Tensor:
+        """Squared norms of the parts, those of other processes zero; float64, so that their order hardly matters."""
+        norms = [nn.utils.get_total_norm(_gradients(self._parameters(part))) for part in group]
+        return torch.stack([norm.detach().double().cpu() for norm in norms]).square()
+
+    def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
+        team = self._pipe.team
+        if team is not None:
+            squares = team.sums([(_stages(group), values) for group, values in zip(groups, squares, strict=True)])
+        return [values.sum().sqrt().float() for values in squares]
+
+
+def _stages(group: Iterable[Part]) -> tuple[int, ...]:
+    return tuple(sorted({stage for stage, _ in group}))
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]

@@ -1,0 +1,58 @@
+"""What is recorded of a step, from all processes of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwise.pipeline import Pipeline
+from nwise.runtime.ledger import Ledger
+
+
+class StepLog:
+    """Losses, rates and staleness of logged steps; of several processes they come to rank 0 when they come.
+
+    Args:
+        pipe: whose steps are logged.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._ready: list[tuple[int, dict[str, Any]]] = []
+        self._ledger = None if pipe.team is None else Ledger(3 + pipe.num_microbatches)
+
+    def put(self, step: int, losses: Tensor, lr: float) -> None:
+        """A step that is to be recorded; all processes put in the same ones."""
+        ages = self._pipe.staleness
+        if self._ledger is None:
+            stale = {"staleness": ages.tolist()} if ages.any() else {}
+            self._ready.append((step, {"loss": losses.tolist(), "lr": lr, **stale}))
+            return
+        assert self._pipe.team is not None
+        stage, share = self._pipe.team.stage, self._pipe.team.share
+        loss = float(losses[stage])
+        # A rank whose head does not run has no share in any loss.
+        column = [0.0, 0.0] if loss != loss and not share else [loss * share, share]
+        self._ledger.put(step, [*column, lr, *map(float, ages[stage].tolist())])
+
+    def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
+        """What can be recorded now, by step; on rank 0.
+
+        Args:
+            wait: for everything that was put in.
+        """
+        if self._ledger is None:
+            ready, self._ready = self._ready, []
+            return ready
+        return [(step, self._summary(table)) for step, table in self._ledger.take(wait=wait)]
+
+    def _summary(self, table: Tensor) -> dict[str, Any]:
+        """Replicas of a stage have parts of its loss."""
+        by_stage = table.unflatten(0, (self._pipe.num_stages, -1))
+        sums = by_stage.sum(1)
+        losses = torch.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], torch.nan)
+        ages = by_stage[:, 0, 3:].long()
+        stale = {"staleness": ages.tolist()} if ages.any() else {}
+        return {"loss": losses.tolist(), "lr": float(table[0, 2]), **stale}
