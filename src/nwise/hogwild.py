@@ -123,6 +123,11 @@ class History:
             }
         )
 
+    @property
+    def newest(self) -> Mapping[str, Tensor]:
+        """The copy that the last call of `remember` has seen."""
+        return self._versions[-1]
+
     def version(self, age: int) -> tuple[Mapping[str, Tensor], int]:
         """The version ``age`` updates ago, or the oldest there is; and its true age."""
         age = max(0, min(age, len(self._versions) - 1))

@@ -231,12 +231,16 @@ class Pipeline(nn.Module):
         for flow in flows:
             self._check_heads(flow)
         self.staleness = torch.zeros(self.num_stages, len(flows), dtype=torch.int64)
-        if now.asynchronous:
+        if now.asynchronous and self.team is None:
             versions, ages = self._past.versions(self.stages, schedule.flows, flows)
             self.staleness, batch = torch.tensor(ages), replace(batch, versions=versions)
         else:
             self.forget_versions()
-        if self.team is not None:
+        if self.team is not None and now.asynchronous:
+            here = self.team.stage
+            losses, age = self.team.stale_step(self._stages[here], schedule.flows, turn, batch, self.steps)
+            self.staleness[here] = age
+        elif self.team is not None:
             losses = self.team.step(self._stages[self.team.stage], schedule, turn, batch, self.steps, self.on_action)
         else:
             losses = execute(self._stages, self._order(schedule, turn), flows, batch, self.on_action)
@@ -244,6 +248,15 @@ class Pipeline(nn.Module):
             norm.commit()
         self.steps += 1
         return losses
+
+    def drain(self) -> bool:
+        """Under Hogwild on several processes: add the gradients of the oldest mini-batch that has not been used for an update.
+
+        Returns:
+            Whether there was one; else nothing has been added. Call it until there is none, each time with an update, after
+            the last step.
+        """
+        return self.team is not None and self.team.drain()
 
     def needed_heads(self, *, later: bool = True) -> set[int]:
         """Stages whose auxiliary heads run.

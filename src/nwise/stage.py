@@ -62,6 +62,12 @@ class Stage:
         self.head_learns: list[Tensor] = []
         self._tapes: dict[int, _Tape] = {}
 
+    def fresh(self) -> Stage:
+        """The same modules with nothing kept, for another mini-batch at the same time."""
+        other = Stage(self.index, self.module, self.head, self.loss_fn, self.recompute)
+        other.learns, other.head_learns = self.learns, self.head_learns
+        return other
+
     def holds(self, microbatch: int) -> bool:
         """Whether anything of a micro-batch is kept."""
         return microbatch in self._tapes

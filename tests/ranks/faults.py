@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,8 @@ from ranks.common import RANK, batches, pipeline
 
 
 def fault(kind: str) -> None:
-    """What goes wrong."""
+    """What goes wrong, and when."""
+    Path(sys.argv[5]).write_text(str(time.time()))
     if kind == "raise":
         raise ValueError("the fault of this test")
     if kind == "kill":

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nwise
+from nwise.cli.bench import Bench
 from nwise.cli.drawing import Flow, Schedule
 from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK
 from nwise.cli.planning import Plan
@@ -32,6 +33,7 @@ _COMMANDS: dict[str, Any] = {
     "plan": Plan,
     "schedule": Schedule,
     "flow": Flow,
+    "bench": Bench,
 }
 
 

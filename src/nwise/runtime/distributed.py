@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from nwise.microbatch import Tensors
 from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of
@@ -123,7 +123,7 @@ class Distributed:
         Raises:
             RankError: something went wrong here or on another rank.
         """
-        with self._watched():
+        with self.watched():
             script = self._script(schedule, turn, batch.inputs)
             self._start(script.plans, turn)
             worker = Worker(self._stage, schedule.flows[turn], batch, script.passes)
@@ -143,26 +143,40 @@ class Distributed:
             step: number of the mini-batch before it.
             call: makes this stage's outputs of its inputs.
         """
-        key = (0, None, 0)
-        action = Action(Kind.FORWARD, self._world.stage, 0)
-        with self._watched():
-            script = self._script(None, 0, [inputs])
-            self._start(script.plans, 0)
-            self._watch.doing = step, action._replace(kind=Kind.RECEIVE_ACTIVATION), time.perf_counter()
-            source = self._ends.activations_in
-            hidden = inputs if source is None else source.take(key)
-            self._watch.doing = step, action, time.perf_counter()
-            outputs = call(hidden)
-            if self._ends.activations_out is not None:
-                self._ends.activations_out.send(key, [y.detach() for y in outputs])
+        with self.watched():
+            self.start_forwards([inputs])
+            hidden = self.receive(0, inputs, step)
+            self.at(step, Kind.FORWARD, 0)
+            self.send(0, [y.detach() for y in call(hidden)])
+
+    def start_forwards(self, inputs: Sequence[Tensors]) -> Script:
+        """Begin a mini-batch of forwards alone; the shapes of its inputs and outputs."""
+        script = self._script(None, 0, inputs)
+        self._start(script.plans, 0)
+        return script
+
+    def receive(self, microbatch: int, inputs: Tensors, step: int) -> Tensors:
+        """The input of this stage in a mini-batch of forwards; of the first stage it is `inputs`."""
+        self.at(step, Kind.RECEIVE_ACTIVATION, microbatch)
+        source = self._ends.activations_in
+        return inputs if source is None else source.take((microbatch, None, 0))
+
+    def send(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        """The output of this stage in a mini-batch of forwards to the next stage, if there is one."""
+        if self._ends.activations_out is not None:
+            self._ends.activations_out.send((microbatch, None, 0), outputs)
+
+    def at(self, step: int, kind: Kind, microbatch: int, message: int | None = None) -> None:
+        """Say what this rank begins to do."""
+        self._watch.doing = step, Action(kind, self._world.stage, microbatch, message), time.perf_counter()
 
     def close(self) -> None:
         """Wait until the neighbours have everything; after the last step, on all ranks."""
-        with self._watched():
+        with self.watched():
             self._start(Plans(), 0)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Whatever goes wrong inside goes wrong on all ranks."""
         self._watch.check()
         try:
@@ -249,8 +263,8 @@ class Distributed:
         self._world.hand_on("shapes", outputs)
         k, size = self._world.stage, self._world.num_stages
         if schedule is None:
-            plan = partial(Plan, ((0, None, 0),))
-            plans = Plans(plan((here[0][0],)) if k else NOTHING, plan((here[1][0],)) if k < size - 1 else NOTHING)
+            keys = tuple((m, None, 0) for m in range(len(shapes)))
+            plans = Plans(Plan(keys, here[0]) if k else NOTHING, Plan(keys, here[1]) if k < size - 1 else NOTHING)
             return Script((), Counter(), plans, *here)
         lists = schedule.lists
         plans = Plans(

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from nwise.flow import Flow
 from nwise.microbatch import Tensors
 from nwise.runtime.channel import Spec, spec_of
 from nwise.runtime.distributed import Distributed
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import from_json, output_specs, to_json
+from nwise.runtime.stale import Stale
 from nwise.runtime.watch import RankError, Watch
 from nwise.runtime.worker import Batch, losses_of
 from nwise.runtime.world import World
@@ -67,6 +69,7 @@ class Team:
         self._watch = Watch(world.store, world.rank, dist.get_world_size(), world.stage, limit)
         self.share = 1.0
         self._runtime: Distributed | None = None
+        self._stale: tuple[Sequence[Sequence[Flow]], Stale] | None = None
         self._report_crashes()
         self._open = True
         atexit.register(self.close)
@@ -110,11 +113,39 @@ class Team:
         on_action: Callable[[Action], None] | None = None,
     ) -> Tensor:
         """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
+        self._end_stale()
         device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
         worker = self.runtime(stage, device).run(schedule, turn, batch, step, on_action)
         self.share = worker.share
+        return self._losses(worker.loss)
+
+    def stale_step(
+        self, stage: Stage, cycle: Sequence[Sequence[Flow]], turn: int, batch: Batch, step: int
+    ) -> tuple[Tensor, int]:
+        """One mini-batch of Hogwild: the losses, and how stale the gradients are that it leaves."""
+        device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
+        if self._stale is None or self._stale[0] is not cycle:
+            self._end_stale()
+            self._stale = cycle, Stale(self.world, self.runtime(stage, device), stage, cycle, device)
+        worker = self._stale[1].run(turn, batch, step)
+        self.share = worker.share
+        return self._losses(worker.loss), self._stale[1].age
+
+    def drain(self) -> bool:
+        """Finish the oldest mini-batch of Hogwild whose gradients are still to be used; whether there was one."""
+        return self._stale is not None and self._stale[1].drain()
+
+    def _end_stale(self) -> None:
+        """Before another strategy: whatever has been sent should be received."""
+        if self._stale is not None:
+            while self._stale[1].drain():
+                pass
+            self._stale[1].close()
+        self._stale = None
+
+    def _losses(self, here: Tensor | None) -> Tensor:
         losses: list[Tensor | None] = [None] * self.world.num_stages
-        losses[self.stage] = worker.loss
+        losses[self.stage] = here
         return losses_of(losses)
 
     def infer(self, stage: Stage, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
@@ -191,6 +222,7 @@ class Team:
         if not self._open or self._watch.has_failed:
             return
         self._open = False
+        self._end_stale()
         if self._runtime is not None:
             self._runtime.close()
         self.world.everyone("closed", None)

@@ -23,30 +23,54 @@ _SPIN = 60e-6  # seconds that a sleep is late by at most on a quiet machine, whi
 _TIMER_SLACK = 29  # of Linux's prctl
 
 
+class Device:
+    """An accelerator that computes by letting time pass.
+
+    A computation begins when the device is free, which is the moment the one before it was due to end, as on an accelerator
+    whose queue the host keeps filled; but not before the host has what was sent for it, which is when it asks.
+
+    Args:
+        slot: seconds of one slot.
+    """
+
+    def __init__(self, slot: float) -> None:
+        self._slot = slot
+        self._free = time.perf_counter()
+
+    def work(self, slots: float, *, received: bool) -> None:
+        """Compute for some slots.
+
+        Args:
+            slots: how long.
+            received: whether it needs what has just been received.
+        """
+        begin = max(self._free, time.perf_counter()) if received else self._free
+        self._free = begin + self._slot * slots
+        _wait_until(self._free)
+
+    def start(self) -> None:
+        """Be free from now on."""
+        self._free = time.perf_counter()
+
+
 class VirtualStage:
     """A stage whose actions take a given time.
-
-    An action begins when the device is free, which is the moment the one before it was due to end, as on an accelerator
-    whose queue the host keeps filled; but not before the host has what the action was sent, which is when it asks for it.
 
     Args:
         index: the stage's place.
         price: times of its actions, in slots.
-        slot: seconds of one.
+        device: where it runs.
     """
 
-    def __init__(self, index: int, price: Prices, slot: float) -> None:
+    def __init__(self, index: int, price: Prices, device: Device) -> None:
         self.index = index
         self._price = price
-        self._slot = slot
-        self._free = time.perf_counter()
+        self._device = device
         self._flows: dict[int, tuple[StageFlow, Tensors]] = {}
 
     def _work(self, kind: Kind, microbatch: int, *, received: bool = False) -> None:
         flow, _ = self._flows[microbatch]
-        begin = max(self._free, time.perf_counter()) if received else self._free
-        self._free = begin + self._slot * self._price.of(Action(kind, self.index, microbatch), flow, "walked")
-        wait_until(self._free)
+        self._device.work(self._price.of(Action(kind, self.index, microbatch), flow, "walked"), received=received)
 
     def forward(
         self,
@@ -84,7 +108,7 @@ class VirtualStage:
         self._flows.clear()
 
 
-def wait_until(deadline: float) -> None:
+def _wait_until(deadline: float) -> None:
     """Sleep until a moment of `time.perf_counter`, the last few microseconds awake."""
     left = deadline - time.perf_counter() - _SPIN
     if left > 0:

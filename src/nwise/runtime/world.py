@@ -8,9 +8,11 @@ part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import json
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +90,20 @@ class World:
         self._ends: dict[torch.device, Ends] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
+    def gradient_channels(self, count: int, device: torch.device) -> tuple[list[Sender], list[Receiver]]:
+        """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there."""
+        groups = [dist.new_group(timeout=self._timeout) for _ in range(count)]
+        below, above = self._neighbours()
+        return (
+            [] if below is None else [Sender(Link(group, below, device)) for group in groups],
+            [] if above is None else [Receiver(Link(group, above, device)) for group in groups],
+        )
+
+    def _neighbours(self) -> tuple[int | None, int | None]:
+        """Ranks of the stages before and after."""
+        k = self.stage
+        return self.ranks[k - 1] if k else None, self.ranks[k + 1] if k < self.num_stages - 1 else None
+
     def connect(self, sets: Sequence[tuple[int, ...]]) -> None:
         """Make groups of stages, in the same order on all ranks; see `group_of`."""
         columns = self._columns()
@@ -155,8 +171,7 @@ class World:
         if device not in self._ends:
             # A group of its own for each direction, so that neither waits behind the other.
             forward, back = (dist.new_group(timeout=self._timeout) for _ in range(2))
-            below = self.ranks[self.stage - 1] if self.stage else None
-            above = self.ranks[self.stage + 1] if self.stage < self.num_stages - 1 else None
+            below, above = self._neighbours()
             self._ends[device] = Ends(
                 None if below is None else Receiver(Link(forward, below, device)),
                 None if above is None else Sender(Link(forward, above, device)),
@@ -180,8 +195,18 @@ def start(timeout: float = 300.0) -> None:
     # On one machine the loopback device is always there; a name from the network may not even resolve.
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    _keep_memory()
     dist.init_process_group(timeout=timedelta(seconds=timeout))
     atexit.register(dist.destroy_process_group)
+
+
+def _keep_memory() -> None:
+    """Have glibc keep freed memory: by default every large buffer that is received is fresh from the kernel, page by page,
+    which takes longer than half of the transfer (`benchmarks/runtime`)."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -135,6 +135,9 @@ class Trainer:
                     last_head = scores.heads[-1]
                     assert last_head is not None
                     rate.evaluated(last_head.loss)
+            while self.pipe.drain():  # Hogwild's last gradients
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         return scores
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, rate: Rate, clip: Clip | None) -> None:

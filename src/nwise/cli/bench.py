@@ -1,0 +1,73 @@
+"""The benchmark command."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from nwise.cli.output import OK, print_json
+from nwise.runtime.bench import Case, start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure the runtime on virtual devices: real processes and messages, timed waits in the place of computation."""
+
+    what: Annotated[Literal["runtime"], tyro.conf.Positional] = "runtime"
+    """What to measure."""
+    stages: int = 4
+    """Processes, one stage each, A."""
+    strategy: str = "2-wise"
+    """Which one, or gpipe, 1f1b, zero-bubble-lean."""
+    microbatches: int = 1
+    """Micro-batches in a mini-batch, M."""
+    slot_ms: float = 20.0
+    """Milliseconds of a slot."""
+    message_mib: float = 0.0
+    """MiB of every activation and of every gradient; 0 for a few bytes."""
+    costs: str = "paper"
+    """Of one micro-batch, in slots: paper (a slot for a forward and for each loss's pass, heads free), transformer, or a list
+    like forward=1,head=0.5,input_grad=1,weight_grad=1."""
+    batches: int = 20
+    """Mini-batches that are timed in every round."""
+    rounds: int = 3
+    """How often they are timed."""
+    json: bool = False
+    """Print the result as JSON, and nothing else."""
+
+    def run(self, console: Console) -> int:
+        case = Case(
+            method=self.strategy,
+            stages=self.stages,
+            microbatches=self.microbatches,
+            slot_ms=self.slot_ms,
+            message_mib=self.message_mib,
+            costs=self.costs,
+            batches=self.batches,
+            rounds=self.rounds,
+        )
+        with console.status(f"{case.stages} processes start and measure") if not self.json else console.capture():
+            found = start(case)
+        if self.json:
+            print_json({**dataclasses.asdict(case), "strategy": case.method, **dataclasses.asdict(found)})
+            return OK
+        messages = f"{case.message_mib:g} MiB" if case.message_mib else "4-byte"
+        title = f"{case.method}, A = {case.stages}, M = {case.microbatches}, slots of {case.slot_ms:g} ms, {messages} messages"
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_row("predicted", f"{found.predicted_slots:.3f} slots a mini-batch (order {found.order})")
+        table.add_row("measured", f"{found.measured_slots:.3f} slots")
+        table.add_row(
+            "efficiency", f"{found.efficiency:.4f} ({found.lowest:.4f} to {found.highest:.4f} in {case.rounds} rounds)"
+        )
+        table.add_row("waits alone", f"{found.ceiling:.4f}")
+        table.add_row("overhead", f"{found.action_overhead_us:.0f} us for each of {found.actions:g} actions")
+        equal = "as predicted" if found.bytes_sent == found.bytes_predicted else f"PREDICTED {found.bytes_predicted}"
+        sent = ", ".join(f"{forward:g}/{back:g}" for forward, back in found.bytes_sent)
+        table.add_row("bytes sent", f"{sent} (forward/back, {equal})" if sent else "none")
+        console.print(table)
+        return OK

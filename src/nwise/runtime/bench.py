@@ -1,0 +1,226 @@
+"""Measures the runtime on virtual devices: how close a schedule comes to its predicted period.
+
+    python -m torch.distributed.run --nproc-per-node 4 -m nwise.runtime.bench '{"method": "2-wise", ...}'
+
+runs a `Case` and prints its `Measured` as JSON; `start` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from nwise.runtime.distributed import Distributed
+from nwise.runtime.virtual import Device, VirtualStage, sharpen_timers
+from nwise.runtime.watch import Watch
+from nwise.runtime.worker import Batch
+from nwise.runtime.world import World
+from nwise.schedule.actions import Kind
+from nwise.schedule.costs import Prices, costs_of_text, prices
+from nwise.schedule.rivals import timed_method
+from nwise.schedule.timed import Timed
+
+_BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured.
+
+    Args:
+        method: a strategy, or gpipe, 1f1b, zero-bubble-lean.
+        stages: A.
+        microbatches: M.
+        slot_ms: milliseconds of a slot.
+        message_mib: MiB of every activation, and of every gradient.
+        costs: of one micro-batch in slots, see `nwise.schedule.costs.costs_of_text`.
+        batches: mini-batches of a round that are timed.
+        rounds: how often.
+    """
+
+    method: str = "2-wise"
+    stages: int = 4
+    microbatches: int = 1
+    slot_ms: float = 20.0
+    message_mib: float = 0.0
+    costs: str = "paper"
+    batches: int = 20
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "microbatches", "batches", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` should be at least 1. Found {getattr(self, name)}.")
+        if not 0 < self.slot_ms < 1e5:
+            raise ValueError(f"`slot_ms` should be above 0 and below 100,000. Found {self.slot_ms}.")
+        if not 0 <= self.message_mib < 1e4:
+            raise ValueError(f"`message_mib` should be from 0 to 10,000. Found {self.message_mib}.")
+        self.timed()
+
+    def timed(self) -> Timed:
+        """The schedule with its predicted period, in slots."""
+        found = timed_method(
+            self.method,
+            num_stages=self.stages,
+            num_microbatches=self.microbatches,
+            costs=costs_of_text(self.costs),
+            chains="walked",
+        )
+        if found.order == "hogwild":
+            raise ValueError(
+                f"`strategy` should have lists that repeat. Found {self.method!r}, which waits for nobody; its step is the "
+                "work of the busiest stage."
+            )
+        return found
+
+    @property
+    def message(self) -> torch.Tensor:
+        """One message's tensor."""
+        return torch.zeros(max(1, int(self.message_mib * 2**18)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was found; times in slots per mini-batch, medians over rounds.
+
+    Args:
+        order: of the schedule.
+        predicted_slots: its period.
+        measured_slots: what it took.
+        efficiency: their ratio.
+        lowest, highest: of the rounds' efficiencies.
+        ceiling: efficiency of the busiest stage's waits alone, without messages, on all ranks at once.
+        actions: computations and messages of the stage that has the most, per mini-batch.
+        action_overhead_us: excess over the prediction per such action, in microseconds.
+        bytes_sent: over every boundary and mini-batch, forward and back.
+        bytes_predicted: by the schedule.
+    """
+
+    order: str
+    predicted_slots: float
+    measured_slots: float
+    efficiency: float
+    lowest: float
+    highest: float
+    ceiling: float
+    actions: float
+    action_overhead_us: float
+    bytes_sent: list[tuple[float, float]]
+    bytes_predicted: list[tuple[float, float]]
+
+
+def measure(world: World, watch: Watch, case: Case) -> Measured:
+    """Run a case; on all ranks, each of which is told the result."""
+    timed, slot = case.timed(), case.slot_ms / 1e3
+    turns = len(timed.schedule.flows)
+    price = prices(timed.costs, case.stages)
+    device = Device(slot)
+    runtime = Distributed(world, watch, VirtualStage(world.stage, price[world.stage], device), lambda s: s, _CPU)
+    size = range(case.microbatches)
+    inputs = [(case.message,) for _ in size]
+    share = 1 / case.microbatches
+    batch = Batch(inputs, [None for _ in size], [[share] * case.stages for _ in size], 0)
+    settle = turns * -(-(case.stages // 2 + 3) // turns)  # mini-batches until the pipeline is steady
+    count = turns * -(-case.batches // turns)
+    periods, step = [], 0
+    before = runtime.num_bytes
+    for _ in range(case.rounds):
+        device.start()
+        moments = [0.0]
+        for _ in range(settle + count):
+            runtime.run(timed.schedule, step % turns, batch, step)
+            moments.append(time.perf_counter())
+            step += 1
+        periods.append((moments[-1] - moments[settle]) / count / slot)
+    sent = [(after - before[name]) / step for name, after in runtime.num_bytes.items()]
+    runtime.close()
+    every = world.everyone("periods", [periods, sent])
+    ceiling = median(world.everyone("ceiling", _ceiling(timed, price, device, slot, case.batches)))
+    by_round = [max(found[0][i] for found in every) for i in range(case.rounds)]
+    actions = max(sum(a.kind not in _BOOKKEEPING for a in word) for word in timed.lists) / turns
+    found = median(by_round)
+    return Measured(
+        order=timed.order,
+        predicted_slots=timed.period,
+        measured_slots=found,
+        efficiency=timed.period / found,
+        lowest=timed.period / max(by_round),
+        highest=timed.period / min(by_round),
+        ceiling=ceiling,
+        actions=actions,
+        action_overhead_us=1e6 * slot * (found - timed.period) / actions,
+        bytes_sent=[(every[k][1][0], every[k + 1][1][1]) for k in range(case.stages - 1)],
+        bytes_predicted=predicted_bytes(timed, case.message.nbytes),
+    )
+
+
+def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:
+    """Over every boundary and mini-batch, forward and back, by the sends of the lists."""
+    turns = len(timed.schedule.flows)
+
+    def sends(k: int, kind: Kind) -> float:
+        return size * sum(a.kind is kind for a in timed.lists[k]) / turns
+
+    return [(sends(k, Kind.SEND_ACTIVATION), sends(k + 1, Kind.SEND_GRADIENT)) for k in range(len(timed.lists) - 1)]
+
+
+def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, batches: int) -> float:
+    """The busiest stage's waits, every one of which begins when the one before it has really ended."""
+    flows = timed.schedule.flows
+    works = [
+        [price[k].of(a, flows[a.turn][a.microbatch].stages[k], "walked") for a in word]
+        for k, word in enumerate(timed.schedule.words)
+    ]
+    busiest = max(works, key=sum)
+    began = time.perf_counter()
+    for _ in range(batches):
+        for slots in busiest:
+            if slots:
+                device.work(slots, received=True)
+    return batches * sum(busiest) * slot / (time.perf_counter() - began)
+
+
+def start(case: Case) -> Measured:
+    """Run a case on processes of this machine, one for every stage."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.stages)]
+    command += ["-m", "nwise.runtime.bench", json.dumps(asdict(case))]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return Measured(**json.loads(line))
+    said = [line for line in done.stderr.splitlines() if line.startswith("nwise")] or done.stderr.splitlines()[-1:]
+    raise OSError(f"The {case.stages} processes should measure and end. Found that they failed: {' '.join(said[:1])}")
+
+
+def join(num_stages: int) -> tuple[World, Watch]:
+    """This process's place, with timers and threads set for measuring."""
+    sharpen_timers()
+    torch.set_num_threads(1)
+    world = World(num_stages)
+    return world, Watch(world.store, world.rank, num_stages, world.stage, 60.0)
+
+
+def main(text: str) -> None:
+    """One rank of `start`."""
+    settings: dict[str, Any] = json.loads(text)
+    case = Case(**settings)
+    world, watch = join(case.stages)
+    found = measure(world, watch, case)
+    if world.rank == 0:
+        print(json.dumps(asdict(found)), flush=True)
+    watch.close()
+
+
+_CPU = torch.device("cpu")
+
+if __name__ == "__main__":
+    main(sys.argv[1])

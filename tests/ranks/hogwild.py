@@ -1,0 +1,41 @@
+"""Hogwild: staleness of every step, and digests after the last gradients have been used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ranks.common import batches, digests, optimizer_of, pipeline, write
+
+STRATEGIES = ("hogwild", "2-wise-hogwild", "3-wise-mean-hogwild", "rotating-2-hogwild")
+CASES = [(name, m, optimizer) for name in STRATEGIES for m, optimizer in ((1, "sgd"), (2, "adam"))]
+
+
+def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str) -> dict[str, Any]:
+    """Digests and ages after twenty-five steps."""
+    pipe = pipeline(num_stages, strategy, num_microbatches)
+    update = optimizer_of(optimizer, pipe)
+    ages, finished = [], 0
+    stage = 0 if pipe.team is None else pipe.team.stage
+    for x, y in batches(25):
+        pipe.step(x, target=y)
+        finished += any(p.grad is not None for p in pipe.stages[stage].parameters())
+        update.step()
+        update.zero_grad()
+        ages.append(pipe.staleness.tolist())
+    while pipe.drain():
+        finished += 1
+        update.step()
+        update.zero_grad()
+        ages.append(pipe.staleness.tolist())
+    found = {"digests": digests(pipe), "ages": ages, "finished": finished}
+    if pipe.team is not None:
+        pipe.team.close()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write([case(int(sys.argv[2]), *found) for found in CASES])
