@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import RANKS, results, torchrun
-from ranks import hogwild
+from ranks import hogwild, mesh
 from ranks.equality import CASES, case
 
 
@@ -91,3 +91,25 @@ def test_hogwild_waits_for_nobody_and_is_as_stale_as_the_grid(tmp_path: Path) ->
             assert all(one["ages"][20][rank] == [grid[rank]] for rank, one in enumerate(ranks)), settings
             same += together == expected["digests"]
     assert same >= 2, "a gradient may come before its time now and then"
+
+
+def test_replicas_of_stages_compute_what_as_many_more_micro_batches_do(tmp_path: Path) -> None:
+    found = results(4, "mesh.py", tmp_path, "dp")
+    for number, settings in enumerate(mesh.CASES):
+        expected = mesh.replicas(*settings, alone=True)
+        for stage in range(2):
+            one, other = (found[2 * stage + replica][number] for replica in range(2))
+            assert one == other, "replicas stay equal, bit by bit"
+            for what in ("values", "gradients"):
+                for name, numbers in one[what].items():
+                    assert numbers == pytest.approx(expected[what][name], rel=1e-4, abs=1e-6), (settings, what, name)
+
+
+def test_stages_may_be_cut_by_tensor_parallelism(tmp_path: Path) -> None:
+    found = results(4, "mesh.py", tmp_path, "tp")
+    expected = mesh.tensor_parallel(alone=True)
+    for rank, one in enumerate(found):
+        assert one["cut"] == 4
+        assert {int(name.split(".")[1]) for name in one["values"]} == {rank // 2}
+        for name, numbers in one["values"].items():
+            assert numbers == pytest.approx(expected["values"][name], rel=1e-4, abs=1e-5), name

@@ -17,6 +17,7 @@ from nwise.cli.bench import Bench
 from nwise.cli.drawing import Flow, Schedule
 from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK
 from nwise.cli.planning import Plan
+from nwise.cli.report import Report
 from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
 from nwise.hint import hint
 from nwise.recipes import recipe
@@ -34,6 +35,7 @@ _COMMANDS: dict[str, Any] = {
     "schedule": Schedule,
     "flow": Flow,
     "bench": Bench,
+    "report": Report,
 }
 
 

@@ -36,12 +36,15 @@ class Train:
     """Folder that the run's own folder is made in."""
     tensorboard: bool = False
     """Write TensorBoard events too."""
+    timeline: int = 0
+    """Of a process for every stage (torchrun): record what they do in so many steps, for `nwise report`."""
     json: bool = False
     """Print the final scores as JSON, and nothing else."""
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
         trainer = Trainer(self.config)  # what is wrong with configuration or data shows before a folder is made
+        trainer.record_timeline(self.timeline)
         if trainer.pipe.team is not None and trainer.pipe.team.world.rank:
             trainer.train()  # rank 0 writes and draws for all
             return OK

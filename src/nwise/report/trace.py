@@ -23,12 +23,25 @@ def chrome_trace(pictures: Sequence[Picture]) -> dict[str, Any]:
     for process, picture in enumerate(pictures):
         line = picture.timeline
         title = f"{picture.title}; {picture.caption}"
-        events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}})
-        events += [_track(process, k) for k in range(picture.timed.schedule.num_stages)]
-        events += [_slice(process, event) for event in line.events]
-        for number, message in enumerate(line.messages):
-            events += _arrow(process, number, message)
+        events += trace_of(process, title, picture.timed.schedule.num_stages, line.events, line.messages)
+    return named(events)
+
+
+def named(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """A trace of events."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def trace_of(
+    process: int, title: str, num_stages: int, events: Sequence[Event], messages: Sequence[Message]
+) -> list[dict[str, Any]]:
+    """The events of one process of a trace; times in milliseconds, or units of the costs."""
+    found: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}}]
+    found += [_track(process, k) for k in range(num_stages)]
+    found += [_slice(process, event) for event in events]
+    for number, message in enumerate(messages):
+        found += _arrow(process, number, message)
+    return found
 
 
 def _track(process: int, stage: int) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def measure(world: World, watch: Watch, case: Case) -> Measured:
             moments.append(time.perf_counter())
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
-    sent = [(after - before[name]) / step for name, after in runtime.num_bytes.items()]
+    sent = [(after - then) / step for after, then in zip(runtime.num_bytes, before, strict=True)]
     runtime.close()
     every = world.everyone("periods", [periods, sent])
     ceiling = median(world.everyone("ceiling", _ceiling(timed, price, device, slot, case.batches)))

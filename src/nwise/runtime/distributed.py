@@ -77,6 +77,7 @@ class Distributed:
 
     Attributes:
         recorder: None, or told when every action began and ended.
+        bytes_of_last_step: sent, activations and gradients, measured and predicted.
     """
 
     def __init__(
@@ -89,16 +90,17 @@ class Distributed:
         replicas: Replicas | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
+        self.bytes_of_last_step: dict[str, list[float]] = {}
         self._world, self._watch, self._stage, self._shapes = world, watch, stage, shapes
         self._replicas = replicas
         self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
         self._ends = world.ends(device)
 
     @property
-    def num_bytes(self) -> dict[str, int]:
-        """Sent so far, forward as activations and back as gradients."""
+    def num_bytes(self) -> tuple[int, int]:
+        """Sent so far: activations forward and gradients back."""
         forward, back = self._ends.activations_out, self._ends.gradients_out
-        return {"activations": forward.num_bytes if forward else 0, "gradients": back.num_bytes if back else 0}
+        return forward.num_bytes if forward else 0, back.num_bytes if back else 0
 
     def run(
         self,
@@ -126,6 +128,7 @@ class Distributed:
         with self.watched():
             script = self._script(schedule, turn, batch.inputs)
             self._start(script.plans, turn)
+            before = self.num_bytes
             worker = Worker(self._stage, schedule.flows[turn], batch, script.passes)
             if self._ends.activations_in is None:
                 worker.inputs.update(enumerate(batch.inputs))
@@ -133,6 +136,9 @@ class Distributed:
                 self._execute(script, worker, step, on_action)
             finally:
                 self._stage.clear()
+        sent = [float(now - then) for now, then in zip(self.num_bytes, before, strict=True)]
+        planned = [plan.num_bytes(turn) for plan in (script.plans.activations_out, script.plans.gradients_out)]
+        self.bytes_of_last_step = {"measured": sent, "predicted": planned}
         return worker
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from nwise.flow import Flow
 from nwise.microbatch import Tensors
 from nwise.runtime.channel import Spec, spec_of
-from nwise.runtime.distributed import Distributed
+from nwise.runtime.distributed import Distributed, Recorder
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.stale import Stale
@@ -59,6 +59,7 @@ class Team:
         timeout: seconds that an action may take; default: the environment's ``NWISE_TIMEOUT``, else 300.
 
     Attributes:
+        recorder: None, or told when every action began and ended (`Distributed.recorder`).
         share: of the whole mini-batch's loss that this replica's last loss is the mean of.
     """
 
@@ -68,6 +69,7 @@ class Team:
         world = self.world
         self._watch = Watch(world.store, world.rank, dist.get_world_size(), world.stage, limit)
         self.share = 1.0
+        self.recorder: Recorder | None = None
         self._runtime: Distributed | None = None
         self._stale: tuple[Sequence[Sequence[Flow]], Stale] | None = None
         self._report_crashes()
@@ -115,7 +117,9 @@ class Team:
         """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
         self._end_stale()
         device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
-        worker = self.runtime(stage, device).run(schedule, turn, batch, step, on_action)
+        runtime = self.runtime(stage, device)
+        runtime.recorder = self.recorder
+        worker = runtime.run(schedule, turn, batch, step, on_action)
         self.share = worker.share
         return self._losses(worker.loss)
 
@@ -130,6 +134,12 @@ class Team:
         worker = self._stale[1].run(turn, batch, step)
         self.share = worker.share
         return self._losses(worker.loss), self._stale[1].age
+
+    @property
+    def bytes_per_step(self) -> dict[str, list[float]]:
+        """What this rank has sent in its last mini-batch: measured, and as the lists and shapes say."""
+        assert self._runtime is not None, "asked after a step"
+        return self._runtime.bytes_of_last_step
 
     def drain(self) -> bool:
         """Finish the oldest mini-batch of Hogwild whose gradients are still to be used; whether there was one."""

@@ -68,6 +68,8 @@ class Watch:
         self._failure = ""
         self._tells = False  # whether this rank has an error of its own to tell
         self._closed = threading.Event()
+        self._beats = itertools.count()
+        self._beat()
         for loop in (self._listen, self._live):
             threading.Thread(target=loop, name=f"nwise {loop.__name__}", daemon=True).start()
 
@@ -152,13 +154,15 @@ class Watch:
 
     def _live(self) -> None:
         """Give signs of life, and look out for those of others."""
-        count = itertools.count()
         with suppress(RuntimeError):  # the store is gone, which the other thread sees too
             while not self._closed.wait(_BEAT) and not self._failure:
-                beat = {"count": next(count), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
-                self._store.set(f"beat/{self._rank}", json.dumps(beat))
+                self._beat()
                 self._look_at_myself()
                 self._look_at_next()
+
+    def _beat(self) -> None:
+        beat = {"count": next(self._beats), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_at_myself(self) -> None:
         doing = self.doing

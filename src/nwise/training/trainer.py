@@ -21,6 +21,7 @@ from nwise.models import materialize
 from nwise.pipeline import Pipeline
 from nwise.randomness import generator
 from nwise.recipes import Recipe
+from nwise.runtime.timeline import Timeline
 from nwise.runtime.world import launched
 from nwise.split import Chain
 from nwise.stage import LossFn
@@ -81,6 +82,7 @@ class Trainer:
         facts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
         self.num_parameters = tuple(map(sum, zip(*facts, strict=True)))  # of the main network and of the heads
         self._log = StepLog(self.pipe)
+        self._timeline: Timeline | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the last known, for display
 
     @property
@@ -106,6 +108,8 @@ class Trainer:
             if run is not None and isinstance(self.train_data, Tokens):
                 run.save_tokenizer(self.train_data.tokenizer)
             scores = self._all_phases()
+            if self._timeline is not None:
+                self._timeline.save(None if run is None else run.folder / "timeline.json")
             status = "done"
         except KeyboardInterrupt:
             status = "interrupted"
@@ -118,6 +122,24 @@ class Trainer:
                 run.finish(status)
             self._tell("finished", status)
         return scores
+
+    def record_timeline(self, steps: int) -> None:
+        """Record what every process does in so many steps, once the pipeline is full.
+
+        Raises:
+            ValueError: there is one process, or fewer steps than that.
+        """
+        if not steps:
+            return
+        first = self.pipe.num_stages
+        if self.pipe.team is None:
+            raise ValueError("`timeline` should be asked of several processes. Found one; start them with torchrun.")
+        if not 2 <= steps <= self.num_steps - first:
+            raise ValueError(
+                f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
+                f"Found {steps}."
+            )
+        self._timeline = Timeline(self.pipe.team, first, first + steps)
 
     def _all_phases(self) -> Scores:
         scores = self._evaluate(0)

@@ -1,0 +1,75 @@
+"""Replicas of stages, and stages cut up by tensor parallelism, against one process; ragged batches; tuples; evaluation."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import nwise
+from nwise.runtime.world import start
+from ranks.common import batches, network, trained, write
+
+NAMES = ("pp", "dp", "tp")
+
+
+def values(pipe: nwise.Pipeline) -> dict[str, list[float]]:
+    """Every parameter of this process, whole."""
+    found = {}
+    for name, p in pipe.named_parameters():
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        found[name] = whole.detach().flatten().tolist()
+    return found
+
+
+def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> dict[str, Any]:
+    """Two stages in two replicas, each with half of every mini-batch; or alone, with twice the micro-batches."""
+    stages, heads = network(2)
+    m = 2 * num_microbatches if alone else num_microbatches
+    pipe = nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, m, seed=1)
+    trained(pipe, "sgd", batches(10, sizes=(8, 9, 11)))
+    # Gradients of two steps add up, those of the first not twice.
+    for x, y in batches(2):
+        pipe.step(x, target=y)
+    gradients = {name: p.grad.flatten().tolist() for name, p in pipe.named_parameters() if p.grad is not None}
+    found = {"values": values(pipe), "gradients": gradients}
+    if pipe.team is not None:
+        pipe.team.close()
+    return found
+
+
+def tensor_parallel(*, alone: bool = False) -> dict[str, Any]:
+    """Two stages, each cut in two."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)]
+    blocks[1].append(nn.Linear(6, 4))
+    mesh = None if alone else init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=NAMES)
+    pipe = nwise.Pipeline(blocks, [nn.Linear(6, 4)], nn.functional.cross_entropy, "2-wise-mean", 2, seed=1, mesh=mesh)
+    if mesh is not None and pipe.team is not None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(pipe.stages[pipe.team.stage], mesh["tp"], plan)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
+    for x, y in batches(10):
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"values": values(pipe), "cut": sum(isinstance(p, DTensor) for p in pipe.parameters())}
+    if pipe.team is not None:
+        pipe.team.close()
+    return found
+
+
+CASES = [("local", 1), ("2-wise", 2), ("2-wise-mean", 1)]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    start()
+    if sys.argv[2] == "dp":
+        write([replicas(*case) for case in CASES])
+    else:
+        write(tensor_parallel())
