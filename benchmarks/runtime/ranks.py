@@ -8,6 +8,7 @@ prints a JSON line for every case and round on rank 0; `run.py` starts it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,28 +23,29 @@ from nwise.runtime.bench import Case, join, measure
 from nwise.runtime.virtual import Device
 from nwise.runtime.watch import Watch
 from nwise.runtime.world import World
+from nwise.schedule.costs import costs_of_text
 from nwise.schedule.rivals import timed_method
 
-SLOT = 0.02
 BATCHES = 12
+WHOLE_MS = 100.0  # a forward of a whole mini-batch, where methods are compared at equal batches
 
 
 class Wait(torch.autograd.Function):
     """Forward and backward of a virtual stage, for torch's pipelines."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, device: Device, first: bool, last: bool) -> Tensor:
-        """A slot, after what was received unless it is the first stage."""
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, module: VirtualModule) -> Tensor:
+        """F, after what was received unless it is the first stage."""
         del parameter
-        ctx.device, ctx.last = device, last
-        device.work(1.0, received=not first)
+        ctx.module = module
+        module.device.work(module.slots[0], received=not module.first)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """A slot, after what was received unless it is the last stage."""
-        ctx.device.work(1.0, received=not ctx.last)
-        return gradient, torch.zeros(1), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """B, after what was received unless it is the last stage."""
+        ctx.module.device.work(ctx.module.slots[1], received=not ctx.module.last)
+        return gradient, torch.zeros(1), None
 
 
 class Loss(torch.autograd.Function):
@@ -63,32 +65,31 @@ class Loss(torch.autograd.Function):
 
 
 class VirtualModule(nn.Module):
-    """A stage that waits."""
+    """A stage that waits, for so many slots in its forward and its backward."""
 
-    def __init__(self, device: Device, first: bool, last: bool) -> None:
+    def __init__(self, device: Device, slots: tuple[float, float], first: bool, last: bool) -> None:
         super().__init__()
         self.parameter = nn.Parameter(torch.zeros(1))
-        self.device, self.first, self.last = device, first, last
+        self.device, self.slots, self.first, self.last = device, slots, first, last
 
     def forward(self, x: Tensor) -> Tensor:
-        """A slot."""
+        """F."""
         wait: Any = Wait.apply
-        return wait(x, self.parameter, self.device, self.first, self.last)
+        return wait(x, self.parameter, self)
 
 
-def torch_step(world: World, kind: str, size: int, elements: int) -> tuple[Device, Callable[[], None]]:
+def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
     """One mini-batch of torch's GPipe or 1F1B."""
-    device, stages = Device(SLOT), world.num_stages
+    stages, costs = world.num_stages, case.timed().costs
     first, last = world.stage == 0, world.stage == stages - 1
+    forward, chain, weights = (costs.of(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
+    slots = forward + costs.overhead, chain + weights + costs.overhead
+    stage = PipelineStage(VirtualModule(device, slots, first, last), world.stage, stages, torch.device("cpu"))
     loss: Any = Loss.apply
-    stage = PipelineStage(VirtualModule(device, first, last), world.stage, stages, torch.device("cpu"))
-    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind](
-        stage,
-        size,
-        loss_fn=lambda y, _: loss(y),
-        scale_grads=False,
-    )
-    x, target = torch.zeros(size, elements, requires_grad=False), torch.zeros(size)
+    size = case.microbatches
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.method]
+    schedule = kind(stage, size, loss_fn=lambda y, _: loss(y), scale_grads=False)
+    x, target = torch.zeros(size, case.message.numel()), torch.zeros(size)
 
     def step() -> None:
         if first:
@@ -98,72 +99,82 @@ def torch_step(world: World, kind: str, size: int, elements: int) -> tuple[Devic
         else:
             schedule.step()
 
-    return device, step
+    return step
 
 
-def measure_torch(world: World, kind: str, case: Case) -> dict[str, Any]:
+def measure_torch(world: World, case: Case) -> dict[str, Any]:
     """The same numbers as `measure`'s."""
-    timed = timed_method(
-        kind, num_stages=case.stages, num_microbatches=case.microbatches, costs=case.timed().costs, chains="walked"
-    )
-    device, step = torch_step(world, kind, case.microbatches, case.message.numel())
-    settle = case.stages // 2 + 3
+    period, slot = case.timed().period, case.slot_ms / 1e3
+    device = Device(slot)
+    step = torch_step(world, case, device)
     step()  # shapes
     device.start()
     moments = []
-    for _ in range(settle + case.batches):
+    for _ in range(case.settle + case.batches):
         moments.append(time.perf_counter())
         step()
     moments.append(time.perf_counter())
-    mine = (moments[-1] - moments[settle]) / case.batches / SLOT
+    mine = (moments[-1] - moments[case.settle]) / case.batches / slot
     found = max(world.everyone("torch", mine))
-    # A stage receives and sends twice, and computes twice, for every micro-batch.
+    # A stage receives twice, computes twice and sends twice for every micro-batch.
     actions = 6 * case.microbatches
     return {
-        "predicted_slots": timed.period,
+        "predicted_slots": period,
         "measured_slots": found,
-        "efficiency": timed.period / found,
+        "efficiency": period / found,
         "actions": actions,
-        "action_overhead_us": 1e6 * SLOT * (found - timed.period) / actions,
+        "action_overhead_us": 1e6 * slot * (found - period) / actions,
     }
 
 
-def cases(stages: int, mib: float) -> list[tuple[str, str, int]]:
-    """Library, method and M."""
-    found = [("nwise", method, m) for method in ("2-wise", "gpipe") for m in (1, 2)]
-    found += [("torch", "gpipe", m) for m in (1, 2)]
-    if mib in (0.0, 4.0):
-        many = [4, 16] if mib == 0.0 else [4]
-        found += [(library, "gpipe", m) for m in many for library in ("nwise", "torch")]
-        found += [(library, "1f1b", m) for m in many if m >= stages for library in ("nwise", "torch")]
-        found += [("nwise", "local", 1), ("nwise", "3-wise", 2), ("nwise", "zero-bubble-lean", 4)]
+def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
+    """Library and case: a slot for every micro-batch, and a whole mini-batch of one size cut into M."""
+
+    def case(method: str, m: int, **options: Any) -> Case:
+        batches = max(4, BATCHES // m)
+        return Case(method=method, stages=stages, microbatches=m, message_mib=mib, batches=batches, rounds=1, **options)
+
+    found = [("nwise", case(method, m)) for method in ("2-wise", "gpipe") for m in (1, 2)]
+    found += [("torch", case("gpipe", m)) for m in (1, 2)]
+    for m in (4, 16) if not mib else (4,):
+        methods = ["gpipe", "1f1b"] if m >= stages else ["gpipe"]  # torch's 1F1B wants a micro-batch for every stage
+        found += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
+    found += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2)), ("nwise", case("zero-bubble-lean", 4))]
+    if not mib:
+        for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zero-bubble-lean"):
+            m = 1 if method == "end-to-end" else best_m(method, stages)
+            equal = case(method, m, slot_ms=WHOLE_MS, costs=cut(m))
+            found += [
+                (library, equal) for library in ("nwise", "torch") if library == "nwise" or method in ("gpipe", "1f1b")
+            ]
     return found
+
+
+def cut(m: int) -> str:
+    """Costs of a micro-batch of a mini-batch whose forward takes a slot, each action 2 % of one more."""
+    return f"forward={1 / m},head=0,input_grad={1 / m},weight_grad=0,overhead=0.02"
+
+
+def best_m(method: str, stages: int) -> int:
+    """The M with the shortest predicted step."""
+
+    def period(m: int) -> float:
+        costs = costs_of_text(cut(m))
+        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs, chains="walked").period
+
+    return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)
 
 
 def run(world: World, watch: Watch, rounds: int, sizes: list[float]) -> None:
     """All cases, taking turns."""
     for number in range(rounds):
-        for mib in sizes:
-            for library, method, m in cases(world.num_stages, mib):
-                case = Case(
-                    method=method,
-                    stages=world.num_stages,
-                    microbatches=m,
-                    message_mib=mib,
-                    batches=max(4, BATCHES // m),
-                    rounds=1,
-                )
-                found = (
-                    measure_torch(world, method, case) if library == "torch" else asdict(measure(world, watch, case))
-                )
-                record = {"library": library, "method": method, "stages": world.num_stages, "microbatches": m}
-                if world.rank == 0:
-                    print(json.dumps({**record, "message_mib": mib, "round": number, **found}), flush=True)
+        for library, case in (found for mib in sizes for found in cases(world.num_stages, mib)):
+            found = measure_torch(world, case) if library == "torch" else asdict(measure(world, watch, case))
+            if world.rank == 0:
+                print(json.dumps({"library": library, "round": number, **asdict(case), **found}), flush=True)
 
 
 if __name__ == "__main__":
-    import os
-
     here, guard = join(int(os.environ["WORLD_SIZE"]))
     run(here, guard, int(sys.argv[1]), [float(mib) for mib in sys.argv[2].split(",")])
     guard.close()

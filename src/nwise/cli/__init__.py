@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ from nwise.cli.report import Report
 from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
 from nwise.hint import hint
 from nwise.recipes import recipe
+from nwise.runtime.team import tell_all
 from nwise.runtime.watch import RankError
+from nwise.runtime.world import launched
 
 __all__ = ["main", "run"]
 
@@ -58,16 +61,22 @@ def run(arguments: list[str]) -> int:
             raise ValueError(
                 f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint(name, _COMMANDS)}"
             )
+        if name != "train" and launched():
+            raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
             return int(_parse(name, rest).run(Console()))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        tell_all(error)
         print(f"nwise {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except RankError:  # every rank has said what it was
         return FAILED
     except (ValueError, TypeError, OSError, ImportError) as error:
-        Console(stderr=True).print(f"nwise {name}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        tell_all(error)
+        rank = int(os.environ.get("RANK", "0"))
+        where = f"nwise {name}" if not rank else f"nwise {name}, rank {rank}"
+        Console(stderr=True).print(f"{where}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
         return BAD_INPUT
 
 

@@ -21,6 +21,7 @@ from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format
 from nwise.report.tensorboard import TensorBoard
+from nwise.runtime.team import tell_all
 from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
 from nwise.training.run import numbered, plain, under, versions
 from nwise.training.trainer import device_of
@@ -54,7 +55,8 @@ class Train:
         run = new_run(self.config, self.runs)
         try:
             scores = trainer.train(run, tuple(watchers))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            tell_all(error)
             note = f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them."
             Console(stderr=True).print(note, soft_wrap=True, highlight=False)
             return INTERRUPTED

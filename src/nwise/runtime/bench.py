@@ -25,7 +25,7 @@ from nwise.runtime.worker import Batch
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
 from nwise.schedule.costs import Prices, costs_of_text, prices
-from nwise.schedule.rivals import timed_method
+from nwise.schedule.rivals import RIVALS, timed_method
 from nwise.schedule.timed import Timed
 
 _BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
@@ -82,6 +82,11 @@ class Case:
         return found
 
     @property
+    def settle(self) -> int:
+        """Mini-batches until the pipeline is steady, which are not timed; an end-to-end one is from the second on."""
+        return 2 if self.method in RIVALS else self.stages // 2 + 3
+
+    @property
     def message(self) -> torch.Tensor:
         """One message's tensor."""
         return torch.zeros(max(1, int(self.message_mib * 2**18)))
@@ -128,7 +133,7 @@ def measure(world: World, watch: Watch, case: Case) -> Measured:
     inputs = [(case.message,) for _ in size]
     share = 1 / case.microbatches
     batch = Batch(inputs, [None for _ in size], [[share] * case.stages for _ in size], 0)
-    settle = turns * -(-(case.stages // 2 + 3) // turns)  # mini-batches until the pipeline is steady
+    settle = turns * -(-case.settle // turns)
     count = turns * -(-case.batches // turns)
     periods, step = [], 0
     before = runtime.num_bytes

@@ -57,10 +57,10 @@ class Plan:
     keys: tuple[Key, ...] = ()
     specs: tuple[tuple[Spec, ...], ...] = ()
 
-    def num_bytes(self, turn: int) -> float:
+    def num_bytes(self, turn: int) -> int:
         """What is sent in a mini-batch."""
         sizes = (sum(spec.num_bytes for spec in specs) for specs in self.specs)
-        return float(sum(size for key, size in zip(self.keys, sizes, strict=True) if key[2] == turn))
+        return sum(size for key, size in zip(self.keys, sizes, strict=True) if key[2] == turn)
 
     def first_of(self, turn: int) -> int:
         """Place of the first message of a turn."""

@@ -45,6 +45,7 @@ class Script:
         passes: backward passes by (stage, micro-batch).
         plans: what the channels carry.
         inputs, outputs: shapes of the stage's inputs and outputs, per micro-batch.
+        num_bytes: that it sends, as activations and as gradients.
     """
 
     word: tuple[Action, ...]
@@ -52,6 +53,7 @@ class Script:
     plans: Plans
     inputs: tuple[Specs, ...]
     outputs: tuple[Specs, ...]
+    num_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Distributed:
         replicas: Replicas | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
-        self.bytes_of_last_step: dict[str, list[float]] = {}
+        self.bytes_of_last_step: dict[str, list[int]] = {}
         self._world, self._watch, self._stage, self._shapes = world, watch, stage, shapes
         self._replicas = replicas
         self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
@@ -136,9 +138,8 @@ class Distributed:
                 self._execute(script, worker, step, on_action)
             finally:
                 self._stage.clear()
-        sent = [float(now - then) for now, then in zip(self.num_bytes, before, strict=True)]
-        planned = [plan.num_bytes(turn) for plan in (script.plans.activations_out, script.plans.gradients_out)]
-        self.bytes_of_last_step = {"measured": sent, "predicted": planned}
+        sent = [now - then for now, then in zip(self.num_bytes, before, strict=True)]
+        self.bytes_of_last_step = {"measured": sent, "predicted": list(script.num_bytes)}
         return worker
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
@@ -189,7 +190,10 @@ class Distributed:
             yield
         except RankError:
             raise
-        except BaseException as error:
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._watch.failed(error)
+            raise
+        except Exception as error:
             raise self._watch.failed(error) from error
         finally:
             self._watch.doing = None
@@ -271,7 +275,7 @@ class Distributed:
         if schedule is None:
             keys = tuple((m, None, 0) for m in range(len(shapes)))
             plans = Plans(Plan(keys, here[0]) if k else NOTHING, Plan(keys, here[1]) if k < size - 1 else NOTHING)
-            return Script((), Counter(), plans, *here)
+            return Script((), Counter(), plans, here[0], here[1])
         lists = schedule.lists
         plans = Plans(
             _plan(lists[k - 1], Kind.SEND_ACTIVATION, here[0]) if k else NOTHING,
@@ -280,7 +284,8 @@ class Distributed:
             _plan(lists[k], Kind.SEND_GRADIENT, [carrying(s) for s in here[0]]),
         )
         word = tuple(a for a in lists[k] if a.turn == turn)
-        return Script(word, passes_of(word), plans, *here)
+        num_bytes = plans.activations_out.num_bytes(turn), plans.gradients_out.num_bytes(turn)
+        return Script(word, passes_of(word), plans, here[0], here[1], num_bytes)
 
 
 def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:

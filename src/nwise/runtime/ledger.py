@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nwise.runtime.world import World
+
 _KEPT = 8  # messages on their way before a rank waits for the oldest
 
 
@@ -18,11 +20,12 @@ class Ledger:
     All ranks make one, and put columns of the same length in at the same steps.
 
     Args:
+        world: the processes.
         length: of a column.
     """
 
-    def __init__(self, length: int) -> None:
-        self._group = dist.new_group(backend="gloo")  # of its own, so that it meets no other messages
+    def __init__(self, world: World, length: int) -> None:
+        self._group = world.new_group(backend="gloo")  # of its own, so that it meets no other messages
         self._length = length
         self._sent: deque[tuple[Tensor, Any]] = deque()
         self._expected: deque[tuple[int, Tensor, list[Any]]] = deque()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,16 @@ class Elsewhere(nn.Module):
         return f"{self.what}, on rank {self.rank}"
 
 
+_teams: list[Team] = []  # those that are open
+
+
+def tell_all(error: BaseException) -> None:
+    """Tell the other processes of an error that ends this one, as a program does that catches its errors."""
+    if not isinstance(error, RankError):
+        for team in _teams:
+            team.failed(error)
+
+
 class Team:
     """The processes of one pipeline, seen from one of them.
 
@@ -64,7 +75,7 @@ class Team:
     """
 
     def __init__(self, num_stages: int, mesh: DeviceMesh | None, timeout: float | None) -> None:
-        limit = _limit(timeout)
+        limit = time_limit(timeout)
         self.world = World(num_stages, mesh, 4 * limit)
         world = self.world
         self._watch = Watch(world.store, world.rank, dist.get_world_size(), world.stage, limit)
@@ -72,8 +83,9 @@ class Team:
         self.recorder: Recorder | None = None
         self._runtime: Distributed | None = None
         self._stale: tuple[Sequence[Sequence[Flow]], Stale] | None = None
-        self._report_crashes()
         self._open = True
+        _teams.append(self)
+        self._report_crashes()
         atexit.register(self.close)
 
     @property
@@ -128,6 +140,11 @@ class Team:
     ) -> tuple[Tensor, int]:
         """One mini-batch of Hogwild: the losses, and how stale the gradients are that it leaves."""
         device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
+        if self.world.num_replicas > 1:
+            raise ValueError(
+                f"Hogwild should run with one replica of every stage. Found {self.world.num_replicas}; start a process for every "
+                "stage and no more."
+            )
         if self._stale is None or self._stale[0] is not cycle:
             self._end_stale()
             self._stale = cycle, Stale(self.world, self.runtime(stage, device), stage, cycle, device)
@@ -136,7 +153,7 @@ class Team:
         return self._losses(worker.loss), self._stale[1].age
 
     @property
-    def bytes_per_step(self) -> dict[str, list[float]]:
+    def bytes_per_step(self) -> dict[str, list[int]]:
         """What this rank has sent in its last mini-batch: measured, and as the lists and shapes say."""
         assert self._runtime is not None, "asked after a step"
         return self._runtime.bytes_of_last_step
@@ -200,19 +217,28 @@ class Team:
         world = self.world
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
+        header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
         with self._telling():
-            lists = world.everyone("tensors", [[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()])
             if world.rank:
-                for tensor in mine.values() if world.sends_for_its_stage else []:
-                    dist.send(tensor, 0, group=world.control)
+                if world.sends_for_its_stage:
+                    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                    for tensor in (torch.tensor([len(text)]), text, *mine.values()):
+                        if tensor.numel():
+                            dist.send(tensor, 0, group=world.control)
                 return {}
             found = dict(mine)
             for rank in world.ranks[1:]:
-                for name, shape, dtype in lists[rank]:
-                    (spec,) = from_json([[shape, dtype]])
-                    found[name] = spec.empty(torch.device("cpu"))
-                    dist.recv(found[name], rank, group=world.control)
+                size = self._received(Spec((1,), torch.int64), rank)
+                text = self._received(Spec((int(size),), torch.uint8), rank)
+                for name, shape, dtype in json.loads(bytes(text.tolist())):
+                    found[name] = self._received(from_json([[shape, dtype]])[0], rank)
         return found
+
+    def _received(self, spec: Spec, rank: int) -> Tensor:
+        tensor = spec.empty(torch.device("cpu"))
+        if tensor.numel():
+            dist.recv(tensor, rank, group=self.world.control)
+        return tensor
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -232,11 +258,13 @@ class Team:
         if not self._open or self._watch.has_failed:
             return
         self._open = False
+        _teams.remove(self)
         self._end_stale()
         if self._runtime is not None:
             self._runtime.close()
         self.world.everyone("closed", None)
         self._watch.close()
+        self.world.close()
 
     def _report_crashes(self) -> None:
         """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""
@@ -244,13 +272,14 @@ class Team:
 
         def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
             before(kind, error, traceback)
-            if not isinstance(error, RankError):
+            if self._open and not isinstance(error, RankError):
                 self._watch.failed(error)
 
         sys.excepthook = hook
 
 
-def _limit(timeout: float | None) -> float:
+def time_limit(timeout: float | None) -> float:
+    """Seconds that an action may take: those given, or the environment's."""
     text = os.environ.get("NWISE_TIMEOUT", "300") if timeout is None else timeout
     try:
         limit = float(text)

@@ -85,14 +85,15 @@ class World:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"nwise/{attempt}/{next(_numbers)}"
         self.store = PrefixStore(prefix, _get_default_store())
-        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._made: list[dist.ProcessGroup] = []
+        self.control = self.new_group(backend="gloo")
         self._shared: dict[str, int] = {}
         self._ends: dict[torch.device, Ends] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def gradient_channels(self, count: int, device: torch.device) -> tuple[list[Sender], list[Receiver]]:
         """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there."""
-        groups = [dist.new_group(timeout=self._timeout) for _ in range(count)]
+        groups = [self.new_group() for _ in range(count)]
         below, above = self._neighbours()
         return (
             [] if below is None else [Sender(Link(group, below, device)) for group in groups],
@@ -104,6 +105,23 @@ class World:
         k = self.stage
         return self.ranks[k - 1] if k else None, self.ranks[k + 1] if k < self.num_stages - 1 else None
 
+    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+        """A process group that lives as long as the world; a call for all ranks.
+
+        Args:
+            ranks: of its members; default: all.
+            backend: default: gloo on CPUs and nccl on GPUs.
+        """
+        group = dist.new_group(None if ranks is None else list(ranks), timeout=self._timeout, backend=backend)
+        if ranks is None or self.rank in ranks:
+            self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """Give its process groups back, once no rank needs them any more."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
     def connect(self, sets: Sequence[tuple[int, ...]]) -> None:
         """Make groups of stages, in the same order on all ranks; see `group_of`."""
         columns = self._columns()
@@ -111,7 +129,7 @@ class World:
             if stages in self._groups or len(stages) == 1:
                 continue
             for column in columns:
-                group = dist.new_group([column[k] for k in stages], backend="gloo", timeout=self._timeout)
+                group = self.new_group([column[k] for k in stages], backend="gloo")
                 if self.rank in column and self.stage in stages:
                     self._groups[stages] = group
 
@@ -170,7 +188,7 @@ class World:
         """The channels to the neighbours for tensors of a device; the first call connects, and all ranks should make it."""
         if device not in self._ends:
             # A group of its own for each direction, so that neither waits behind the other.
-            forward, back = (dist.new_group(timeout=self._timeout) for _ in range(2))
+            forward, back = (self.new_group() for _ in range(2))
             below, above = self._neighbours()
             self._ends[device] = Ends(
                 None if below is None else Receiver(Link(forward, below, device)),

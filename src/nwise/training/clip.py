@@ -64,7 +64,13 @@ class Clip:
         self._pipe, self._max_norm = pipe, max_norm
         self._groups = clip_groups(pipe, by)
         if pipe.team is not None:
-            pipe.team.world.connect([_stages(group) for group in self._groups])
+            across = [group for group in self._groups if len(_stages(group)) > 1]
+            if across and pipe.strategy.in_force(pipe.steps).asynchronous:
+                raise ValueError(
+                    "Under Hogwild on several processes `clip_by` should be stage, since their updates are of different "
+                    f"mini-batches. Found {by!r}."
+                )
+            pipe.team.world.connect([_stages(group) for group in across])
 
     def __call__(self) -> None:
         """Clip what the last step has left in ``.grad``."""

@@ -21,7 +21,7 @@ class StepLog:
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._ready: list[tuple[int, dict[str, Any]]] = []
-        self._ledger = None if pipe.team is None else Ledger(3 + pipe.num_microbatches)
+        self._ledger = None if pipe.team is None else Ledger(pipe.team.world, 3 + pipe.num_microbatches)
 
     def put(self, step: int, losses: Tensor, lr: float) -> None:
         """A step that is to be recorded; all processes put in the same ones."""

@@ -72,10 +72,6 @@ class Trainer:
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
         self.pipe = pipeline_of(recipe, self.train_data, self.steps_per_epoch).to(self.device)
-        if recipe.stage_lr and len(recipe.stage_lr) != self.pipe.num_stages:
-            raise ValueError(
-                f"`stage_lr` should have a factor for each of the {self.pipe.num_stages} stages. Found {len(recipe.stage_lr)}."
-            )
         if recipe.compile:
             compile_blocks(self.pipe)
         here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
@@ -249,6 +245,11 @@ def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> 
     """The recipe's network as a pipeline, on the CPU; of several processes each builds its own stage."""
     with torch.device("meta") if launched() else nullcontext():
         model = recipe.build(data)
+
+    if recipe.stage_lr and len(recipe.stage_lr) != len(model.stages):
+        raise ValueError(
+            f"`stage_lr` should have a factor for each of the {len(model.stages)} stages. Found {len(recipe.stage_lr)}."
+        )
 
     def made(module: nn.Module, name: str = "") -> nn.Module:
         module = materialize(module, recipe.seed, name) if launched() else module

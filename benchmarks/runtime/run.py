@@ -1,0 +1,195 @@
+"""The runtime against torch.distributed.pipelining, on virtual devices and with real computation.
+
+    python benchmarks/runtime/run.py --stages 4 8 16 --rounds 3
+    python benchmarks/runtime/run.py --stages --gpt-rounds 12
+
+writes ``records/virtual-<A>.jsonl`` and ``records/gpt.jsonl`` anew, as far as they are asked for, and ``tables.md`` from all
+of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "records"
+Record = dict[str, Any]
+
+
+def measure(script: str, processes: int, arguments: Sequence[str], progress: Progress, title: str) -> list[Record]:
+    """The JSON lines that the ranks of a script print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    task = progress.add_task(title, total=None)
+    found = []
+    with subprocess.Popen(
+        [*command, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        for line in process.stdout or []:
+            if line.startswith("{"):
+                found.append(json.loads(line))
+                progress.advance(task)
+    if process.returncode:
+        raise SystemExit(f"{script} should measure on {processes} processes and end. Found that it failed.")
+    progress.remove_task(task)
+    return found
+
+
+def write(name: str, records: Sequence[Record]) -> None:
+    """Records as JSON lines, with the machine."""
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+    }
+    (RECORDS / f"{name}.jsonl").write_text("".join(json.dumps({**machine, **record}) + "\n" for record in records))
+
+
+def read(name: str) -> list[Record]:
+    """Records of an earlier run."""
+    path = RECORDS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def processor() -> str:
+    """Its name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def grouped(records: Sequence[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
+    """Records with equal values of the keys, in order of appearance."""
+    found: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        found[tuple(record[key] for key in keys)].append(record)
+    return found
+
+
+def spread(records: Sequence[Record], key: str, digits: int) -> str:
+    """Median (lowest to highest)."""
+    values = [record[key] for record in records]
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def efficiencies(records: Sequence[Record]) -> list[str]:
+    """Both libraries side by side, a slot for every micro-batch."""
+    lines = [
+        "| A | messages | method | M | predicted slots | nwise: efficiency | torch: efficiency | nwise: us/action "
+        "| torch: us/action | waits alone |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    slots = [r for r in records if r["costs"] == "paper"]
+    for (stages, mib, method, m), found in grouped(slots, "stages", "message_mib", "method", "microbatches").items():
+        cells = [str(stages), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{found[0]['predicted_slots']:g}"]
+        by_library = grouped(found, "library")
+        for key, digits in (("efficiency", 3), ("action_overhead_us", 0)):
+            for library in ("nwise", "torch"):
+                one = by_library.get((library,))
+                cells.append(spread(one, key, digits) if one else "–")
+        cells.append(f"{statistics.median(r['ceiling'] for r in by_library[('nwise',)]):.4f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def equal_batches(records: Sequence[Record]) -> list[str]:
+    """Step times of one mini-batch of one size, every method at the M with the shortest predicted step."""
+    lines = ["| A | library | method | M | ms a step | / end-to-end, M = 1 |", "|---|---|---|---|---|---|"]
+    whole = [r for r in records if r["costs"] != "paper"]
+    for (stages,), found in grouped(whole, "stages").items():
+        base = statistics.median(r["measured_slots"] for r in found if r["method"] == "end-to-end")
+        for (method, library, m), one in grouped(found, "method", "library", "microbatches").items():
+            times = [{"ms": r["measured_slots"] * r["slot_ms"], "ratio": r["measured_slots"] / base} for r in one]
+            cells = [
+                str(stages),
+                library,
+                method,
+                str(m),
+                spread(times, "ms", 0),
+                f"{statistics.median(t['ratio'] for t in times):.3f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def real(records: Sequence[Record]) -> list[str]:
+    """Samples per second of the GPT."""
+    lines = [
+        "| method | M | nwise: samples/s | torch: samples/s | nwise / torch, round by round |",
+        "|---|---|---|---|---|",
+    ]
+    for (method, m), found in grouped(records, "method", "microbatches").items():
+        by_library = grouped(found, "library")
+        cells = [method, str(m)]
+        cells += [
+            spread(by_library[(name,)], "samples_per_second", 2) if (name,) in by_library else "–"
+            for name in ("nwise", "torch")
+        ]
+        pairs = zip(by_library.get(("nwise",), []), by_library.get(("torch",), []), strict=False)
+        ratios = [{"ratio": a["samples_per_second"] / b["samples_per_second"]} for a, b in pairs]
+        cells.append(spread(ratios, "ratio", 3) if ratios else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def tables() -> str:
+    """All of them, from the records."""
+    virtual = [record for stages in (4, 8, 16) for record in read(f"virtual-{stages}")]
+    parts = []
+    if virtual:
+        parts += ["## Efficiency on virtual devices, slots of 20 ms", "", *efficiencies(virtual), ""]
+        parts += [
+            "Median (lowest to highest) of the rounds; efficiency is predicted / measured time of a mini-batch.",
+            "",
+        ]
+        parts += ["## One mini-batch of one size", "", *equal_batches(virtual), ""]
+    gpt = read("gpt")
+    if gpt:
+        parts += ["## Real computation: a 12-block GPT in 2 stages, 2 processes of a thread each", "", *real(gpt), ""]
+    one = (virtual or gpt)[0]
+    parts.append(f"{one['cores']} cores, {one['processor']}, torch {one['torch']}, Python {one['python']}.")
+    return "\n".join(["# Tables, written by run.py", "", *parts, ""])
+
+
+def main(
+    stages: tuple[int, ...] = (4, 8, 16), rounds: int = 3, mib: tuple[float, ...] = (0.0, 4.0), gpt_rounds: int = 0
+) -> None:
+    """Measure and write.
+
+    Args:
+        stages: numbers of virtual devices, in turn; none for none.
+        rounds: turns of every method.
+        mib: sizes of messages.
+        gpt_rounds: turns of every method with real computation; 0 for none.
+    """
+    RECORDS.mkdir(exist_ok=True)
+    console = Console()
+    with Progress(console=console) as progress:
+        for count in stages:
+            arguments = [str(rounds), ",".join(map(str, mib))]
+            write(f"virtual-{count}", measure("ranks.py", count, arguments, progress, f"{count} virtual devices"))
+        if gpt_rounds:
+            write("gpt", measure("gpt.py", 2, [str(gpt_rounds)], progress, "GPT"))
+    text = tables()
+    (HERE / "tables.md").write_text(text)
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

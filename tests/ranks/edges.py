@@ -1,0 +1,227 @@
+"""What users do that is not the plain loop: each case runs in one process too, and gives the same."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nwise
+from nets import ZOO
+from nwise.recipes import recipe
+from nwise.training import evaluate
+from nwise.training.clip import Clip
+from nwise.training.evaluate import evaluating
+from ranks.common import RANK, batches, digests, network, optimizer_of, pipeline, trained, write
+
+A = 3
+Case = Callable[[], Any]
+
+
+def closed(pipe: nwise.Pipeline, value: Any) -> Any:
+    """The value, after the other processes have what they need."""
+    if pipe.team is not None:
+        pipe.team.close()
+    return value
+
+
+def state(pipe: nwise.Pipeline) -> dict[str, Any]:
+    """Digests of parameters and buffers."""
+    buffers = {name: b.tolist() for name, b in pipe.named_buffers() if b.numel()}
+    return {**digests(pipe), **buffers}
+
+
+def zoo(name: str, strategy: str, **options: Any) -> Any:
+    """A network of the zoo: tuples of tensors, integers, batch norm, stages without parameters; sizes that change."""
+    torch.manual_seed(0)
+    net = ZOO[name](A)
+    data = [net.draw(n) for n in (6, 6, 7, 6, 9, 9)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # batch norm under micro-batches
+        pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, 2, seed=3, **options)
+    trained(pipe, "sgd", data)
+    return closed(pipe, state(pipe))
+
+
+def lengths() -> Any:
+    """Sequences of other lengths from step to step."""
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [nn.GRU(3, 3, batch_first=True) for _ in range(A)]
+
+    class First(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)[0]
+
+    pipe = nwise.Pipeline(
+        [First(s) for s in stages], [nn.Linear(3, 3) for _ in range(A - 1)], nn.functional.mse_loss, "2-wise", 2, seed=0
+    )
+    data = [(x, x.flip(1)) for x in (torch.randn(4, length, 3) for length in (5, 5, 9, 2, 5))]
+    trained(pipe, "sgd", data)
+    return closed(pipe, state(pipe))
+
+
+def evaluation_between() -> Any:
+    """Train, score, train: as if nobody had scored; and the scores are those of one process."""
+    config = recipe("digits")
+    _, test = config.load()
+    torch.manual_seed(0)
+    net = [
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 16)),
+        nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.2)),
+        nn.Linear(16, 10),
+    ]
+    heads = [nn.Linear(16, 10), nn.Linear(16, 10)]
+    pipe = nwise.Pipeline(net, heads, nn.functional.cross_entropy, "2-wise", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(8, 64, generator=generator), torch.randint(0, 10, (8,), generator=generator)) for _ in range(6)
+    ]
+    scores = []
+    for part in (data[:3], data[3:]):
+        trained(pipe, "sgd", part)
+        pipe.stages[0].eval()  # a mode that should come back
+        found = evaluate(pipe, test, 100)
+        scores.append([None if s is None else [s.loss, s.accuracy] for s in found.heads])
+        assert not pipe.stages[0].training
+        pipe.stages[0].train()
+    with evaluating(pipe):
+        output = pipe(data[0][0])
+    rank = 0 if pipe.team is None else pipe.team.stage
+    there = pipe.team is None or rank == A - 1
+    assert (output is not None) == there
+    return closed(pipe, {**state(pipe), "scores": scores})
+
+
+def untouched_by_shapes() -> Any:
+    """Shapes are found without running a module: every batch is counted once, however many shapes there are."""
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [nn.BatchNorm1d(4) for _ in range(A)]
+    pipe = nwise.Pipeline(stages, [nn.Linear(4, 4) for _ in range(A - 1)], nn.functional.mse_loss, "local", seed=0)
+    trained(pipe, "sgd", [(x, x) for x in (torch.randn(n, 4) for n in (4, 5, 6, 4))])
+    return closed(pipe, state(pipe))
+
+
+def clipped(by: Any) -> Any:
+    """Clipping by groups that lie on several ranks."""
+    pipe = pipeline(A, "2-wise", 1)
+    clip = Clip(pipe, 0.05, by)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    for x, y in batches(5):
+        pipe.step(x, target=y)
+        clip()
+        update.step()
+        update.zero_grad()
+    return closed(pipe, state(pipe))
+
+
+def switched() -> Any:
+    """Local first, then end-to-end without heads, with a new optimizer."""
+    pipe = pipeline(A, "local@4,end-to-end", 2)
+    update = optimizer_of("adam", pipe)
+    for step, (x, y) in enumerate(batches(8)):
+        if step == 4:
+            pipe.discard_heads()
+            update = optimizer_of("sgd", pipe)
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+    return closed(pipe, state(pipe))
+
+
+def frozen() -> Any:
+    """A stage that learns nothing, and heads that only watch."""
+    stages, heads = network(A)
+    stages[1].requires_grad_(False)
+    pipe = nwise.Pipeline(
+        stages, heads, nn.functional.cross_entropy, nwise.NWise(2, heads="all"), 2, seed=0, schedule="phase"
+    )
+    trained(pipe, "sgd", batches(5))
+    return closed(pipe, state(pipe))
+
+
+def built_where_held() -> Any:
+    """Functions that make modules are called only in the process that holds them."""
+    made = []
+
+    def stage(k: int) -> nn.Module:
+        made.append(k)
+        torch.manual_seed(k)
+        return nn.Linear(4, 4)
+
+    pipe = nwise.Pipeline(
+        [lambda k=k: stage(k) for k in range(A)],  # type: ignore[misc]
+        [lambda k=k: stage(10 + k) for k in range(A - 1)],  # type: ignore[misc]
+        nn.functional.mse_loss,
+        "2-wise",
+        seed=0,
+    )
+    if pipe.team is not None:
+        assert made == [RANK] + ([10 + RANK] if RANK < A - 1 else [])
+        with pytest.raises(RuntimeError, match="should be called on rank"):
+            pipe.stages[(RANK + 1) % A](torch.zeros(1, 4))
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    trained(pipe, "sgd", [(x, x)] * 3)
+    return closed(pipe, state(pipe))
+
+
+def hand_counted_bytes() -> Any:
+    """3-wise over three stages, five samples of 6 float32 in two micro-batches: 120 bytes forward, and two messages of as
+    much back over the upper boundary, one over the lower."""
+    pipe = pipeline(A, "3-wise", 2)
+    trained(pipe, "sgd", batches(3, sizes=(5,)))
+    if pipe.team is not None:
+        sent = pipe.team.bytes_per_step
+        credit = {0: [120.0, 0.0], 1: [120.0, 120.0], 2: [0.0, 120.0]}[RANK]
+        assert sent == {"measured": credit, "predicted": credit}, sent
+    return closed(pipe, state(pipe))
+
+
+def refusals() -> Any:
+    """What is wrong is said before any tensor is sent, the same on every rank; and the pipeline still works."""
+    pipe = pipeline(A, "2-wise", 2)
+    (x, y) = batches(1)[0]
+    for arguments, message in (
+        ((x[:1], y[:1]), "should be at most the 1 samples"),
+        ((x, y[:3]), "should have the input's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe.step(arguments[0], target=arguments[1])
+    trained(pipe, "sgd", [(x, y)])
+    return closed(pipe, state(pipe))
+
+
+CASES: dict[str, Case] = {
+    "tuples": lambda: zoo("tuples", "2-wise-mean"),
+    "tokens": lambda: zoo("tokens", "2-wise"),
+    "batch norm": lambda: zoo("convolutional", "end-to-end"),
+    "without parameters": lambda: zoo("some_without_parameters", "2-wise"),
+    "recomputed": lambda: zoo("perceptron", "3-wise", recompute=True),
+    "lengths": lengths,
+    "evaluation between": evaluation_between,
+    "untouched by shapes": untouched_by_shapes,
+    "clipped globally": lambda: clipped("global"),
+    "clipped by stage": lambda: clipped("stage"),
+    "clipped by loss": lambda: clipped("loss"),
+    "switched": switched,
+    "frozen": frozen,
+    "built where held": built_where_held,
+    "hand-counted bytes": hand_counted_bytes,
+    "refusals": refusals,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {}
+    for name, case in CASES.items():
+        print(name, file=sys.stderr, flush=True)
+        found[name] = case()
+    write(found)

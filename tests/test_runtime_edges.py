@@ -1,0 +1,297 @@
+"""The runtime of many processes where the plain loop ends: other shapes, evaluation, clipping, refusals, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nwise
+from launch import RANKS, results, torchrun
+from nwise.cli import run
+from nwise.report.measured import Comparison
+from nwise.runtime.channel import Spec
+from nwise.runtime.distributed import packed, unpacked
+from nwise.runtime.shapes import from_json, output_specs, to_json
+from nwise.runtime.timeline import load
+from nwise.schedule import best, simulate
+from nwise.schedule.actions import Action, Kind
+from nwise.schedule.choose import ORDERS, choose
+from nwise.schedule.costs import Costs
+from nwise.training.clip import clip_groups
+from nwise.training.optimizers import parameter_groups
+from ranks import edges
+from ranks.common import pipeline
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return results(edges.A, "edges.py", tmp_path_factory.mktemp("edges"))
+
+
+@pytest.mark.parametrize("name", edges.CASES)
+def test_many_processes_do_what_one_does(name: str, found: list[Any]) -> None:
+    expected = json.loads(json.dumps(edges.CASES[name]()))
+    together: dict[str, Any] = {}
+    for rank in range(edges.A):
+        here = found[rank][name]
+        assert {key.split(".")[1] for key in here if "." in key} <= {str(rank)}
+        together |= here
+    assert together == expected
+
+
+def test_the_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
+    done = torchrun(2, ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2"])
+    assert done.returncode != 0
+    assert "`torchrun` should start a multiple of 4 processes, one for each stage. Found 2" in done.stderr
+    assert "nwise/pipeline.py" not in done.stderr, "no traceback of ours"
+
+
+def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "disagree.py"
+    script.write_text(
+        "import os\nfrom ranks.common import pipeline\npipeline(2, ['local', '2-wise-mean'][int(os.environ['RANK'])], 1)\n"
+    )
+    done = torchrun(2, [str(script)])
+    assert done.returncode != 0
+    assert (
+        "`strategy` should be the same on every rank. Found 'local' on rank 0 and '2-wise-mean' on rank 1"
+        in done.stderr
+    )
+
+
+def test_training_on_the_command_line_is_that_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-steps", "30", "--log-every", "7", "--clip", "0.5", "--clip-by", "loss", "--microbatches", "2"]
+    options += ["--stage-lr", "1", "0.5", "1", "2", "--defer-batchnorm"]
+    arguments = ["train", "digits", *options, "--runs"]
+    done = torchrun(4, ["-m", "nwise", *arguments, str(tmp_path / "many"), "--timeline", "8"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("Run folder") == 1, "one rank draws"
+    assert run([*arguments, str(tmp_path / "one")]) == 0
+    (many,), (one,) = (list((tmp_path / name).iterdir()) for name in ("many", "one"))
+    assert (many / "weights.safetensors").read_bytes() == (one / "weights.safetensors").read_bytes()
+
+    def records(folder: Path) -> list[Any]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return sorted(
+            ({k: v for k, v in r.items() if k != "seconds"} for r in lines), key=lambda r: (r["step"], r["kind"])
+        )
+
+    for a, b in zip(records(many), records(one), strict=True):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"loss", "accuracy"}:
+            assert a[key] == b[key]
+        for key in a.keys() & {"loss", "accuracy"}:
+            assert [x is None for x in a[key]] == [x is None for x in b[key]]
+            assert [x for x in a[key] if x is not None] == pytest.approx([x for x in b[key] if x is not None], rel=1e-6)
+    capsys.readouterr()
+    assert run(["report", str(many), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["bytes"] == [
+        {"measured": one["predicted"], "predicted": one["predicted"]} for one in numbers["bytes"]
+    ]
+    assert numbers["period_ms"]["measured"] > 0
+    trace = json.loads((many / "trace.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in trace} == {0, 1}
+    assert run(["report", str(many)]) == 0
+    assert "Largest deviations" in capsys.readouterr().out
+    assert run(["report", str(one)]) == 2
+    assert "should hold a measured timeline" in capsys.readouterr().err
+
+
+def test_bench_runtime_counts_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
+    """No figure is asserted that a busy machine could spoil; only that it is measured and that counts are right."""
+    assert (
+        run(["bench", "runtime", "--stages", "3", "--slot-ms", "5", "--batches", "4", "--rounds", "2", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted_slots"] == 4
+    assert found["measured_slots"] > 3.99, "time does not run faster"
+    assert found["efficiency"] == pytest.approx(found["predicted_slots"] / found["measured_slots"])
+    assert found["bytes_sent"] == found["bytes_predicted"] == [[4, 4], [4, 4]]
+    assert run(["bench", "runtime", "--stages", "2", "--slot-ms", "2", "--batches", "2", "--rounds", "1"]) == 0
+    assert "as predicted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stages", "0"], "`stages` should be at least 1"),
+        (["--slot-ms", "0"], "`slot_ms` should be above 0"),
+        (["--message-mib", "-1"], "`message_mib` should be from 0"),
+        (["--strategy", "hogwild"], "should have lists that repeat"),
+        (["--strategy", "3wise"], "`strategy` should be one like"),
+        (["--costs", "1,2"], "Costs should give"),
+    ],
+)
+def test_bad_benchmarks_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "runtime", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+NAMESPACES = """
+set -e
+ip netns add nwise_a; ip netns add nwise_b
+trap 'ip netns del nwise_a; ip netns del nwise_b' EXIT
+ip link add nwise_va type veth peer name nwise_vb
+ip link set nwise_va netns nwise_a; ip link set nwise_vb netns nwise_b
+ip netns exec nwise_a sh -c 'ip addr add 10.77.0.1/24 dev nwise_va; ip link set nwise_va up; ip link set lo up'
+ip netns exec nwise_b sh -c 'ip addr add 10.77.0.2/24 dev nwise_vb; ip link set nwise_vb up; ip link set lo up'
+run() { ip netns exec $1 env GLOO_SOCKET_IFNAME=$2 TP_SOCKET_IFNAME=$2 $PYTHON -m torch.distributed.run --nnodes 2 \
+  --node-rank $3 --nproc-per-node 2 --master-addr 10.77.0.1 --master-port 29511 $SCRIPT $FOLDER 4; }
+run nwise_b nwise_vb 1 & other=$!
+run nwise_a nwise_va 0
+wait $other
+"""
+
+
+def namespaces_allowed() -> bool:
+    try:
+        made = subprocess.run(["ip", "netns", "add", "nwise_probe"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return False
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", "nwise_probe"], check=True)
+    return made.returncode == 0
+
+
+def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
+    """Two launchers in network namespaces of their own, joined by a virtual cable."""
+    if not namespaces_allowed():
+        pytest.skip("network namespaces are not allowed here")
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "SCRIPT": str(RANKS / "two_nodes.py"),
+        "FOLDER": str(tmp_path),
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parent)}
+    done = subprocess.run(
+        ["bash", "-c", NAMESPACES], capture_output=True, text=True, env=environment, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    together: dict[str, str] = {}
+    for rank in range(4):
+        together |= json.loads((tmp_path / f"{rank}.json").read_text())
+    from ranks.two_nodes import case
+
+    assert together == case(4)
+
+
+def test_orders_by_name() -> None:
+    flows = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1)).schedule.flows
+    for order in ORDERS:
+        assert choose(order, flows).flows == flows
+    with pytest.raises(ValueError, match=r"`schedule` should be one of best, .*Found 'gpip'"):
+        choose("gpip", flows)
+    with pytest.raises(TypeError, match="`schedule` should be a Schedule or one of .*Found int"):
+        choose(3, flows)  # type: ignore[arg-type]
+    other = best("end-to-end", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1))
+    with pytest.raises(ValueError, match="should be made for the pipeline's strategy"):
+        choose(other, flows)
+
+
+def test_a_schedule_of_ones_own_is_run() -> None:
+    found = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1))
+    ran: list[Action] = []
+    pipe = pipeline(3, "2-wise", 2, schedule=found)
+    pipe.on_action = ran.append
+    pipe.step(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.int64))
+    for k, word in enumerate(found.schedule.words):
+        assert [a for a in ran if a.stage == k] == [a for a in word if a.kind is not Kind.UPDATE]
+
+
+def test_messages_carry_what_a_gradient_can_travel_through() -> None:
+    specs = (Spec((2, 3), torch.float32), Spec((2,), torch.int64), Spec((2, 1), torch.bfloat16))
+    assert from_json(to_json(specs)) == specs
+    gradient = torch.ones(2, 3)
+    sent = packed((gradient, None, None), specs)
+    assert sent[0] is gradient
+    assert torch.equal(sent[1], torch.zeros(2, 1, dtype=torch.bfloat16))
+    assert [g is None for g in unpacked(sent, specs)] == [False, True, False]
+
+
+def test_shapes_that_depend_on_values_are_refused() -> None:
+    class Picks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0]
+
+    with pytest.raises(ValueError, match="Stage 1 should take .* and give an output whose shape follows from that"):
+        output_specs(Picks(), (Spec((4,), torch.float32),), torch.device("cpu"), 1)
+    norm = nn.BatchNorm1d(3)
+    assert output_specs(norm, (Spec((4, 3), torch.float32),), torch.device("cpu"), 0)[0].shape == (4, 3)
+    assert norm.num_batches_tracked == 0
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+
+
+def test_groups_of_clipping() -> None:
+    pipe = pipeline(3, "2-wise", 1)
+    everything = tuple(sorted([(0, False), (1, False), (2, False), (0, True), (1, True)]))
+    assert clip_groups(pipe, "global") == [everything]
+    assert clip_groups(pipe, "stage") == [((0, False), (0, True)), ((1, False), (1, True)), ((2, False),)]
+    assert clip_groups(pipe, "loss") == [((0, False), (1, True)), ((0, True),), ((1, False), (2, False))]
+    with pytest.raises(ValueError, match="`clip_by` should be global, stage or loss. Found 'all'"):
+        clip_groups(pipe, "all")  # type: ignore[arg-type]
+
+
+def test_rates_by_stage() -> None:
+    pipe = pipeline(3, "2-wise", 1)
+    groups = parameter_groups(pipe, 0.1, (1.0, 0.5, 2.0))
+    assert [group["lr"] for group in groups] == [0.1, 0.05, 0.2]
+    assert sum(len(group["params"]) for group in groups) == len(list(pipe.parameters()))
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "inf"])
+def test_bad_time_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwise.runtime.team import time_limit
+
+    monkeypatch.setenv("NWISE_TIMEOUT", text)
+    with pytest.raises(ValueError, match=r"`(NWISE_TIMEOUT|timeout)` should be a number of seconds"):
+        time_limit(None)
+
+
+def test_a_measured_run_is_compared_with_its_prediction() -> None:
+    """Made-up times of a simulated run, and one wait that the simulation does not know."""
+    costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=2.0, chain_share=0.0)
+    schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs, chains="walked").schedule
+    line = simulate(schedule, costs, chains="walked", cycles=6)
+    stages: list[list[tuple[int, Action, float, float]]] = [[] for _ in range(3)]
+    for e in line.events:
+        late = 1e-3 if e.action.kind is Kind.WEIGHT_GRAD and e.action.stage == 1 else 0.0
+        stages[e.action.stage].append((e.cycle, e.action, e.start / 1e3 + late, e.end / 1e3 + late))
+    found = Comparison(schedule, stages, [])
+    assert found.costs.of("forward", 3) == pytest.approx((2, 2, 2))
+    assert found.costs.of("input_grad", 3)[1] == pytest.approx(3)
+    assert found.period == pytest.approx(line.period)
+    assert found.predicted.period == pytest.approx(line.period)
+    worst = found.deviations(1)[0]
+    assert str(worst.action) == "W1(0)"
+    assert worst.measured - worst.predicted == pytest.approx(1)
+
+
+def test_a_broken_timeline_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with pytest.raises(FileNotFoundError, match="should hold a measured timeline"):
+        load(path)
+    path.write_text('{"events": [[["X", 0]]]}')
+    with pytest.raises(ValueError, match="should hold a measured timeline. Found"):
+        load(path)
+
+
+def test_nwise_in_one_process_has_no_team() -> None:
+    pipe = pipeline(2, "local", 1)
+    assert pipe.team is None
+    assert not pipe.drain()
+    assert (
+        nwise.Pipeline([nn.Linear(2, 2)], None, nn.functional.mse_loss, "local", schedule="phase").schedule == "phase"
+    )
