@@ -1,10 +1,10 @@
 """The runtime against torch.distributed.pipelining, on virtual devices and with real computation.
 
     python benchmarks/runtime/run.py --stages 4 8 16 --rounds 3
-    python benchmarks/runtime/run.py --stages --gpt-rounds 12
+    python benchmarks/runtime/run.py --stages --messages --gpt-rounds 8
 
-writes ``records/virtual-<A>.jsonl`` and ``records/gpt.jsonl`` anew, as far as they are asked for, and ``tables.md`` from all
-of them.
+writes ``records/virtual-<A>.jsonl``, ``messages.jsonl`` and ``gpt.jsonl`` anew, as far as they are asked for, and ``tables.md``
+from all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import Progress
+
+from nwise.schedule import PAPER
+from nwise.schedule.rivals import RIVALS, timed_method
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -92,9 +96,15 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
     """Both libraries side by side, a slot for every micro-batch."""
     lines = [
         "| A | messages | method | M | predicted slots | nwise: efficiency | torch: efficiency | nwise: us/action "
-        "| torch: us/action | waits alone |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| torch: us/action | waits alone | with gloo's messages |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    # End-to-end a boundary waits for the one before it, so that messages travel alone.
+    one_way = {
+        (r["stages"], r["message_mib"], alone): r["alone_ms" if alone else "one_way_ms"]
+        for r in read("messages")
+        for alone in (True, False)
+    }
     slots = [r for r in records if r["costs"] == "paper"]
     for (stages, mib, method, m), found in grouped(slots, "stages", "message_mib", "method", "microbatches").items():
         cells = [str(stages), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{found[0]['predicted_slots']:g}"]
@@ -104,8 +114,17 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
                 one = by_library.get((library,))
                 cells.append(spread(one, key, digits) if one else "–")
         cells.append(f"{statistics.median(r['ceiling'] for r in by_library[('nwise',)]):.4f}")
+        travel = one_way.get((stages, mib, method in RIVALS))
+        cells.append("–" if travel is None else f"{limit(stages, method, m, travel / found[0]['slot_ms']):.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def limit(stages: int, method: str, m: int, latency: float) -> float:
+    """Efficiency if nothing but messages took time, each so many slots, on the best order for that."""
+    options: dict[str, Any] = {"num_stages": stages, "num_microbatches": m, "chains": "walked"}
+    free = timed_method(method, costs=PAPER, **options)
+    return free.period / timed_method(method, costs=replace(PAPER, latency=latency), **options).period
 
 
 def equal_batches(records: Sequence[Record]) -> list[str]:
@@ -168,7 +187,11 @@ def tables() -> str:
 
 
 def main(
-    stages: tuple[int, ...] = (4, 8, 16), rounds: int = 3, mib: tuple[float, ...] = (0.0, 4.0), gpt_rounds: int = 0
+    stages: tuple[int, ...] = (4, 8, 16),
+    rounds: int = 3,
+    mib: tuple[float, ...] = (0.0, 4.0),
+    gpt_rounds: int = 0,
+    messages: bool = False,
 ) -> None:
     """Measure and write.
 
@@ -176,6 +199,7 @@ def main(
         stages: numbers of virtual devices, in turn; none for none.
         rounds: turns of every method.
         mib: sizes of messages.
+        messages: whether to time messages alone.
         gpt_rounds: turns of every method with real computation; 0 for none.
     """
     RECORDS.mkdir(exist_ok=True)
@@ -184,6 +208,10 @@ def main(
         for count in stages:
             arguments = [str(rounds), ",".join(map(str, mib))]
             write(f"virtual-{count}", measure("ranks.py", count, arguments, progress, f"{count} virtual devices"))
+        if messages:
+            sizes = ",".join(map(str, mib))
+            found = [measure("messages.py", count, [sizes], progress, f"messages of {count}") for count in (4, 8, 16)]
+            write("messages", [record for records in found for record in records])
         if gpt_rounds:
             write("gpt", measure("gpt.py", 2, [str(gpt_rounds)], progress, "GPT"))
     text = tables()

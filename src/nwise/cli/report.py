@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+import nwise
 from nwise.cli.output import OK, print_json
 from nwise.report.measured import Comparison
 from nwise.runtime.timeline import load
@@ -33,14 +34,14 @@ class Report:
 
     def run(self, console: Console) -> int:
         run = Run.open(self.folder)
-        stages, sent = load(self.folder / "timeline.json")
+        recorded = load(self.folder / "timeline.json")
+        stages, sent = recorded.events, recorded.bytes_sent
         if not stages or not all(stages):
             raise ValueError(
                 f"{self.folder / 'timeline.json'} should hold actions of every stage. Found a stage without; record more steps."
             )
         recipe = run.recipe
-        first = stages[0][0][0]
-        strategy = recipe.strategy_for(1).in_force(first)
+        strategy = nwise.strategy(recorded.strategy, heads=recipe.heads)
         flows = flows_of(strategy, len(stages), recipe.microbatches)
         found = Comparison(choose(recipe.schedule, flows), stages, sent)
         title = f"{recipe.name}, {strategy.name}, A = {len(stages)}, M = {recipe.microbatches}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -50,17 +51,21 @@ def spec_of(tensor: Tensor) -> Spec:
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """What travels over a channel in one pass through the lists, in the order it is sent."""
 
     keys: tuple[Key, ...] = ()
     specs: tuple[tuple[Spec, ...], ...] = ()
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of every message."""
+        return tuple(sum(spec.num_bytes for spec in specs) for specs in self.specs)
+
     def num_bytes(self, turn: int) -> int:
         """What is sent in a mini-batch."""
-        sizes = (sum(spec.num_bytes for spec in specs) for specs in self.specs)
-        return sum(size for key, size in zip(self.keys, sizes, strict=True) if key[2] == turn)
+        return sum(size for key, size in zip(self.keys, self.sizes, strict=True) if key[2] == turn)
 
     def first_of(self, turn: int) -> int:
         """Place of the first message of a turn."""
@@ -122,14 +127,18 @@ class Sender:
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
         """Send the next message of the plan; returns at once."""
         place = self._place
-        specs = tuple(map(spec_of, tensors))
-        if self._plan.keys[place] != key or self._plan.specs[place] != specs:
+        expected, specs = self._plan.keys[place], self._plan.specs[place]
+        # No specs are made of the tensors: the other end is waiting.
+        fits = len(tensors) == len(specs) and all(
+            t.shape == s.shape and t.dtype is s.dtype for t, s in zip(tensors, specs, strict=True)
+        )
+        if expected != key or not fits:
             raise RuntimeError(
-                f"A channel should send {self._plan.keys[place]} of {self._plan.specs[place]} next. Found {key} of {specs}; "
-                "does the stage's output depend on more than the shapes of its input?"
+                f"A channel should send {expected} of {specs} next. Found {key} of {tuple(map(spec_of, tensors))}; does the "
+                "stage's output depend on more than the shapes of its input?"
             )
         self._send(tensors)
-        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        self.num_bytes += self._plan.sizes[place]
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
         place = self._place
@@ -154,14 +163,9 @@ class Sender:
 
 
 class Receiver:
-    """The end that receives.
-
-    Attributes:
-        num_bytes: received so far.
-    """
+    """The end that receives."""
 
     def __init__(self, link: Link) -> None:
-        self.num_bytes = 0
         self._link = link
         self._plan = NOTHING
         self._next = 0
@@ -201,9 +205,7 @@ class Receiver:
             self._place = (self._place + 1) % len(self._plan.keys)
             if found != key:
                 self._post()
-        tensors = self._arrived.pop(key)
-        self.num_bytes += sum(spec_of(t).num_bytes for t in tensors)
-        return tensors
+        return self._arrived.pop(key)
 
     def is_there(self, key: Key) -> bool:
         """Whether a message could be taken without waiting."""

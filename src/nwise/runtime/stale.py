@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import cast
 
 import torch
@@ -160,7 +161,16 @@ class Stale:
         return _Pending(step, turn, self._updates, worker, left)
 
     def _is_ready(self, entry: _Pending, action: Action) -> bool:
-        return all(self._in[p].is_there((action.microbatch, p, entry.turn)) for p in self._missing(entry, action))
+        wanted = self._missing(entry, action)
+        # What comes first belongs to the oldest mini-batch that waits for it.
+        return not any(p in self._awaited_before(entry) for p in wanted) and all(
+            self._in[p].is_there((action.microbatch, p, entry.turn)) for p in wanted
+        )
+
+    def _awaited_before(self, entry: _Pending) -> set[int]:
+        """Messages that older mini-batches have not got yet."""
+        older = takewhile(lambda other: other is not entry, self._pending)
+        return {p for other in older for action in other.left for p in self._missing(other, action)}
 
     def _missing(self, entry: _Pending, action: Action) -> list[int]:
         """Messages that an action needs and that have not been taken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ class Timeline:
 
     Args:
         team: of the pipeline.
+        strategy: name of the one in force.
         first, last: steps that are recorded, the last one not.
     """
 
-    def __init__(self, team: Team, first: int, last: int) -> None:
-        self._team = team
+    def __init__(self, team: Team, strategy: str, first: int, last: int) -> None:
+        self._team, self._strategy = team, strategy
         self._first, self._last = first, last
         self._events: list[tuple[int, Action, float, float]] = []
         team.recorder = self
@@ -52,9 +54,8 @@ class Timeline:
         if path is not None:
             # Of several replicas, those of the one that rank 0 is in.
             here = [ranks[rank] for rank in team.world.ranks]
-            path.write_text(
-                json.dumps({"events": [one["events"] for one in here], "bytes": [one["bytes"] for one in here]}) + "\n"
-            )
+            value = {name: [one[name] for one in here] for name in ("events", "bytes")}
+            path.write_text(json.dumps({"strategy": self._strategy, **value}) + "\n")
 
 
 def _clock_offset(team: Team) -> float:
@@ -76,8 +77,23 @@ def _clock_offset(team: Team) -> float:
     return best[1]
 
 
-def load(path: Path) -> tuple[list[list[tuple[int, Action, float, float]]], list[dict[str, Any]]]:
-    """What `Timeline.save` wrote: per stage its actions with step, begin and end; and its bytes."""
+@dataclass(frozen=True)
+class Recorded:
+    """What `Timeline.save` wrote.
+
+    Args:
+        strategy: name of the one that was in force.
+        events: per stage its actions with step, begin and end in seconds.
+        bytes_sent: per stage and step, measured and predicted, of activations and gradients.
+    """
+
+    strategy: str
+    events: list[list[tuple[int, Action, float, float]]]
+    bytes_sent: list[dict[str, Any]]
+
+
+def load(path: Path) -> Recorded:
+    """Read a timeline."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} should hold a measured timeline, as `nwise train --timeline 20` under torchrun writes. Found none."
@@ -89,6 +105,6 @@ def load(path: Path) -> tuple[list[list[tuple[int, Action, float, float]]], list
             [(step, Action(kinds[kind], k, m, q, turn), begin, end) for kind, k, m, q, turn, step, begin, end in stage]
             for stage in value["events"]
         ]
-        return events, value["bytes"]
+        return Recorded(value["strategy"], events, value["bytes"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} should hold a measured timeline. Found: {error}; train again.") from error

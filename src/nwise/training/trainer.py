@@ -135,7 +135,12 @@ class Trainer:
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
                 f"Found {steps}."
             )
-        self._timeline = Timeline(self.pipe.team, first, first + steps)
+        now = self.pipe.strategy.in_force(first)
+        if now.asynchronous:
+            raise ValueError(
+                "`timeline` should be asked of a strategy whose lists repeat. Found Hogwild, whose actions come as gradients do."
+            )
+        self._timeline = Timeline(self.pipe.team, now.name, first, first + steps)
 
     def _all_phases(self) -> Scores:
         scores = self._evaluate(0)
@@ -148,14 +153,14 @@ class Trainer:
             clip = None if self.recipe.clip is None else Clip(self.pipe, self.recipe.clip, self.recipe.clip_by)
             for step in range(first, last):
                 self._step(step, optimizer, rate, clip)
+                while step + 1 == last and self.pipe.drain():  # Hogwild's last gradients
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
                 if self._is_due(step + 1):
                     scores = self._evaluate(step + 1)
                     last_head = scores.heads[-1]
                     assert last_head is not None
                     rate.evaluated(last_head.loss)
-            while self.pipe.drain():  # Hogwild's last gradients
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
         return scores
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, rate: Rate, clip: Clip | None) -> None:
