@@ -64,6 +64,14 @@ def test_an_error_between_two_steps_ends_all_ranks(tmp_path: Path) -> None:
     assert all("Rank 3 (stage 3) failed between steps: ValueError: the fault of this test" in line for line in said)
 
 
+def test_a_rank_that_leaves_early_ends_all(tmp_path: Path) -> None:
+    """What it sends at its end is not taken for its next messages (it once was, and training went on with zeros)."""
+    said, seconds = faulty("leave", 1, -1, tmp_path)
+    assert seconds < 10
+    assert len(said) == 4
+    assert "waits for rank 1, which has left after 3 steps" in said[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_two_hundred_random_faults(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_messages_carry_what_a_gradient_can_travel_through() -> None:
     specs = (Spec((2, 3), torch.float32), Spec((2,), torch.int64), Spec((2, 1), torch.bfloat16))
     assert from_json(to_json(specs)) == specs
     gradient = torch.ones(2, 3)
-    sent = packed((gradient, None, None), specs)
+    sent = packed((gradient, None, None), specs, torch.device("cpu"))
     assert sent[0] is gradient
     assert torch.equal(sent[1], torch.zeros(2, 1, dtype=torch.bfloat16))
     assert [g is None for g in unpacked(sent, specs)] == [False, True, False]

@@ -103,8 +103,9 @@ class Pipeline(nn.Module):
         check_order("best" if schedule is None else schedule)
         rule = parse(strategy)
         self.team = Team(len(given), mesh, timeout) if launched() else None
-        mains = [main for main in held(given, "stage", self.team) if main is not None]
-        sides = held(given_heads, "head", self.team)
+        self.seed = torch.initial_seed() if seed is None else seed
+        mains = [main for main in held(given, "stage", self.team, self.seed) if main is not None]
+        sides = held(given_heads, "head", self.team, self.seed)
         refuse_sharing(mains, sides)
         self.stages = nn.ModuleList(mains)
         self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
@@ -112,7 +113,6 @@ class Pipeline(nn.Module):
         # One process has no one to wait for, so that the order with the least memory is the best.
         self.schedule: Order = schedule or ("depth-first" if self.team is None else "best")
         self.num_microbatches = num_microbatches
-        self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.on_action: Callable[[Action], None] | None = None

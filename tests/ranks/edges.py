@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +155,6 @@ def built_where_held() -> Any:
 
     def stage(k: int) -> nn.Module:
         made.append(k)
-        torch.manual_seed(k)
         return nn.Linear(4, 4)
 
     pipe = nwise.Pipeline(
@@ -170,6 +170,70 @@ def built_where_held() -> Any:
             pipe.stages[(RANK + 1) % A](torch.zeros(1, 4))
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     trained(pipe, "sgd", [(x, x)] * 3)
+    return closed(pipe, state(pipe))
+
+
+def kept_in_the_module() -> Any:
+    """A stage that keeps what it computes, as rotary embeddings do: shapes are found without it."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.kept: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kept is None:
+                self.kept = torch.arange(4.0)
+            return self.inner(x) + self.kept
+
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Keeps() for _ in range(A)]
+    pipe = nwise.Pipeline(stages, [nn.Linear(4, 4) for _ in range(A - 1)], nn.functional.mse_loss, "2-wise", seed=0)
+    trained(pipe, "sgd", [(x, x) for x in (torch.randn(n, 4) for n in (4, 5, 4))])
+    return closed(pipe, state(pipe))
+
+
+def gives_its_parameter() -> Any:
+    """What is on its way does not change with the next update, nor with a batch that is filled anew."""
+
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x, self.weight
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return self.inner(x * weight)
+
+    torch.manual_seed(0)
+    stages = [Gives(), Takes(), nn.Linear(4, 4)]
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * weight)
+
+    pipe = nwise.Pipeline(stages, [Head(), nn.Linear(4, 4)], nn.functional.mse_loss, "local", seed=0)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    x = torch.empty(3, 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        x.copy_(torch.randn(3, 4, generator=generator))
+        pipe.step(x, target=torch.ones(3, 4))
+        update.step()
+        update.zero_grad()
     return closed(pipe, state(pipe))
 
 
@@ -214,6 +278,8 @@ CASES: dict[str, Case] = {
     "switched": switched,
     "frozen": frozen,
     "built where held": built_where_held,
+    "kept in the module": kept_in_the_module,
+    "gives its parameter": gives_its_parameter,
     "hand-counted bytes": hand_counted_bytes,
     "refusals": refusals,
 }

@@ -19,6 +19,8 @@ def fault(kind: str) -> None:
     Path(sys.argv[5]).write_text(str(time.time()))
     if kind == "raise":
         raise ValueError("the fault of this test")
+    if kind == "leave":
+        sys.exit(0)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":  # the whole process stands still, its watch too

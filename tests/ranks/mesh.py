@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import nwise
 from nwise.runtime.world import start
-from ranks.common import batches, network, trained, write
+from ranks.common import RANK, batches, network, trained, write
 
 NAMES = ("pp", "dp", "tp")
 
@@ -30,6 +30,10 @@ def values(pipe: nwise.Pipeline) -> dict[str, list[float]]:
 def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> dict[str, Any]:
     """Two stages in two replicas, each with half of every mini-batch; or alone, with twice the micro-batches."""
     stages, heads = network(2)
+    if not alone and RANK % 2:  # replicas that start otherwise are made equal
+        for part in (*stages, *heads):
+            for p in part.parameters():
+                p.data.fill_(7.0)
     m = 2 * num_microbatches if alone else num_microbatches
     pipe = nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, m, seed=1)
     trained(pipe, "sgd", batches(10, sizes=(8, 9, 11)))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nwise.microbatch import Tensors
 from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of
@@ -75,6 +76,7 @@ class Distributed:
         stage: its stage.
         shapes: gives the shapes of the stage's outputs.
         device: where its tensors are.
+        kept: gives the tensors that may change before a message has left: parameters and buffers.
         replicas: sums gradients over the replicas of the stage, if there are any.
 
     Attributes:
@@ -89,12 +91,13 @@ class Distributed:
         stage: Workable,
         shapes: Shapes,
         device: torch.device,
+        kept: Callable[[], Iterable[Tensor]] = tuple,
         replicas: Replicas | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
         self.bytes_of_last_step: dict[str, list[int]] = {}
         self._world, self._watch, self._stage, self._shapes = world, watch, stage, shapes
-        self._replicas = replicas
+        self._replicas, self._device, self._kept = replicas, device, kept
         self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
         self._ends = world.ends(device)
 
@@ -134,13 +137,19 @@ class Distributed:
             worker = Worker(self._stage, schedule.flows[turn], batch, script.passes)
             if self._ends.activations_in is None:
                 worker.inputs.update(enumerate(batch.inputs))
+            owned = self._owned(batch.inputs)
             try:
-                self._execute(script, worker, step, on_action)
+                self._execute(script, worker, step, on_action, owned)
             finally:
                 self._stage.clear()
         sent = [now - then for now, then in zip(self.num_bytes, before, strict=True)]
         self.bytes_of_last_step = {"measured": sent, "predicted": list(script.num_bytes)}
         return worker
+
+    def _owned(self, inputs: Sequence[Tensors]) -> set[int]:
+        """Memory that a message should not share: the caller may fill a batch anew, an optimizer changes parameters."""
+        tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
+        return {t.untyped_storage().data_ptr() for t in tensors if not isinstance(t, DTensor)}
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
         """A forward alone, which is a schedule of its own: receive, forward, send.
@@ -154,7 +163,7 @@ class Distributed:
             self.start_forwards([inputs])
             hidden = self.receive(0, inputs, step)
             self.at(step, Kind.FORWARD, 0)
-            self.send(0, [y.detach() for y in call(hidden)])
+            self.send(0, _apart(tuple(y.detach() for y in call(hidden)), self._owned([inputs])))
 
     def start_forwards(self, inputs: Sequence[Tensors]) -> Script:
         """Begin a mini-batch of forwards alone; the shapes of its inputs and outputs."""
@@ -214,7 +223,14 @@ class Distributed:
             if receiver is not None:
                 receiver.start(plan, turn)
 
-    def _execute(self, script: Script, worker: Worker, step: int, on_action: Callable[[Action], None] | None) -> None:
+    def _execute(
+        self,
+        script: Script,
+        worker: Worker,
+        step: int,
+        on_action: Callable[[Action], None] | None,
+        owned: set[int],
+    ) -> None:
         ends, watch, replicas = self._ends, self._watch, self._replicas
         outbox: dict[Key, Tensors] = {}
         last = {a.kind is Kind.HEAD: i for i, a in enumerate(script.word) if a.kind in _LEARNING}
@@ -240,9 +256,9 @@ class Distributed:
             elif kind is not Kind.DROP:
                 made = worker.run(action)
                 if q is not None:
-                    outbox[m, q, turn] = packed(made, script.inputs[m])
+                    outbox[m, q, turn] = packed(made, script.inputs[m], self._device)
                 elif kind is Kind.FORWARD and ends.activations_out is not None:
-                    outbox[m, None, turn] = cast(Tensors, made)
+                    outbox[m, None, turn] = _apart(cast(Tensors, made), owned)
                 if replicas is not None and i in last.values():
                     replicas.begin(head=kind is Kind.HEAD)
             if self.recorder is not None:
@@ -298,11 +314,19 @@ def _of(end: EndT | None) -> EndT:
     return end
 
 
-def packed(message: Cotangents, inputs: Specs) -> Tensors:
+def _apart(tensors: Tensors, owned: set[int]) -> Tensors:
+    """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor
+    parallelism gives promises of one)."""
+
+    def stays(tensor: Tensor) -> bool:
+        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in owned
+
+    return tuple(t if stays(t) else t.clone() for t in tensors)
+
+
+def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:
     """What is sent back of a gradient: a tensor for every input that can carry one, zeros where none has come."""
     carried = [(g, s) for g, s in zip(message, inputs, strict=True) if carrying((s,))]
-    like = next((g for g, _ in carried if g is not None), None)
-    device = like.device if like is not None else torch.device("cpu")
     return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in carried)
 
 

@@ -31,6 +31,12 @@ class Replicas:
         self._before: list[tuple[Tensor, Tensor]] = []
         self._begun: list[tuple[list[Tensor], Tensor, Any]] = []
 
+    def make_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Before the first step, give all replicas the values of the first."""
+        first = dist.get_process_group_ranks(self._group)[0]
+        for tensor in tensors:
+            dist.broadcast(_local(tensor.detach()), first, group=self._group)
+
     def start(self) -> None:
         """Put aside gradients of earlier steps, which have been summed already."""
         self._begun.clear()

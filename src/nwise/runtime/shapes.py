@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from nwise.microbatch import as_tuple
 from nwise.randomness import seeded
@@ -31,12 +31,12 @@ def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.devi
     (8, 2)
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+    # A copy, since a module may keep what it computes; without memory, as fakes take the place of its tensors.
+    tensors = [*module.parameters(), *module.buffers()]
+    double = copy.deepcopy(module, {id(t): mode.from_tensor(t) for t in tensors})
     try:
         with mode, torch.no_grad(), seeded(0, device), torch.compiler.set_stance("force_eager"):
-            fakes = tuple(torch.empty(s.shape, dtype=s.dtype, device=device) for s in inputs)
-            outputs = functional_call(module, state, fakes)
+            outputs = double(*(torch.empty(s.shape, dtype=s.dtype, device=device) for s in inputs))
     except Exception as error:
         shapes = ", ".join(f"{list(s.shape)} {s.dtype}" for s in inputs)
         raise ValueError(

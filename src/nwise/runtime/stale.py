@@ -70,6 +70,7 @@ class Stale:
         self._runtime, self._stage, self._cycle = runtime, stage, cycle
         k, size = stage.index, len(cycle[0])
         self.age = 0
+        self._device = device
         self._limit = max(max(staleness(flow, size)[k]) for batch in cycle for flow in batch)
         self._history = History(stage.module, self._limit)
         self._pending: deque[_Pending] = deque()
@@ -90,7 +91,7 @@ class Stale:
             The stage with its loss.
         """
         with self._runtime.watched():
-            self._start(batch.inputs)
+            self._start(batch.inputs, turn)
             entry = self._forwards(turn, batch, step)
             self._pending.append(entry)
             self._send_what_can_be()
@@ -110,26 +111,26 @@ class Stale:
     def close(self) -> None:
         """Wait until the neighbours have everything; after the last mini-batch has been finished, on all ranks."""
         with self._runtime.watched():
-            self._change(None)
+            self._change(None, 0)
 
-    def _start(self, inputs: Sequence[Tensors]) -> None:
+    def _start(self, inputs: Sequence[Tensors], turn: int) -> None:
         script = self._runtime.start_forwards(inputs)
         if script is not self._script:
             # Messages of other shapes: those on the way are used first, all in the next update.
             while self._pending:
                 self._finish()
-            self._change(script)
+            self._change(script, turn)
 
-    def _change(self, script: Script | None) -> None:
+    def _change(self, script: Script | None, turn: int) -> None:
         k = self._stage.index
         out = [NOTHING if script is None else self._plan(q, k, script.inputs) for q in range(len(self._out))]
         into = [NOTHING if script is None else self._plan(q, k + 1, script.outputs) for q in range(len(self._in))]
         for receiver, plan in zip(self._in, into, strict=True):
-            receiver.prepare(plan, 0)
+            receiver.prepare(plan, turn)
         for sender, plan in zip(self._out, out, strict=True):
-            sender.start(plan, 0)
+            sender.start(plan, turn)
         for receiver, plan in zip(self._in, into, strict=True):
-            receiver.start(plan, 0)
+            receiver.start(plan, turn)
         self._script = script
 
     def _plan(self, q: int, sender: int, specs: Sequence[tuple[Spec, ...]]) -> Plan:
@@ -157,7 +158,7 @@ class Stale:
                 self._runtime.at(step, action.kind, m)
                 made = worker.run(action)
                 if action.kind is Kind.FORWARD:
-                    self._runtime.send(m, cast(Tensors, made))
+                    self._runtime.send(m, tuple(y.clone() for y in cast(Tensors, made)))
         return _Pending(step, turn, self._updates, worker, left)
 
     def _is_ready(self, entry: _Pending, action: Action) -> bool:
@@ -208,7 +209,7 @@ class Stale:
         made = entry.worker.run(action)
         entry.left.remove(action)
         if q is not None:
-            self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m]))
+            self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m], self._device))
 
     def _finish(self) -> None:
         """The oldest mini-batch to its end, waiting for what is missing."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from nwise.flow import Flow
 from nwise.microbatch import Tensors
+from nwise.randomness import derive, seeded
 from nwise.runtime.channel import Spec, spec_of
 from nwise.runtime.distributed import Distributed, Recorder
 from nwise.runtime.replicas import Replicas
@@ -114,7 +115,12 @@ class Team:
             if self.world.num_replicas > 1:
                 group = self.world.mesh.get_group("dp")
                 replicas = Replicas(group, lambda: stage.learns, lambda: stage.head_learns)
-            self._runtime = Distributed(self.world, self._watch, stage, shapes, device, replicas)
+                replicas.make_equal([*stage.module.state_dict().values(), *_state(stage.head)])
+
+            def kept() -> list[Tensor]:
+                return [*stage.module.parameters(), *stage.module.buffers()]
+
+            self._runtime = Distributed(self.world, self._watch, stage, shapes, device, kept, replicas)
         return self._runtime
 
     def step(
@@ -128,6 +134,7 @@ class Team:
     ) -> Tensor:
         """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
         self._end_stale()
+        self._watch.calls += 1
         device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
         runtime = self.runtime(stage, device)
         runtime.recorder = self.recorder
@@ -140,6 +147,7 @@ class Team:
     ) -> tuple[Tensor, int]:
         """One mini-batch of Hogwild: the losses, and how stale the gradients are that it leaves."""
         device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
+        self._watch.calls += 1
         if self.world.num_replicas > 1:
             raise ValueError(
                 f"Hogwild should run with one replica of every stage. Found {self.world.num_replicas}; start a process for every "
@@ -177,6 +185,7 @@ class Team:
 
     def infer(self, stage: Stage, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
         """A forward through all ranks, of which this one's part is `call`."""
+        self._watch.calls += 1
         device = next((p.device for p in stage.module.parameters()), inputs[0].device)
         self.runtime(stage, device).infer(inputs, step, call)
 
@@ -259,6 +268,12 @@ class Team:
             return
         self._open = False
         _teams.remove(self)
+        # Nothing is flushed before all ranks have come so far: who is still at a step would take it for its message.
+        self._watch.left = self._watch.calls
+        with self._telling():
+            steps = self.world.everyone("calls", self._watch.calls)
+        if len(set(steps)) > 1:
+            raise self._watch.failed(ValueError(f"All ranks should make as many steps. Found {steps}."))
         self._end_stale()
         if self._runtime is not None:
             self._runtime.close()
@@ -290,14 +305,22 @@ def time_limit(timeout: float | None) -> float:
     return limit
 
 
+def _state(module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else list(module.state_dict().values())
+
+
 def held(
-    given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, team: Team | None
+    given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, team: Team | None, seed: int
 ) -> list[nn.Module | None]:
-    """The modules that this process holds, built if they are given as functions; others' places are kept by name."""
+    """The modules that this process holds, built if they are given as functions; others' places are kept by name.
+
+    Each function has random numbers of its own, so that it makes the same wherever it is called.
+    """
     found: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and team is not None and k != team.stage:
             found.append(Elsewhere(f"{what} {k}", team.holder(k)))
         else:
-            found.append(item if item is None or isinstance(item, nn.Module) else item())
+            with seeded(derive(seed, what, k)):
+                found.append(item if item is None or isinstance(item, nn.Module) else item())
     return found

@@ -67,6 +67,7 @@ class VirtualStage:
         self._price = price
         self._device = device
         self._flows: dict[int, tuple[StageFlow, Tensors]] = {}
+        self._made: Tensors = ()
 
     def _work(self, kind: Kind, microbatch: int, *, received: bool = False) -> None:
         flow, _ = self._flows[microbatch]
@@ -84,7 +85,11 @@ class VirtualStage:
         """F: gives its input on."""
         self._flows[microbatch] = flow, inputs
         self._work(Kind.FORWARD, microbatch, received=self.index > 0)
-        return inputs
+        if self.index:
+            return inputs
+        # An output of its own, made once: the caller's batch would have to be copied to be sent.
+        self._made = self._made or tuple(x.clone() for x in inputs)
+        return self._made
 
     def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """H: a loss of zero."""

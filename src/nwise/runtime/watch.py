@@ -23,6 +23,7 @@ from nwise.schedule.actions import Action, Kind
 
 _WAITS = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 _BEAT = 1.0  # seconds between signs of life
+_END = "closed"  # in the place of an error, when all is well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and the others to hear of it
 
 _WHAT = {
@@ -55,6 +56,8 @@ class Watch:
 
     Attributes:
         doing: step, action and when it began (`time.perf_counter`), set by the runtime; None between steps.
+        calls: steps and forwards that this rank has begun.
+        left: the number of calls after which this rank wants to end, set once it does.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, stage: int, limit: float) -> None:
@@ -68,10 +71,13 @@ class Watch:
         self._failure = ""
         self._tells = False  # whether this rank has an error of its own to tell
         self._closed = threading.Event()
+        self.calls = 0
+        self.left: int | None = None
         self._beats = itertools.count()
         self._beat()
-        for loop in (self._listen, self._live):
-            threading.Thread(target=loop, name=f"nwise {loop.__name__}", daemon=True).start()
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._listen, self._live)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def has_failed(self) -> bool:
@@ -98,8 +104,12 @@ class Watch:
         return RankError(self._failure)
 
     def close(self) -> None:
-        """End the watch, as after the last step."""
+        """End the watch, as after the last step of all ranks; its threads too, which an interpreter that ends would abort."""
         self._closed.set()
+        with suppress(RuntimeError):
+            self._main.compare_set("error", "", _END)
+        for thread in self._threads:
+            thread.join(timeout=_GRACE)
 
     def _tell(self, what: str, kill: int | None = None) -> None:
         """Make it the first error unless there is one, and give the others time to say so.
@@ -141,7 +151,7 @@ class Watch:
             failure = self._ears.get("error").decode()
         except RuntimeError:
             failure = "The store of all ranks is gone; its process, rank 0 or the launcher, has ended."
-        if self._closed.is_set():
+        if self._closed.is_set() or failure == _END:
             return
         if not self._tells:
             self._failure = failure
@@ -162,6 +172,7 @@ class Watch:
 
     def _beat(self) -> None:
         beat = {"count": next(self._beats), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
+        beat["left"] = self.left
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_at_myself(self) -> None:
@@ -177,7 +188,10 @@ class Watch:
         other, now = (self._rank + 1) % self._size, time.monotonic()
         key = f"beat/{other}"
         found = self._store.get(key).decode() if self._store.check([key]) else ""
-        if found != self._heard[0]:
+        left = json.loads(found)["left"] if found else None
+        if left is not None and self.doing is not None and self.calls > left:
+            self._tell(f"waits for rank {other}, which has left after {left} steps, {self._where()}")
+        elif found != self._heard[0]:
             self._heard = found, now
         elif found and now - self._heard[1] > self._limit and not self._failure:
             beat = json.loads(found)

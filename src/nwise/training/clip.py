@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nwise.pipeline import Pipeline
 
@@ -78,7 +79,8 @@ class Clip:
         squares = [self._squares(group) for group in mine]
         for group, norm in zip(mine, self._norms(mine, squares), strict=True):
             for part in group:
-                nn.utils.clip_grads_with_norm_(self._parameters(part), self._max_norm, norm)
+                for parameters in _by_kind(self._parameters(part)):
+                    nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
 
     def _parameters(self, part: Part) -> list[nn.Parameter]:
         stage, is_head = part
@@ -87,8 +89,15 @@ class Clip:
 
     def _squares(self, group: Sequence[Part]) -> Tensor:
         """Squared norms of the parts, those of other processes zero; float64, so that their order hardly matters."""
-        norms = [nn.utils.get_total_norm(_gradients(self._parameters(part))) for part in group]
-        return torch.stack([norm.detach().double().cpu() for norm in norms]).square()
+        return torch.stack([self._square(part) for part in group])
+
+    def _square(self, part: Part) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameters in _by_kind(self._parameters(part)):
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            total += whole.detach().double().cpu().square()
+        return total
 
     def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
         team = self._pipe.team
@@ -101,5 +110,9 @@ def _stages(group: Iterable[Part]) -> tuple[int, ...]:
     return tuple(sorted({stage for stage, _ in group}))
 
 
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that tensor parallelism has cut up apart from the others, since no operation takes both."""
+    kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
+    for p in parameters:
+        kinds[isinstance(p, DTensor)].append(p)
+    return list(kinds.values())

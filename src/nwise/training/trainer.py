@@ -220,14 +220,13 @@ class Trainer:
             getattr(watcher, event)(*values)
 
 
-CPU = torch.device("cpu")
-
-
 def device_of(recipe: Recipe) -> torch.device:
     """The recipe's device, resolved."""
     if recipe.device == "auto":
-        # Several processes of one machine have a GPU each.
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # Several processes of one machine have a GPU each, as far as there are any.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
         device = torch.device(recipe.device)
     except RuntimeError as error:
