@@ -12,6 +12,23 @@ from nwise.stage import LossFn
 Given = nn.Module | Callable[[], nn.Module]
 
 
+class Heads(nn.ModuleDict):
+    """The heads there are, by the number of their stage: ``pipe.heads[2]``."""
+
+    def __getitem__(self, stage: int | str) -> nn.Module:
+        return super().__getitem__(str(stage))
+
+    def __setitem__(self, stage: int | str, head: nn.Module) -> None:
+        super().__setitem__(str(stage), head)
+
+    def __contains__(self, stage: object) -> bool:
+        return super().__contains__(str(stage))
+
+    def of(self, stage: int) -> nn.Module | None:
+        """The head of a stage, or None."""
+        return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
+
+
 def checked(
     mains: list[Given], heads: Sequence[Given | None] | None, loss_fn: LossFn | Sequence[LossFn]
 ) -> tuple[list[Given], list[Given | None], list[LossFn]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.arguments import Given, checked, refuse_sharing
+from nwise.arguments import Given, Heads, checked, refuse_sharing
 from nwise.batchnorm import DeferredBatchNorm, undeferred
 from nwise.compiled import is_compiled, keep_buffers
 from nwise.credit import Strategy
@@ -30,43 +30,33 @@ from nwise.stage import LossFn, Stage, unchanged
 from nwise.strategy import strategy as parse
 
 
-class Heads(nn.ModuleDict):
-    """The heads there are, by the number of their stage: ``pipe.heads[2]``."""
-
-    def __getitem__(self, stage: int | str) -> nn.Module:
-        return super().__getitem__(str(stage))
-
-    def __setitem__(self, stage: int | str, head: nn.Module) -> None:
-        super().__setitem__(str(stage), head)
-
-    def __contains__(self, stage: object) -> bool:
-        return super().__contains__(str(stage))
-
-    def of(self, stage: int) -> nn.Module | None:
-        """The head of a stage, or None."""
-        return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
-
-
 class Pipeline(nn.Module):
     """A network in stages, each with a head, whose losses travel as far as the strategy says.
 
     Args:
         stages: the main network, in order. A stage takes what the one before it returns, a tensor or
-            a tuple of tensors (passed as several arguments); floating-point ones carry gradients.
+            a tuple of tensors (passed as several arguments); floating-point ones carry gradients. Modules, or
+            functions that make them, which are called under random numbers of their own and only where they are held.
         heads: auxiliary networks for every stage but the last, None where there is none.
         loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch; used
             for every loss, or a list with one per stage.
         strategy: a name (see `nwise.strategy`) or a `Strategy`.
         num_microbatches: parts that a mini-batch is cut into, M.
+        schedule: order of work, one of `nwise.schedule.choose.ORDERS` or a schedule of one's own; default: ``"best"`` on
+            several processes, in one ``"depth-first"``, which needs the least memory.
         recompute: keep only the input of each stage's forward and run it once more before its first
             backward pass (activation checkpointing: one recomputation, however many passes).
         seed: of dropout and other random numbers in `step`, which are functions of (seed, stage,
             step, micro-batch); default: `torch.initial_seed()`.
+        mesh: of processes under ``torchrun``, with dimensions ``("pp", "dp", "tp")``; default: a process for every stage,
+            and as many replicas as there are.
+        timeout: seconds that an action of a process may take; default: ``NWISE_TIMEOUT``, else 300.
 
     Attributes:
         steps: mini-batches done, which `Switch`, the rotating strategies and dropout go by; set it when you
             resume, since it is not in the state dict.
         staleness: ``[A, M]``, updates between each stage's forward and update in the last step.
+        team: the other processes (`nwise.runtime.team.Team`); None if there is one.
         on_action: None, or a function called with each `Action` that `step` has executed.
 
     Raises:
@@ -216,10 +206,11 @@ class Pipeline(nn.Module):
             target: what every loss is given beside its head's output.
 
         Returns:
-            The losses, detached, ``[A]``; nan where a head did not run.
+            The losses, detached, ``[A]``; nan where a head did not run, or ran in another process.
 
         Raises:
             ValueError, TypeError: the batch does not fit the pipeline.
+            nwise.runtime.watch.RankError: something went wrong on this rank or on another.
         """
         batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
         norms = self._survey()
