@@ -71,6 +71,13 @@ def digests(pipe: nwise.Pipeline) -> dict[str, str]:
     return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in pipe.named_parameters()}
 
 
+def closed(pipe: nwise.Pipeline, value: Any) -> Any:
+    """The value, after the other processes have what they need."""
+    if pipe.team is not None:
+        pipe.team.close()
+    return value
+
+
 def write(value: Any) -> None:
     """This rank's result."""
     (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(value))

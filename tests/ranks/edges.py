@@ -18,17 +18,10 @@ from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
 from nwise.training.evaluate import evaluating
-from ranks.common import RANK, batches, digests, network, optimizer_of, pipeline, trained, write
+from ranks.common import RANK, batches, closed, digests, network, optimizer_of, pipeline, trained, write
 
 A = 3
 Case = Callable[[], Any]
-
-
-def closed(pipe: nwise.Pipeline, value: Any) -> Any:
-    """The value, after the other processes have what they need."""
-    if pipe.team is not None:
-        pipe.team.close()
-    return value
 
 
 def state(pipe: nwise.Pipeline) -> dict[str, Any]:

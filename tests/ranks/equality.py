@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+from typing import Any
 
 import torch
 
-from ranks.common import batches, digests, pipeline, trained, write
+from ranks.common import batches, closed, digests, pipeline, trained, write
 
 STRATEGIES = (
     "local",
@@ -24,14 +25,11 @@ CASES += [("2-wise", 4, "sgd", order) for order in ("depth-first", "skewed", "ph
 CASES += [("end-to-end", 4, "adam", order) for order in ("gpipe", "1f1b", "zero-bubble-lean")]
 
 
-def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: str) -> dict[str, str]:
+def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: str) -> Any:
     """Digests after twenty steps, some of whose batches are ragged."""
     pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order)
     trained(pipe, optimizer, batches(20, sizes=(8, 8, 8, 7, 8, 9, 9)))
-    found = digests(pipe)
-    if pipe.team is not None:
-        pipe.team.close()
-    return found
+    return closed(pipe, digests(pipe))
 
 
 if __name__ == "__main__":

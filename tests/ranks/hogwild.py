@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ranks.common import batches, digests, optimizer_of, pipeline, write
+from ranks.common import batches, closed, digests, optimizer_of, pipeline, write
 
 STRATEGIES = ("hogwild", "2-wise-hogwild", "3-wise-mean-hogwild", "rotating-2-hogwild")
 CASES = [(name, m, optimizer) for name in STRATEGIES for m, optimizer in ((1, "sgd"), (2, "adam"))]
 
 
-def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str) -> dict[str, Any]:
+def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str) -> Any:
     """Digests and ages after twenty-five steps."""
     pipe = pipeline(num_stages, strategy, num_microbatches)
     update = optimizer_of(optimizer, pipe)
@@ -31,9 +31,7 @@ def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str) 
         update.zero_grad()
         ages.append(pipe.staleness.tolist())
     found = {"digests": digests(pipe), "ages": ages, "finished": finished}
-    if pipe.team is not None:
-        pipe.team.close()
-    return found
+    return closed(pipe, found)
 
 
 if __name__ == "__main__":

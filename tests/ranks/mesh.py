@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import nwise
 from nwise.runtime.world import start
-from ranks.common import RANK, batches, network, trained, write
+from ranks.common import RANK, batches, closed, network, trained, write
 
 NAMES = ("pp", "dp", "tp")
 
@@ -27,7 +27,7 @@ def values(pipe: nwise.Pipeline) -> dict[str, list[float]]:
     return found
 
 
-def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> dict[str, Any]:
+def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> Any:
     """Two stages in two replicas, each with half of every mini-batch; or alone, with twice the micro-batches."""
     stages, heads = network(2)
     if not alone and RANK % 2:  # replicas that start otherwise are made equal
@@ -42,12 +42,10 @@ def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> di
         pipe.step(x, target=y)
     gradients = {name: p.grad.flatten().tolist() for name, p in pipe.named_parameters() if p.grad is not None}
     found = {"values": values(pipe), "gradients": gradients}
-    if pipe.team is not None:
-        pipe.team.close()
-    return found
+    return closed(pipe, found)
 
 
-def tensor_parallel(*, alone: bool = False) -> dict[str, Any]:
+def tensor_parallel(*, alone: bool = False) -> Any:
     """Two stages, each cut in two."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)]
@@ -63,9 +61,7 @@ def tensor_parallel(*, alone: bool = False) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     found = {"values": values(pipe), "cut": sum(isinstance(p, DTensor) for p in pipe.parameters())}
-    if pipe.team is not None:
-        pipe.team.close()
-    return found
+    return closed(pipe, found)
 
 
 CASES = [("local", 1), ("2-wise", 2), ("2-wise-mean", 1)]

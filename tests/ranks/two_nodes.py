@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
-from ranks.common import batches, digests, pipeline, trained, write
+from ranks.common import batches, closed, digests, pipeline, trained, write
 
 
-def case(num_stages: int) -> dict[str, str]:
+def case(num_stages: int) -> Any:
     """Digests after ten steps."""
     pipe = pipeline(num_stages, "2-wise", 2)
     trained(pipe, "adam", batches(10))
-    found = digests(pipe)
-    if pipe.team is not None:
-        pipe.team.close()
-    return found
+    return closed(pipe, digests(pipe))
 
 
 if __name__ == "__main__":

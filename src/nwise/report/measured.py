@@ -11,11 +11,10 @@ from typing import Any
 
 from nwise.report.trace import named, trace_of
 from nwise.schedule import Costs, Schedule, Timeline, simulate
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import SENDS, Action, Kind, counterpart
 from nwise.schedule.simulate import Event, Message
 
 _COMPUTE = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
-_RECEIVES = {Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT}
 _MS = 1e3
 
 Recorded = Sequence[tuple[int, Action, float, float]]
@@ -82,7 +81,7 @@ class Comparison:
     @cached_property
     def waits(self) -> list[Event]:
         """Receives and sends as measured."""
-        kinds = (*_RECEIVES.keys(), *_RECEIVES.values())
+        kinds = (*SENDS.keys(), *SENDS.values())
         return [self._event(*one) for recorded in self.stages for one in recorded if one[1].kind in kinds]
 
     def _event(self, step: int, action: Action, begin: float, end: float) -> Event:
@@ -95,16 +94,9 @@ class Comparison:
     @cached_property
     def _pairs(self) -> list[tuple[Event, Event]]:
         """Every send with its receive."""
-        sent = {(e.cycle, e.action): e for e in self.waits if e.action.kind in _RECEIVES.values()}
-        found = []
-        for event in self.waits:
-            send = _RECEIVES.get(event.action.kind)
-            if send is not None:
-                other = event.action.stage + (-1 if send is Kind.SEND_ACTIVATION else 1)
-                pair = sent.get((event.cycle, event.action._replace(kind=send, stage=other)))
-                if pair is not None:
-                    found.append((pair, event))
-        return found
+        sent = {(e.cycle, counterpart(e.action)): e for e in self.waits if e.action.kind in SENDS}
+        received = (e for e in self.waits if e.action.kind not in SENDS)
+        return [(sent[key], event) for event in received if (key := (event.cycle, event.action)) in sent]
 
     @cached_property
     def _travels(self) -> list[tuple[float, float]]:
@@ -155,7 +147,7 @@ class Comparison:
     def trace(self, title: str) -> dict[str, Any]:
         """Chrome trace JSON of both, the measured one first."""
         line = self.predicted
-        events = [*self.events, *(e for e in self.waits if e.action.kind in _RECEIVES)]
+        events = [*self.events, *(e for e in self.waits if e.action.kind not in SENDS)]
         measured = trace_of(0, f"{title}: measured", len(self.stages), events, self.messages)
         beside = trace_of(
             1, f"{title}: predicted with the measured costs", len(self.stages), line.events, line.messages

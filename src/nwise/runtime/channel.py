@@ -199,28 +199,27 @@ class Receiver:
         # Here, and not after the last message was taken, since computation should not wait for it; one is posted all the time.
         self._post()
         while key not in self._arrived:
-            found, tensors, works = self._posted.popleft()
-            _wait(works, self._link.peer)
-            self._arrived[found] = tensors
-            self._place = (self._place + 1) % len(self._plan.keys)
-            if found != key:
+            if self._accept() != key:
                 self._post()
         return self._arrived.pop(key)
 
+    def _accept(self) -> Key:
+        """The oldest that is posted, once it is there; which message it was."""
+        found, tensors, works = self._posted.popleft()
+        _wait(works, self._link.peer)
+        self._arrived[found] = tensors
+        self._place = (self._place + 1) % len(self._plan.keys)
+        return found
+
     def is_there(self, key: Key) -> bool:
         """Whether a message could be taken without waiting."""
-        if key in self._arrived:
-            return True
         self._post()
-        while self._posted and all(work.is_completed() for work in self._posted[0][2]):
-            found, tensors, works = self._posted.popleft()
-            _wait(works, self._link.peer)
-            self._arrived[found] = tensors
-            self._place = (self._place + 1) % len(self._plan.keys)
+        while key not in self._arrived:
+            if not self._posted or not all(work.is_completed() for work in self._posted[0][2]):
+                return False
+            self._accept()
             self._post()
-            if found == key:
-                return True
-        return False
+        return True
 
     def flush(self) -> None:
         """Wait for everything that was posted, and throw it away."""

@@ -80,6 +80,7 @@ class Distributed:
         replicas: sums gradients over the replicas of the stage, if there are any.
 
     Attributes:
+        device: see above.
         recorder: None, or told when every action began and ended.
         bytes_of_last_step: sent, activations and gradients, measured and predicted.
     """
@@ -97,7 +98,9 @@ class Distributed:
         self.recorder: Recorder | None = None
         self.bytes_of_last_step: dict[str, list[int]] = {}
         self._world, self._watch, self._stage, self._shapes = world, watch, stage, shapes
-        self._replicas, self._device, self._kept = replicas, device, kept
+        self.device = device
+        self._replicas, self._kept = replicas, kept
+        self._owned: set[int] = set()
         self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
         self._ends = world.ends(device)
 
@@ -132,24 +135,18 @@ class Distributed:
         """
         with self.watched():
             script = self._script(schedule, turn, batch.inputs)
-            self._start(script.plans, turn)
+            self._start(script.plans, turn, batch.inputs)
             before = self.num_bytes
             worker = Worker(self._stage, schedule.flows[turn], batch, script.passes)
             if self._ends.activations_in is None:
                 worker.inputs.update(enumerate(batch.inputs))
-            owned = self._owned(batch.inputs)
             try:
-                self._execute(script, worker, step, on_action, owned)
+                self._execute(script, worker, step, on_action)
             finally:
                 self._stage.clear()
         sent = [now - then for now, then in zip(self.num_bytes, before, strict=True)]
         self.bytes_of_last_step = {"measured": sent, "predicted": list(script.num_bytes)}
         return worker
-
-    def _owned(self, inputs: Sequence[Tensors]) -> set[int]:
-        """Memory that a message should not share: the caller may fill a batch anew, an optimizer changes parameters."""
-        tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
-        return {t.untyped_storage().data_ptr() for t in tensors if not isinstance(t, DTensor)}
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
         """A forward alone, which is a schedule of its own: receive, forward, send.
@@ -163,12 +160,12 @@ class Distributed:
             self.start_forwards([inputs])
             hidden = self.receive(0, inputs, step)
             self.at(step, Kind.FORWARD, 0)
-            self.send(0, _apart(tuple(y.detach() for y in call(hidden)), self._owned([inputs])))
+            self.send(0, tuple(y.detach() for y in call(hidden)))
 
     def start_forwards(self, inputs: Sequence[Tensors]) -> Script:
         """Begin a mini-batch of forwards alone; the shapes of its inputs and outputs."""
         script = self._script(None, 0, inputs)
-        self._start(script.plans, 0)
+        self._start(script.plans, 0, inputs)
         return script
 
     def receive(self, microbatch: int, inputs: Tensors, step: int) -> Tensors:
@@ -177,10 +174,10 @@ class Distributed:
         source = self._ends.activations_in
         return inputs if source is None else source.take((microbatch, None, 0))
 
-    def send(self, microbatch: int, outputs: Sequence[Tensor]) -> None:
+    def send(self, microbatch: int, outputs: Tensors) -> None:
         """The output of this stage in a mini-batch of forwards to the next stage, if there is one."""
         if self._ends.activations_out is not None:
-            self._ends.activations_out.send((microbatch, None, 0), outputs)
+            self._ends.activations_out.send((microbatch, None, 0), self._apart(outputs))
 
     def at(self, step: int, kind: Kind, microbatch: int, message: int | None = None) -> None:
         """Say what this rank begins to do."""
@@ -189,7 +186,7 @@ class Distributed:
     def close(self) -> None:
         """Wait until the neighbours have everything; after the last step, on all ranks."""
         with self.watched():
-            self._start(Plans(), 0)
+            self._start(Plans(), 0, ())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -207,7 +204,7 @@ class Distributed:
         finally:
             self._watch.doing = None
 
-    def _start(self, plans: Plans, turn: int) -> None:
+    def _start(self, plans: Plans, turn: int, inputs: Sequence[Tensors]) -> None:
         """Begin a mini-batch on all channels; where plans change, what was asked for too early is sent before it is waited
         for."""
         ends = self._ends
@@ -222,6 +219,19 @@ class Distributed:
         for receiver, plan in incoming:
             if receiver is not None:
                 receiver.start(plan, turn)
+        if ends.activations_out is not None:
+            # Memory that a message should not share: an optimizer changes parameters, the caller may fill a batch anew.
+            tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
+            self._owned = {t.untyped_storage().data_ptr() for t in tensors if not isinstance(t, DTensor)}
+
+    def _apart(self, tensors: Tensors) -> Tensors:
+        """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor
+        parallelism gives promises of one)."""
+
+        def stays(tensor: Tensor) -> bool:
+            return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in self._owned
+
+        return tuple(t if stays(t) else t.clone() for t in tensors)
 
     def _execute(
         self,
@@ -229,7 +239,6 @@ class Distributed:
         worker: Worker,
         step: int,
         on_action: Callable[[Action], None] | None,
-        owned: set[int],
     ) -> None:
         ends, watch, replicas = self._ends, self._watch, self._replicas
         outbox: dict[Key, Tensors] = {}
@@ -256,9 +265,9 @@ class Distributed:
             elif kind is not Kind.DROP:
                 made = worker.run(action)
                 if q is not None:
-                    outbox[m, q, turn] = packed(made, script.inputs[m], self._device)
+                    outbox[m, q, turn] = packed(made, script.inputs[m], self.device)
                 elif kind is Kind.FORWARD and ends.activations_out is not None:
-                    outbox[m, None, turn] = _apart(cast(Tensors, made), owned)
+                    outbox[m, None, turn] = self._apart(cast(Tensors, made))
                 if replicas is not None and i in last.values():
                     replicas.begin(head=kind is Kind.HEAD)
             if self.recorder is not None:
@@ -312,16 +321,6 @@ def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:
 def _of(end: EndT | None) -> EndT:
     assert end is not None, "validated lists send and receive over boundaries that are there"
     return end
-
-
-def _apart(tensors: Tensors, owned: set[int]) -> Tensors:
-    """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor
-    parallelism gives promises of one)."""
-
-    def stays(tensor: Tensor) -> bool:
-        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in owned
-
-    return tuple(t if stays(t) else t.clone() for t in tensors)
 
 
 def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:

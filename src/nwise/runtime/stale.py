@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import cast
 
-import torch
-
 from nwise.flow import Flow
 from nwise.hogwild import History, staleness
 from nwise.microbatch import Tensors
@@ -58,26 +56,22 @@ class Stale:
         runtime: of this rank, whose forward channels are used.
         stage: its stage.
         cycle: flows of all mini-batches of the strategy's cycle.
-        device: where tensors are.
 
     Attributes:
         age: updates between forward and update of the mini-batch that was finished last.
     """
 
-    def __init__(
-        self, world: World, runtime: Distributed, stage: Stage, cycle: Sequence[Sequence[Flow]], device: torch.device
-    ) -> None:
+    def __init__(self, world: World, runtime: Distributed, stage: Stage, cycle: Sequence[Sequence[Flow]]) -> None:
         self._runtime, self._stage, self._cycle = runtime, stage, cycle
         k, size = stage.index, len(cycle[0])
         self.age = 0
-        self._device = device
         self._limit = max(max(staleness(flow, size)[k]) for batch in cycle for flow in batch)
         self._history = History(stage.module, self._limit)
         self._pending: deque[_Pending] = deque()
         self._updates = 0
         self._script: Script | None = None
         many = max(len(s.messages) for batch in cycle for flow in batch for s in flow.stages)
-        self._out, self._in = world.gradient_channels(many, device)
+        self._out, self._in = world.gradient_channels(many, runtime.device)
 
     def run(self, turn: int, batch: Batch, step: int) -> Worker:
         """One mini-batch's forwards, and the gradients of the oldest one that can be finished, if there is one.
@@ -158,7 +152,7 @@ class Stale:
                 self._runtime.at(step, action.kind, m)
                 made = worker.run(action)
                 if action.kind is Kind.FORWARD:
-                    self._runtime.send(m, tuple(y.clone() for y in cast(Tensors, made)))
+                    self._runtime.send(m, cast(Tensors, made))
         return _Pending(step, turn, self._updates, worker, left)
 
     def _is_ready(self, entry: _Pending, action: Action) -> bool:
@@ -209,7 +203,7 @@ class Stale:
         made = entry.worker.run(action)
         entry.left.remove(action)
         if q is not None:
-            self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m], self._device))
+            self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m], self._runtime.device))
 
     def _finish(self) -> None:
         """The oldest mini-batch to its end, waiting for what is missing."""

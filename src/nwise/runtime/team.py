@@ -104,9 +104,15 @@ class Team:
         by_stage: dict[int, Any] = dict(found)
         return [by_stage[k] for k in range(self.world.num_stages)]
 
-    def runtime(self, stage: Stage, device: torch.device) -> Distributed:
-        """The runtime of this rank's stage; the first call connects, on all ranks."""
+    def runtime(self, stage: Stage, inputs: Tensors) -> Distributed:
+        """The runtime of this rank's stage; the first call connects, on all ranks.
+
+        Args:
+            stage: whose parameters say on which device it is.
+            inputs: of the first stage; they say so where there are no parameters.
+        """
         if self._runtime is None:
+            device = next((p.device for p in stage.module.parameters()), inputs[0].device)
 
             def shapes(inputs: tuple[Spec, ...]) -> tuple[Spec, ...]:
                 return output_specs(stage.module, inputs, device, stage.index)
@@ -135,8 +141,7 @@ class Team:
         """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
         self._end_stale()
         self._watch.calls += 1
-        device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
-        runtime = self.runtime(stage, device)
+        runtime = self.runtime(stage, batch.inputs[0])
         runtime.recorder = self.recorder
         worker = runtime.run(schedule, turn, batch, step, on_action)
         self.share = worker.share
@@ -146,7 +151,6 @@ class Team:
         self, stage: Stage, cycle: Sequence[Sequence[Flow]], turn: int, batch: Batch, step: int
     ) -> tuple[Tensor, int]:
         """One mini-batch of Hogwild: the losses, and how stale the gradients are that it leaves."""
-        device = next((p.device for p in stage.module.parameters()), batch.inputs[0][0].device)
         self._watch.calls += 1
         if self.world.num_replicas > 1:
             raise ValueError(
@@ -155,7 +159,7 @@ class Team:
             )
         if self._stale is None or self._stale[0] is not cycle:
             self._end_stale()
-            self._stale = cycle, Stale(self.world, self.runtime(stage, device), stage, cycle, device)
+            self._stale = cycle, Stale(self.world, self.runtime(stage, batch.inputs[0]), stage, cycle)
         worker = self._stale[1].run(turn, batch, step)
         self.share = worker.share
         return self._losses(worker.loss), self._stale[1].age
@@ -186,8 +190,7 @@ class Team:
     def infer(self, stage: Stage, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
         """A forward through all ranks, of which this one's part is `call`."""
         self._watch.calls += 1
-        device = next((p.device for p in stage.module.parameters()), inputs[0].device)
-        self.runtime(stage, device).infer(inputs, step, call)
+        self.runtime(stage, inputs).infer(inputs, step, call)
 
     def table(self, rows: Tensor) -> Tensor:
         """Values of all stages, ``[A, ...]``, from those of this rank's stage; a call for all ranks, which waits for all.

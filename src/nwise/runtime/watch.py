@@ -19,9 +19,9 @@ from datetime import timedelta
 from typing import Any
 
 from nwise.runtime.channel import LostPeer
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import SENDS, Action, Kind
 
-_WAITS = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+_WAITS = (*SENDS.keys(), *SENDS.values())
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # in the place of an error, when all is well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and the others to hear of it

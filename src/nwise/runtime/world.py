@@ -39,16 +39,6 @@ class Ends:
     gradients_in: Receiver | None
     gradients_out: Sender | None
 
-    @property
-    def senders(self) -> list[Sender]:
-        """Those that are there."""
-        return [end for end in (self.activations_out, self.gradients_out) if end is not None]
-
-    @property
-    def receivers(self) -> list[Receiver]:
-        """Those that are there."""
-        return [end for end in (self.activations_in, self.gradients_in) if end is not None]
-
 
 class World:
     """This process's place among all.

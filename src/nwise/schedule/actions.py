@@ -52,6 +52,16 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}{place or turn}"
 
 
+# Sends, each with the receive at its other end.
+SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
+
+
+def counterpart(send: Action) -> Action:
+    """The receive that takes what a send sends."""
+    step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
+    return send._replace(kind=SENDS[send.kind], stage=send.stage + step)
+
+
 def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, turn: int = 0) -> list[Action]:
     """The backward actions of a stage, nearest loss first and W last among equals.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nwise.flow import Flow
-from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.actions import SENDS, Action, Kind, counterpart, forwards, passes
 from nwise.schedule.costs import Costs
 from nwise.schedule.lists import (
     Product,
@@ -31,8 +31,7 @@ from nwise.schedule.lists import (
 )
 from nwise.schedule.timed import check_memory, peak_bytes
 
-_SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
-_RECEIVES = frozenset(_SENDS.values())
+_RECEIVES = frozenset(SENDS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +160,8 @@ def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None
                 waiting[action] = k
                 break
             stages[k].run(action)
-            if action.kind in _SENDS:
-                receive = _counterpart(action)
+            if action.kind in SENDS:
+                receive = counterpart(action)
                 sent.add(receive)
                 if receive in waiting:
                     ready.append(waiting.pop(receive))
@@ -202,7 +201,7 @@ class _Holdings:
             self._check(("F", k, m, turn), held, action)
             self._held[m, turn] = None
             self._to_drop[turn] -= 1
-        elif kind in _SENDS:
+        elif kind in SENDS:
             self._check(("F" if q is None else q, k, m, turn), held, action)
         else:
             for key in needs(action, self._flows):
@@ -228,9 +227,3 @@ class _Holdings:
                 f"The list of stage {self._stage} should make or receive what an action needs before it, and drop it only "
                 f"afterwards. Found {action} without {thing} of stage {stage}."
             )
-
-
-def _counterpart(send: Action) -> Action:
-    """The receive that takes what a send sends."""
-    step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
-    return send._replace(kind=_SENDS[send.kind], stage=send.stage + step)
