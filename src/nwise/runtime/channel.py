@@ -211,16 +211,6 @@ class Receiver:
         self._place = (self._place + 1) % len(self._plan.keys)
         return found
 
-    def is_there(self, key: Key) -> bool:
-        """Whether a message could be taken without waiting."""
-        self._post()
-        while key not in self._arrived:
-            if not self._posted or not all(work.is_completed() for work in self._posted[0][2]):
-                return False
-            self._accept()
-            self._post()
-        return True
-
     def flush(self) -> None:
         """Wait for everything that was posted, and throw it away."""
         while self._posted:

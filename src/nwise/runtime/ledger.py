@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nwise.runtime.world import World
 
-_KEPT = 8  # messages on their way before a rank waits for the oldest
+_KEPT = 8  # columns on their way before a rank waits for the oldest
 
 
 class Ledger:
@@ -21,40 +21,30 @@ class Ledger:
 
     Args:
         world: the processes.
-        length: of a column.
     """
 
-    def __init__(self, world: World, length: int) -> None:
+    def __init__(self, world: World) -> None:
         self._group = world.new_group(backend="gloo")  # of its own, so that it meets no other messages
-        self._length = length
-        self._sent: deque[tuple[Tensor, Any]] = deque()
-        self._expected: deque[tuple[int, Tensor, list[Any]]] = deque()
+        self._under_way: deque[tuple[int, list[Tensor], Any]] = deque()
 
     def put(self, step: int, column: list[float]) -> None:
         """This rank's numbers of a step."""
         values = torch.tensor(column, dtype=torch.float64)
-        if dist.get_rank():
-            if len(self._sent) >= _KEPT:
-                self._sent.popleft()[1].wait()
-            self._sent.append((values, dist.isend(values, 0, group=self._group)))
-            return
-        table = torch.zeros(dist.get_world_size(), self._length, dtype=torch.float64)
-        table[0] = values
-        works = [dist.irecv(table[rank], rank, group=self._group) for rank in range(1, len(table))]
-        self._expected.append((step, table, works))
+        rows = None if dist.get_rank() else [torch.zeros_like(values) for _ in range(dist.get_world_size())]
+        # A collective, since gloo's receives do not say that they are done until somebody waits for them.
+        work = dist.gather(values, rows, 0, group=self._group, async_op=True)
+        self._under_way.append((step, rows or [values], work))
 
     def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
-        """What has come from all ranks since the last call: steps with their tables, ``[ranks, length]``.
+        """What has come from all ranks since the last call: steps with their tables, ``[ranks, length]``; on rank 0.
 
         Args:
             wait: until everything is there; else only what is there already. Other ranks wait until theirs has left.
         """
-        while wait and self._sent:
-            self._sent.popleft()[1].wait()
         found = []
-        while self._expected and (wait or all(work.is_completed() for work in self._expected[0][2])):
-            step, table, works = self._expected.popleft()
-            for work in works:
-                work.wait()
-            found.append((step, table))
+        while self._under_way and (wait or len(self._under_way) > _KEPT or self._under_way[0][2].is_completed()):
+            step, rows, work = self._under_way.popleft()
+            work.wait()
+            if not dist.get_rank():
+                found.append((step, torch.stack(rows)))
         return found

@@ -1,9 +1,9 @@
-"""Hogwild on many processes: nobody waits for an update, and every gradient is used the moment it arrives.
+"""Hogwild on many processes: nobody waits for an update, and every gradient is used when the steady timing grid has it.
 
-In a step a rank runs the forwards of the new mini-batch, sends on every message that can be made by now, and finishes the
-oldest mini-batch whose gradients are there. It waits only for one that is as old as in the steady timing grid
-(`nwise.hogwild.staleness`), since forwards that come faster than gradients would only pile up. A mini-batch computes with
-a copy of the parameters that its forward saw, as its gradient should be a gradient at that point.
+In a step a rank runs the forwards of the new mini-batch, sends on every message that needs none of others, and finishes the
+mini-batch that is as old as in the grid (`nwise.hogwild.staleness`). It does not look whether a gradient is there before: a
+loop has one update a step, so that a lead could only be had while the pipeline fills, and a run could not be repeated. A
+mini-batch computes with a copy of the parameters that its forward saw, as its gradient should be a gradient at that point.
 
 Messages of one loss come in the order of the mini-batches, but those of different losses do not, so that each has a channel
 of its own.
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import cast
 
 from nwise.flow import Flow
@@ -90,7 +89,7 @@ class Stale:
             self._pending.append(entry)
             self._send_what_can_be()
             oldest = self._pending[0]
-            if step - oldest.step >= self._limit or all(self._is_ready(oldest, action) for action in oldest.left):
+            if step - oldest.step >= self._limit or not any(self._missing(oldest, action) for action in oldest.left):
                 self._finish()
         return entry.worker
 
@@ -155,18 +154,6 @@ class Stale:
                     self._runtime.send(m, cast(Tensors, made))
         return _Pending(step, turn, self._updates, worker, left)
 
-    def _is_ready(self, entry: _Pending, action: Action) -> bool:
-        wanted = self._missing(entry, action)
-        # What comes first belongs to the oldest mini-batch that waits for it.
-        return not any(p in self._awaited_before(entry) for p in wanted) and all(
-            self._in[p].is_there((action.microbatch, p, entry.turn)) for p in wanted
-        )
-
-    def _awaited_before(self, entry: _Pending) -> set[int]:
-        """Messages that older mini-batches have not got yet."""
-        older = takewhile(lambda other: other is not entry, self._pending)
-        return {p for other in older for action in other.left for p in self._missing(other, action)}
-
     def _missing(self, entry: _Pending, action: Action) -> list[int]:
         """Messages that an action needs and that have not been taken."""
         m, q = action.microbatch, action.message
@@ -179,7 +166,7 @@ class Stale:
         update."""
         for entry in self._pending:
             for action in [a for a in entry.left if a.kind is Kind.INPUT_GRAD]:
-                if self._is_first(entry, action) and self._is_ready(entry, action):
+                if self._is_first(entry, action) and not self._missing(entry, action):
                     self._run(entry, action)
 
     def _is_first(self, entry: _Pending, action: Action) -> bool:

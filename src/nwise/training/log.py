@@ -21,21 +21,21 @@ class StepLog:
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._ready: list[tuple[int, dict[str, Any]]] = []
-        self._ledger = None if pipe.team is None else Ledger(pipe.team.world, 3 + pipe.num_microbatches)
+        self._ledger = None if pipe.team is None else Ledger(pipe.team.world)
 
-    def put(self, step: int, losses: Tensor, lr: float) -> None:
-        """A step that is to be recorded; all processes put in the same ones."""
+    def put(self, step: int, losses: Tensor, lr: float, seconds: float) -> None:
+        """A step that is to be recorded, and when it was done; all processes put in the same ones."""
         ages = self._pipe.staleness
         if self._ledger is None:
             stale = {"staleness": ages.tolist()} if ages.any() else {}
-            self._ready.append((step, {"loss": losses.tolist(), "lr": lr, **stale}))
+            self._ready.append((step, {"loss": losses.tolist(), "lr": lr, "seconds": seconds, **stale}))
             return
         assert self._pipe.team is not None
         stage, share = self._pipe.team.stage, self._pipe.team.share
         loss = float(losses[stage])
         # A rank whose head does not run has no share in any loss.
         column = [0.0, 0.0] if loss != loss and not share else [loss * share, share]
-        self._ledger.put(step, [*column, lr, *map(float, ages[stage].tolist())])
+        self._ledger.put(step, [*column, lr, seconds, *map(float, ages[stage].tolist())])
 
     def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """What can be recorded now, by step; on rank 0.
@@ -53,6 +53,6 @@ class StepLog:
         by_stage = table.unflatten(0, (self._pipe.num_stages, -1))
         sums = by_stage.sum(1)
         losses = torch.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], torch.nan)
-        ages = by_stage[:, 0, 3:].long()
+        ages = by_stage[:, 0, 4:].long()
         stale = {"staleness": ages.tolist()} if ages.any() else {}
-        return {"loss": losses.tolist(), "lr": float(table[0, 2]), **stale}
+        return {"loss": losses.tolist(), "lr": float(table[0, 2]), "seconds": float(table[0, 3]), **stale}
