@@ -83,6 +83,59 @@ def test_parquet_images_are_read(tmp_path: Path) -> None:
     assert torch.equal(few.labels, again.labels)
 
 
+def test_images_are_shrunk_by_means_of_squares(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(10 * i, 8), i % 3) for i in range(9)])
+    train, test = load_images(str(folder), shrink=4)
+    assert (train.size, test.size) == (2, 2)
+    assert isinstance(train.pixels, torch.Tensor)
+    assert train.pixels[:, 0].flatten(1).tolist() == [[10 * i] * 4 for i in range(9)]
+    buffer = io.BytesIO()
+    stripes = np.zeros((8, 8, 3), dtype=np.uint8)
+    stripes[:, ::2] = 200
+    Image.fromarray(stripes).save(buffer, "PNG")
+    striped, _ = load_images(str(write(tmp_path / "stripes", [(buffer.getvalue(), 0), (png(7, 8), 1)])), shrink=2)
+    assert isinstance(striped.pixels, torch.Tensor)
+    assert [pixels.unique().tolist() for pixels in striped.pixels] == [[100], [7]]
+    for shrink, size, said in (
+        (3, None, "`shrink` should divide the images' size, 8 x 8. Found 3"),
+        (0, None, "`shrink` should be at least 1, .*Found 0"),
+        (2, 8, "and 1 with `size`. Found 2 and `size = 8`"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_images(str(folder), shrink=shrink, size=size)
+
+
+def test_withheld_images_are_tested_on_and_not_trained_on(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(10 * i), i % 3) for i in range(20)], [(png(255), 0)])
+    train, test = load_images(str(folder), withheld=0.25)
+    assert isinstance(train.pixels, torch.Tensor)
+    assert isinstance(test.pixels, torch.Tensor)
+    seen, held = train.pixels[:, 0, 0, 0].tolist(), test.pixels[:, 0, 0, 0].tolist()
+    assert (len(seen), len(held)) == (15, 5)
+    assert sorted(seen + held) == [10 * i for i in range(20)], "each once; and no test image"
+    assert test.labels.tolist() == [value // 10 % 3 for value in held]
+    assert test.mean == train.mean
+    few, _ = load_images(str(folder), withheld=0.25, limit=(4, None))
+    assert isinstance(few.pixels, torch.Tensor)
+    assert set(few.pixels[:, 0, 0, 0].tolist()) < set(seen)
+    other = load_images(str(folder), withheld=0.25, seed=1)[1].pixels
+    assert isinstance(other, torch.Tensor)
+    assert not torch.equal(other, test.pixels)
+    with pytest.raises(ValueError, match="`withheld` should be from 0 to below 1. Found 1"):
+        load_images(str(folder), withheld=1)
+
+
+def test_crops_are_padded_by_an_eighth(tmp_path: Path) -> None:
+    """The paper's 4 for 32 pixels; shrunk images once were padded by 4 too, so that a crop could lose a quarter of them."""
+    folder = write(tmp_path / "data", [(png(200, 16), i % 2) for i in range(40)])
+    train, _ = load_images(str(folder), augmentation="crop-flip")
+    x, _ = train.batch(torch.arange(40), torch.Generator().manual_seed(0))
+    black = (x == x.min()).all(1)
+    rows = black.all(2).sum(1)
+    assert x.min() < x.max()
+    assert rows.max() == 2
+
+
 def test_class_names_become_numbers_in_order(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [(png(1), "dog"), (png(2), "cat"), (png(3), "dog")], [(png(1), "cat")])
     train, test = load_images(str(folder), num_classes=2)

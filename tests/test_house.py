@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A file may import those of its own rank and below; data flows from strategy to command line.
 RANKS = [
-    ["credit", "hint", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "reference"],
+    ["credit", "hint", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "machine", "reference"],
     ["strategy", "flow", "heads", "split"],
     ["schedule", "stage", "models"],
     ["hogwild", "runtime", "arguments", "data"],
@@ -26,6 +26,7 @@ RANKS = [
     ["training"],
     ["report"],
     ["compare", "profile"],
+    ["reproduce"],
     ["cli", "__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

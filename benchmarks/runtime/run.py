@@ -26,6 +26,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from nwise.machine import processor
 from nwise.schedule import PAPER
 from nwise.schedule.rivals import RIVALS, timed_method
 
@@ -68,14 +69,6 @@ def read(name: str) -> list[Record]:
     """Records of an earlier run."""
     path = RECORDS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def processor() -> str:
-    """Its name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def grouped(records: Sequence[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:

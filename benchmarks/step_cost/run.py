@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import nwise
 from nwise import models
 from nwise.losses import TokenCrossEntropy
+from nwise.machine import processor
 
 PLAIN = "plain end-to-end"
 
@@ -210,7 +211,7 @@ def main(case: Literal["convnet", "gpt", "overhead"], rounds: int = 40, threads:
         "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": cpu(),
+        "processor": processor(),
     }
     records = [{**settings, "method": name, **summary(times, counted, name)} for name in steps]
     folder = Path(__file__).parent / "records"
@@ -264,14 +265,6 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
         f"torch {r['torch']}, Python {r['python']}."
     )
     return "\n".join(lines) + "\n"
-
-
-def cpu() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from nwise.cli.drawing import Flow, Schedule
 from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK
 from nwise.cli.planning import Plan
 from nwise.cli.report import Report
+from nwise.cli.reproduce import Reproduce
 from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
 from nwise.hint import hint
 from nwise.recipes import recipe
@@ -39,6 +40,7 @@ _COMMANDS: dict[str, Any] = {
     "flow": Flow,
     "bench": Bench,
     "report": Report,
+    "reproduce": Reproduce,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nwise.data import augment, sources
 from nwise.data.progress import tracked
@@ -67,7 +68,7 @@ class Images:
         if isinstance(self.pixels, Tensor):
             pixels = self.pixels[indices.to(self.pixels.device)]
             if random is not None and self.augmentation != "none":
-                pixels = augment.crop(augment.flip(pixels, random), 4, random)
+                pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
         else:
             pixels = torch.stack([self._fitted(self.pixels[i], random) for i in indices.tolist()])
             if random is not None and self.augmentation != "none":
@@ -124,6 +125,8 @@ def load_images(
     augmentation: Augmentation = "none",
     size: int | None = None,
     limit: tuple[int | None, int | None] = (None, None),
+    shrink: int = 1,
+    withheld: float = 0.0,
     seed: int = 0,
 ) -> tuple[Images, Images]:
     """Training and test images through Hugging Face `datasets`.
@@ -139,7 +142,10 @@ def load_images(
             and normalised by ImageNet's statistics (ImageNet). None: all images have one size, are kept
             decoded in memory, and are normalised by their own training statistics (CIFAR).
         limit: how many training and test images to keep, drawn by `seed`; None for all.
-        seed: of that draw.
+        shrink: average squares of so many pixels' side into one; only without `size`.
+        withheld: share of the training images, drawn by `seed`, that take the place of the test images, so that settings can
+            be chosen without them.
+        seed: of these draws.
 
     Raises:
         ValueError: a damaged image or a wrong label, by file and row; columns that are missing; an
@@ -151,20 +157,27 @@ def load_images(
     for name, count in zip(("train_limit", "test_limit"), limit, strict=True):
         if count is not None and count < 1:
             raise ValueError(f"`{name}` should be at least 1. Found {count}.")
+    if shrink < 1 or (shrink > 1 and size is not None):
+        raise ValueError(f"`shrink` should be at least 1, and 1 with `size`. Found {shrink} and `size = {size}`.")
+    if not 0 <= withheld < 1:
+        raise ValueError(f"`withheld` should be from 0 to below 1. Found {withheld}.")
     train_tables = sources.tables(source, splits[0], hub=hub)
-    test_tables = sources.tables(source, splits[1], hub=hub)
+    test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
     if num_classes is not None and len(classes) != num_classes:
         raise ValueError(_extra_class(train_tables, classes, num_classes))
-    parts = []
-    for tables, count in ((train_tables, limit[0]), (test_tables, limit[1])):
-        rows = _Rows(tables, classes)
-        chosen: Sequence[int] = range(len(rows))
-        if count is not None and count < len(rows):
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive(seed, "subset")))
-            chosen = order[:count].tolist()
-        parts.append((_Chosen(rows, chosen), torch.tensor([rows.label(i) for i in chosen], dtype=torch.int64)))
-    (train_rows, train_labels), (test_rows, test_labels) = parts
+    rows = _Rows(train_tables, classes)
+    if withheld:
+        order = torch.randperm(len(rows), generator=generator(seed, "withheld")).tolist()
+        share = max(1, round(withheld * len(rows)))
+        pools = (_Chosen(rows, order[share:]), _Chosen(rows, order[:share]))
+    else:
+        test_part = _Rows(test_tables, classes)
+        pools = (_Chosen(rows, range(len(rows))), _Chosen(test_part, range(len(test_part))))
+    (train_rows, train_labels), (test_rows, test_labels) = (
+        (chosen, chosen.labels)
+        for chosen in (pool.limited(count, seed) for pool, count in zip(pools, limit, strict=True))
+    )
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
     if size is not None:
@@ -172,13 +185,22 @@ def load_images(
         test: Tensor | Sequence[Tensor] = test_rows
         train: Tensor | Sequence[Tensor] = train_rows
     else:
-        train, test = _stacked(train_rows), _stacked(test_rows)
+        train, test = (_shrunk(_stacked(part), shrink) for part in (train_rows, test_rows))
         mean, deviation = _statistics(train)
         size = train.shape[-1]
     return (
         Images(train, train_labels, classes, mean, deviation, augmentation, size),
         Images(test, test_labels, classes, mean, deviation, "none", size),
     )
+
+
+def _shrunk(pixels: Tensor, by: int) -> Tensor:
+    if by == 1:
+        return pixels
+    height, width = pixels.shape[-2:]
+    if height % by or width % by:
+        raise ValueError(f"`shrink` should divide the images' size, {height} x {width}. Found {by}.")
+    return functional.avg_pool2d(pixels.float(), by).round().to(torch.uint8)
 
 
 _IMAGE = ("img", "image")
@@ -270,6 +292,18 @@ class _Chosen(Sequence[Tensor]):
     def __init__(self, rows: _Rows, chosen: Sequence[int]) -> None:
         self.rows = rows
         self.chosen = chosen
+
+    @property
+    def labels(self) -> Tensor:
+        """Of all of them."""
+        return torch.tensor([self.rows.label(i) for i in self.chosen], dtype=torch.int64)
+
+    def limited(self, count: int | None, seed: int) -> _Chosen:
+        """So many of them at most, drawn by the seed."""
+        if count is None or count >= len(self):
+            return self
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(derive(seed, "subset")))
+        return _Chosen(self.rows, [self.chosen[i] for i in order[:count].tolist()])
 
     def __len__(self) -> int:
         return len(self.chosen)

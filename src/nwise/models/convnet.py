@@ -9,11 +9,17 @@ from nwise.models.staged import StagedModel, build, check_at_least, named
 
 
 def convnet(
-    num_stages: int = 6, num_classes: int = 10, *, in_channels: int = 3, image_size: int = 32, seed: int = 0
+    num_stages: int = 6,
+    num_classes: int = 10,
+    *,
+    in_channels: int = 3,
+    image_size: int = 32,
+    filters: int = 32,
+    seed: int = 0,
 ) -> StagedModel:
     """One 3x3 convolution, batch norm and ReLU a stage.
 
-    32 filters, in the last two stages 64 and a 2x2 max pool of stride 1; the last stage ends in a
+    32 filters, in the last two stages twice as many and a 2x2 max pool of stride 1; the last stage ends in a
     linear layer. Every head is one linear layer.
 
     Args:
@@ -21,6 +27,7 @@ def convnet(
         num_classes: number of outputs.
         in_channels: of the images ``[B, in_channels, image_size, image_size]``.
         image_size: height and width of the images.
+        filters: of the first stages; 32 is the paper's, fewer are for small trials.
         seed: of the initial values.
 
     Returns:
@@ -29,18 +36,18 @@ def convnet(
     >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
     [960, 18624, 60106]
     """
-    check_at_least(1, num_stages=num_stages, num_classes=num_classes, in_channels=in_channels)
+    check_at_least(1, num_stages=num_stages, num_classes=num_classes, in_channels=in_channels, filters=filters)
     check_at_least(3, image_size=image_size)
     blocks, shapes = [], []
     channels, size = in_channels, image_size
     for k in range(num_stages):
         pooled = k >= num_stages - 2
-        filters = 64 if pooled else 32
-        layers: list[nn.Module] = [nn.Conv2d(channels, filters, 3, padding=1), nn.BatchNorm2d(filters), nn.ReLU()]
+        width = 2 * filters if pooled else filters
+        layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
         if pooled:
             layers.append(nn.MaxPool2d(2, stride=1))
             size -= 1
-        channels = filters
+        channels = width
         blocks.append(nn.Sequential(*layers))
         shapes.append((channels, size, size))
     shape_of = dict(zip(named(blocks), shapes, strict=True))

@@ -101,11 +101,11 @@ def resnet(
         num_classes: number of outputs; by default 10, for ``"50"`` 1000.
         image_size: height and width of the images; by default 32, for ``"50"`` 224. From 64 on, the
             stem is a 7x7 convolution of stride 2 and a 3x3 max pool of stride 2, below a 3x3 one.
-        width_factor: multiplies all channels, for small trials; 1 is the network itself.
+        width_factor: multiplies all channels, those of the heads too, for small trials; 1 is the network itself.
         seed: of the initial values.
 
     Returns:
-        A model with ``.stages`` and ``.heads``: convolutions of 128 and 64, global pool, linear.
+        A model with ``.stages`` and ``.heads``: convolutions of 128 and 64 channels, global pool, linear.
 
     >>> sum(p.numel() for stage in resnet("paper-32").stages for p in stage.parameters())
     21282122
@@ -130,7 +130,8 @@ def resnet(
             width_of[piece] = channels
         starts.append(f"groups.{group}.0")
     pieces["output"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
-    return build(pieces, starts[1:], lambda piece: heads.convolutional(width_of[piece], num_classes), seed)
+    widths = tuple(max(1, round(width * width_factor)) for width in (128, 64))
+    return build(pieces, starts[1:], lambda piece: heads.convolutional(width_of[piece], num_classes, widths), seed)
 
 
 def _stem(channels: int, large: bool) -> nn.Sequential:

@@ -48,6 +48,10 @@ class ImageSource:
     """Training images to keep; None for all."""
     test_limit: int | None = None
     """Test images to keep; None for all."""
+    shrink: int = 1
+    """Average squares of so many pixels' side into one, for small trials."""
+    withheld: float = 0.0
+    """Share of the training images that are kept from training and tested on in the place of the test images."""
 
     def load(self, seed: int) -> tuple[Images, Images]:
         return image_data.load_images(
@@ -58,6 +62,8 @@ class ImageSource:
             augmentation=self.augmentation,
             size=self.size,
             limit=(self.train_limit, self.test_limit),
+            shrink=self.shrink,
+            withheld=self.withheld,
             seed=seed,
         )
 
@@ -117,10 +123,17 @@ class ConvNet:
 
     num_stages: int = 6
     """Number of stages."""
+    filters: int = 32
+    """Of the first stages; the last two have twice as many."""
 
     def build(self, data: Images, seed: int) -> StagedModel:
         return models.convnet(
-            self.num_stages, len(data.classes), in_channels=data.channels, image_size=data.size, seed=seed
+            self.num_stages,
+            len(data.classes),
+            in_channels=data.channels,
+            image_size=data.size,
+            filters=self.filters,
+            seed=seed,
         )
 
 
@@ -260,6 +273,8 @@ class Recipe:
     """Keep only each stage's input and run its forward again before the backward passes."""
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
+    channels_last: bool = False
+    """Keep images and convolutions with channels innermost, which GPUs are faster at."""
     device: str = "auto"
     """Where to run; auto is cuda where there is one, else cpu."""
     seed: int = 0
@@ -291,6 +306,8 @@ class Recipe:
                 f"`model` and `data` should both be of text or both of images. Found {type(self.model).__name__} and "
                 f"{type(self.data).__name__}."
             )
+        if self.channels_last and isinstance(self.data, EmbeddedText | TextSource):
+            raise ValueError("`channels_last` should be asked of images. Found text.")
         self.strategy_for(1)
 
     def strategy_for(self, steps_per_epoch: int) -> Any:

@@ -17,7 +17,7 @@ from nwise.flow import flow_of
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
             # The start is the same for all, and far from where they differ.
             first = 1 if len(curve.steps) > 2 else 0
             steps, values, slots = curve.steps[first:], curve.values[first:], curve.slots[first:]
-            style = {"color": COLOURS[i % len(COLOURS)], "marker": _MARKERS[i % len(_MARKERS)], "markersize": 4}
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
             left.plot(steps, values, label=name, **style)
             right.plot(slots, values, label=name, **style)
         left.set_xlabel("steps")

@@ -1,8 +1,8 @@
 """Measures the runtime on virtual devices: how close a schedule comes to its predicted period.
 
-    python -m torch.distributed.run --nproc-per-node 4 -m nwise.runtime.bench '{"method": "2-wise", ...}'
+    python -m torch.distributed.run --nproc-per-node 4 -m nwise.runtime.bench '[{"method": "2-wise", ...}]'
 
-runs a `Case` and prints its `Measured` as JSON; `start` does that.
+runs every `Case` and prints its `Measured` as JSON; `start_all` does that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -195,15 +196,23 @@ def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, bat
 
 def start(case: Case) -> Measured:
     """Run a case on processes of this machine, one for every stage."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.stages)]
-    command += ["-m", "nwise.runtime.bench", json.dumps(asdict(case))]
+    return start_all([case])[0]
+
+
+def start_all(cases: Sequence[Case]) -> list[Measured]:
+    """Run cases of equally many stages one after the other, on the same processes."""
+    stages = cases[0].stages
+    if any(case.stages != stages for case in cases):
+        raise ValueError(f"`cases` should have equally many stages. Found {sorted({case.stages for case in cases})}.")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
+    command += ["-m", "nwise.runtime.bench", json.dumps([asdict(case) for case in cases])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith("{"):
-            return Measured(**json.loads(line))
+    found = [Measured(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    if len(found) == len(cases):
+        return found
     said = [line for line in done.stderr.splitlines() if line.startswith("nwise")] or done.stderr.splitlines()[-1:]
-    raise OSError(f"The {case.stages} processes should measure and end. Found that they failed: {' '.join(said[:1])}")
+    raise OSError(f"The {stages} processes should measure and end. Found that they failed: {' '.join(said[:1])}")
 
 
 def join(num_stages: int) -> tuple[World, Watch]:
@@ -215,13 +224,14 @@ def join(num_stages: int) -> tuple[World, Watch]:
 
 
 def main(text: str) -> None:
-    """One rank of `start`."""
-    settings: dict[str, Any] = json.loads(text)
-    case = Case(**settings)
-    world, watch = join(case.stages)
-    found = measure(world, watch, case)
-    if world.rank == 0:
-        print(json.dumps(asdict(found)), flush=True)
+    """One rank of `start_all`."""
+    settings: list[dict[str, Any]] = json.loads(text)
+    cases = [Case(**one) for one in settings]
+    world, watch = join(cases[0].stages)
+    for case in cases:
+        found = measure(world, watch, case)
+        if world.rank == 0:
+            print(json.dumps(asdict(found)), flush=True)
     watch.close()
 
 

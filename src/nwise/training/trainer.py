@@ -56,22 +56,26 @@ class Trainer:
 
     Args:
         recipe: the configuration.
+        data: what the recipe loads, if it was loaded before.
 
     Raises:
         ValueError: configuration, data and network do not fit together.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, data: tuple[Images, Images] | tuple[Tokens, Tokens] | None = None) -> None:
         self.recipe = recipe
         self.run: Run | None = None
         self.watchers: tuple[Watcher, ...] = ()
         self.device = device_of(recipe)
-        self.train_data, self.test_data = (part.to(self.device) for part in recipe.load())
+        self.train_data, self.test_data = (part.to(self.device) for part in data or recipe.load())
         self.steps_per_epoch = steps_per_epoch(len(self.train_data), recipe.batch_size)
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
         self.pipe = pipeline_of(recipe, self.train_data, self.steps_per_epoch).to(self.device)
+        self._layout = torch.channels_last if recipe.channels_last else torch.preserve_format
+        if recipe.channels_last:
+            self.pipe.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
         if recipe.compile:
             compile_blocks(self.pipe)
         here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
@@ -168,7 +172,8 @@ class Trainer:
         indices = batch_indices(len(self.train_data), recipe.batch_size, recipe.seed, step)
         inputs, target = self.train_data.batch(indices, generator(recipe.seed, "augmentation", step))
         with autocast(recipe, self.device):
-            losses = self.pipe.step(inputs.to(self.device), target=target.to(self.device))
+            inputs = inputs.to(self.device, memory_format=self._layout)
+            losses = self.pipe.step(inputs, target=target.to(self.device))
         if clip is not None:
             clip()
         lr = rate.value
@@ -176,7 +181,7 @@ class Trainer:
         optimizer.zero_grad(set_to_none=True)
         rate.step()
         if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
-            self._log.put(step + 1, losses, lr)
+            self._log.put(step + 1, losses, lr, self._seconds)
         self._write_log()
         self._tell("stepped", step + 1, losses if self.pipe.team is None else self._losses)
 
@@ -208,12 +213,16 @@ class Trainer:
         self._tell("evaluated", step, scores)
         return scores
 
+    @property
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self._began, 3)
+
     def _record(self, kind: str, step: int, **values: Any) -> None:
         if self.run is not None:
-            seconds = round(time.perf_counter() - self._began, 3)
             epoch = round(step / self.steps_per_epoch, 4)
             samples = step * self.recipe.batch_size
-            self.run.record(kind=kind, step=step, epoch=epoch, samples=samples, seconds=seconds, **values)
+            when = {"seconds": self._seconds, **values}  # a step's record may come later than the step
+            self.run.record(kind=kind, step=step, epoch=epoch, samples=samples, **when)
 
     def _tell(self, event: str, *values: Any) -> None:
         for watcher in self.watchers:

@@ -1,0 +1,126 @@
+"""One run of an experiment, and the record it leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwise.data import Images, Tokens
+from nwise.machine import machine
+from nwise.recipes import Recipe, from_json, to_json
+from nwise.training import Scores, Trainer, evaluate
+from nwise.training.run import versions
+
+Record = dict[str, Any]
+Data = tuple[Images, Images] | tuple[Tokens, Tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run.
+
+    Args:
+        method: what the tables call it.
+        recipe: its complete configuration.
+        part: of the experiment, if it has several, such as one point of a grid.
+    """
+
+    method: str
+    recipe: Recipe
+    part: str = ""
+
+    @property
+    def num_stages(self) -> int:
+        """A; a residual network has four."""
+        return getattr(self.recipe.model, "num_stages", 4)
+
+    @property
+    def name(self) -> str:
+        """What one sees while it runs.
+
+        >>> Cell(method="2-wise", recipe=Recipe()).name
+        '6 stages, 2-wise, seed 0'
+        """
+        parts = [f"{self.num_stages} stages", self.method, self.part, f"seed {self.recipe.seed}"]
+        return ", ".join(part for part in parts if part)
+
+
+def cell_of(record: Record) -> Cell | None:
+    """What a record is of; None if it was written by a version whose configurations cannot be read."""
+    try:
+        return Cell(method=record["method"], part=record["part"], recipe=from_json(record["config"]))
+    except (ValueError, TypeError):
+        return None
+
+
+@dataclass
+class _History:
+    """A watcher that keeps every test, and says how far the run is."""
+
+    told: Callable[[int, int], None]
+    tests: list[Record] = field(default_factory=list)
+    steps: int = 0
+    losses: list[Tensor] = field(default_factory=list)  # of the last head in training, since the last test
+
+    def started(self, trainer: Trainer) -> None:
+        self.steps = trainer.num_steps
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        self.losses.append(losses[-1].detach())
+        self.told(step, self.steps)
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        loss = [None if s is None else round(s.loss, 6) for s in scores.heads]
+        accuracy = [None if s is None else round(s.accuracy, 6) for s in scores.heads]
+        train = round(float(torch.stack(self.losses).mean()), 6) if self.losses else None
+        self.losses = []
+        self.tests.append({"step": step, "train": train, "loss": loss, "accuracy": accuracy})
+
+    def evaluating(self, done: int, total: int) -> None:
+        pass
+
+    def finished(self, status: str) -> None:
+        pass
+
+
+def measure(
+    cell: Cell, data: Data | None = None, told: Callable[[int, int], None] = lambda done, total: None
+) -> Record:
+    """Train and test a cell.
+
+    Args:
+        cell: which.
+        data: what its recipe loads, if it was loaded before.
+        told: called with the steps done and the steps there are.
+
+    Returns:
+        The record: what it is of, every test of every head, the ensembles of the top heads at the end, seconds of this run
+        (one process doing all stages), machine, versions.
+    """
+    began = time.perf_counter()
+    trainer = Trainer(cell.recipe, data)
+    history = _History(told)
+    trainer.train(watchers=(history,))
+    seconds = time.perf_counter() - began
+    found: Record = {
+        "method": cell.method,
+        "part": cell.part,
+        "stages": cell.num_stages,
+        "seed": cell.recipe.seed,
+        "steps": trainer.num_steps,
+        "tests": history.tests,
+    }
+    if cell.recipe.heads == "all" and not trainer.pipe.strategy.asynchronous:
+        scores = evaluate(trainer.pipe, trainer.test_data, 2 * cell.recipe.batch_size, ensembles=True)
+        found["ensembles"] = [{key: round(v, 6) for key, v in asdict(score).items()} for score in scores.ensembles]
+    return found | {
+        "seconds": round(seconds, 2),
+        "machine": machine(),
+        "versions": versions(),
+        "config": to_json(cell.recipe),
+    }

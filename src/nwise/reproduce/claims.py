@@ -1,0 +1,103 @@
+"""Claims put to the test: the effect over seeds, its interval, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isnan, sqrt
+from statistics import mean, stdev
+from typing import Literal
+
+from nwise.reproduce import markdown
+
+Verdict = Literal["holds", "does not hold", "undecided"]
+Seeds = Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim and what was found.
+
+    Args:
+        text: the claim.
+        source: where it is made, such as ``"table 1"`` or ``"ours"``.
+        effect: the mean difference that it is about.
+        low: lower end of the 95 % interval.
+        high: upper end.
+        unit: of these numbers.
+        seeds: pairs that were compared; 0 if nothing was drawn at random.
+        verdict: ``"undecided"`` also where too little was run.
+        wanted: what the effect should be, such as ``"> 0"``.
+    """
+
+    text: str
+    source: str
+    effect: float
+    low: float
+    high: float
+    unit: str
+    seeds: int
+    verdict: Verdict
+    wanted: str
+
+
+def greater(text: str, source: str, first: Seeds, second: Seeds, *, unit: str = "points", by: float = 0.0) -> Claim:
+    """That the first is greater than the second, by more than `by`; runs of one seed are a pair.
+
+    >>> greater("", "", {0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict
+    'holds'
+    """
+    effect, low, high, seeds = interval(first, second)
+    verdict: Verdict = "holds" if low > by else "does not hold" if high < by else "undecided"
+    return Claim(text, source, effect, low, high, unit, seeds, verdict, f"> {by:g}")
+
+
+def equal(text: str, source: str, first: Seeds, second: Seeds, *, within: float, unit: str = "points") -> Claim:
+    """That the two differ by less than `within`: holds if the whole interval does, not if none of it does.
+
+    >>> equal("", "", {0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.0, 2: 1.0}, within=1).verdict
+    'does not hold'
+    """
+    effect, low, high, seeds = interval(first, second)
+    inside, outside = -within < low and high < within, high < -within or low > within
+    verdict: Verdict = "holds" if inside else "does not hold" if outside else "undecided"
+    return Claim(text, source, effect, low, high, unit, seeds, verdict, f"within {within:g}")
+
+
+def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
+    """A claim about numbers that no chance is in."""
+    return Claim(text, source, effect, effect, effect, unit, 0, "holds" if holds else "does not hold", wanted)
+
+
+def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:
+    """Mean of the paired differences, its 95 % interval by Student's t, and how many pairs there are.
+
+    >>> effect, low, high, pairs = interval({0: 2.0, 1: 4.0}, {0: 1.0, 1: 1.0, 2: 1.0})
+    >>> effect, pairs, round(low, 3), round(high, 3)
+    (2.0, 2, -10.706, 14.706)
+    """
+    differences = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    if not differences:
+        return float("nan"), -inf, inf, 0
+    effect = mean(differences)
+    if len(differences) == 1:
+        return effect, -inf, inf, 1
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
+    return effect, effect - half, effect + half, len(differences)
+
+
+def table(claims: list[Claim]) -> str:
+    """As Markdown."""
+    headings = ("claim", "source", "should be", "found", "95 % interval", "seeds", "verdict")
+    return markdown.table(headings, map(_row, claims))
+
+
+def _row(claim: Claim) -> tuple[object, ...]:
+    found = "–" if isnan(claim.effect) else f"{claim.effect:+.4g} {claim.unit}".rstrip()
+    between = f"{claim.low:+.4g} to {claim.high:+.4g}" if claim.seeds > 1 else "–" if claim.seeds else "exact"
+    if isnan(claim.effect):
+        between = "not run"
+    verdict = claim.verdict if claim.verdict == "holds" else f"**{claim.verdict}**"
+    return claim.text, claim.source, claim.wanted, found, between, claim.seeds or "–", verdict

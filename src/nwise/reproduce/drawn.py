@@ -1,0 +1,125 @@
+"""The figures of the paper that are pictures of schedules and flows: no training, nothing random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nwise.credit import EndToEnd, Local, NWise
+from nwise.flow import flow_of
+from nwise.pipeline import Pipeline
+from nwise.report.figures import flow_figure
+from nwise.report.grid import Picture, schedule_figure
+from nwise.reproduce import claims as claiming
+from nwise.reproduce.claims import Claim, exact
+from nwise.reproduce.experiment import Experiment, Job
+from nwise.schedule import PAPER, simulate
+from nwise.schedule.paper import paper_time
+from nwise.schedule.rivals import timed_method
+from nwise.strategy import Hogwild
+
+# Slots per batch without micro-batches, A = 4, as the paper's grid and its table have them.
+_SLOTS = {"end-to-end": 8, "hogwild": 2, "1-wise": 2, "2-wise": 4, "3-wise": 6}
+
+
+class Drawn(Experiment):
+    """A figure, and what can be counted in it."""
+
+    def __init__(self, name: str, title: str, draw: Callable[[Path], None], found: Callable[[], list[Claim]]) -> None:
+        super().__init__(name, title)
+        self._draw, self._found = draw, found
+
+    def reproduce(self, job: Job) -> None:
+        folder = job.folder / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._draw(folder / "figure.png")
+        self.document(job, f"![{self.title}](figure.png)\n\n{claiming.table(self._found())}")
+
+    def claims(self, job: Job) -> list[Claim]:
+        return self._found() if self.page(job).exists() else []
+
+
+def staleness(num_stages: int) -> list[int]:
+    """Updates between forward and update of each stage, as Hogwild really runs, once the grid is steady."""
+    stages = [nn.Linear(2, 2) for _ in range(num_stages)]
+    pipe = Pipeline(stages, [None] * (num_stages - 1), nn.functional.mse_loss, Hogwild())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+    for _ in range(3 * num_stages):
+        pipe.step(torch.ones(1, 2), target=torch.zeros(1, 2))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [int(age) for age in pipe.staleness[:, 0]]
+
+
+def _stale(num_stages: int = 4) -> list[Claim]:
+    found = []
+    for k, age in enumerate(staleness(num_stages)):
+        text = f"Hogwild: the gradients of stage {k} of {num_stages} are {num_stages - 1 - k} updates old"
+        wanted = num_stages - 1 - k
+        found.append(exact(text, "figure 1", age, holds=age == wanted, wanted=f"{wanted}", unit="updates"))
+    return found
+
+
+def _flows() -> list[Claim]:
+    found = []
+    for n in (1, 2, 3):
+        crossing = max(len(stage.messages) for stage in flow_of(NWise(n).credit(4)).stages)
+        text = f"{n}-wise: {n - 1} gradient messages cross a boundary at most, four stages"
+        found.append(exact(text, "figure 2", crossing, holds=crossing == n - 1, wanted=f"{n - 1}", unit="messages"))
+    return found
+
+
+def _picture(name: str, num_stages: int, m: int, batches: int) -> Picture:
+    timed = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=PAPER, chains="walked")
+    return Picture(name if m == 1 else f"{name}, M = {m}", timed, batches)
+
+
+def _grid() -> list[Claim]:
+    found = []
+    for name, slots in _SLOTS.items():
+        timed = timed_method(name, num_stages=4, num_microbatches=1, costs=PAPER)
+        period = timed.period if name == "hogwild" else simulate(timed.schedule, PAPER, cycles=4).period
+        text = f"{name}: {slots} slots a batch, four stages"
+        found.append(exact(text, "figure 3", period, holds=period == slots, wanted=f"{slots}", unit="slots"))
+    return found
+
+
+def _microbatch_grids() -> list[Claim]:
+    found = []
+    for name, n in (("gpipe", 6), ("3-wise", 3)):
+        timed = timed_method(name, num_stages=6, num_microbatches=4, costs=PAPER, chains="walked")
+        wanted = paper_time(6, 4, n)
+        text = f"{name}, M = 4, six stages: the formula's {wanted} slots"
+        found.append(
+            exact(text, "figure 9", timed.period, holds=timed.period == wanted, wanted=f"{wanted}", unit="slots")
+        )
+    return found
+
+
+STALE = Drawn(
+    "stale-gradients",
+    "Stale gradients of Hogwild",
+    lambda path: schedule_figure([_picture("hogwild", 4, 1, batches=6)], path),
+    _stale,
+)
+FLOW = Drawn(
+    "flow",
+    "Flow of activations and gradients",
+    lambda path: flow_figure([EndToEnd(), Local(), NWise(2), NWise(3)], 4, path),
+    _flows,
+)
+GRID = Drawn(
+    "timing-grid",
+    "Timing grid of four steps",
+    lambda path: schedule_figure([_picture(name, 4, 1, batches=4) for name in _SLOTS], path),
+    _grid,
+)
+MICROBATCH_GRID = Drawn(
+    "microbatch-grid",
+    "Timing grids with micro-batches",
+    lambda path: schedule_figure([_picture(name, 6, 4, batches=2) for name in ("gpipe", "3-wise")], path),
+    _microbatch_grids,
+)

@@ -1,0 +1,189 @@
+"""The figures of the experiments, from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nwise.report.figures import COLOURS, MARKERS
+from nwise.reproduce.clock import Clock, step_time
+from nwise.reproduce.runs import Runs, Score, accuracy, ensemble_of, head_of, perplexity
+
+styled = mpl.rc_context({"font.size": 9, "axes.titlesize": 10})
+
+# One style a method, the same in all figures.
+_METHODS = (
+    "end-to-end",
+    "1-wise",
+    "2-wise",
+    "3-wise",
+    "4-wise",
+    "rotating-2",
+    "deep-supervision",
+    "geometric-0.5",
+    "1-wise double size",
+    "hogwild",
+    "fine-tuning",
+)
+
+
+def style(method: str) -> dict[str, Any]:
+    """Colour and marker of a method; the mean variant is dashed."""
+    place = _METHODS.index(method.removesuffix("-mean"))
+    line = "--" if method.endswith("-mean") else "-" if place < len(COLOURS) else ":"
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "markersize": 4,
+        "linestyle": line,
+        "label": method,
+    }
+
+
+def panels_of(
+    columns: int, *, width: float = 4.2, height: float = 3.4, share: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure with panels side by side, grid and no frame."""
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    panels = figure.subplots(1, columns, squeeze=False, sharey=share)[0]
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, list(panels)
+
+
+def _error_bars(axes: Axes, xs: Sequence[float], columns: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
+    """Means with one standard deviation over seeds, as in the paper."""
+    kept = [(x, values) for x, values in zip(xs, columns, strict=True) if values and np.isfinite(values).all()]
+    if kept:
+        means = [mean(values) for _, values in kept]
+        errors = [stdev(values) if len(values) > 1 else 0.0 for _, values in kept]
+        axes.errorbar([x for x, _ in kept], means, errors, capsize=2, **look)
+
+
+@styled
+def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[str]], quality: str, path: Path) -> None:
+    """A score against the number of stages."""
+    stages = sorted({r["stages"] for r in runs.records})
+    figure, axes_of = panels_of(len(panels), share=True)
+    for axes, (title, methods) in zip(axes_of, panels.items(), strict=True):
+        for i, method in enumerate(methods):
+            columns = [list(runs.scores(score, method, a).values()) for a in stages]
+            beside = 0.08 * (i - (len(methods) - 1) / 2)  # so that the bars can be told apart
+            _error_bars(axes, [a + beside for a in stages], columns, style(method))
+        axes.set(title=title, xlabel="stages", xticks=stages)
+        axes.legend(frameon=False, fontsize=8)
+    axes_of[0].set_ylabel(quality)
+    figure.savefig(path, dpi=150)
+
+
+def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list[int], list[float]]:
+    records = [r["tests"] for r in runs.of(method, stages)]
+    if not records:
+        return [], []
+    values = [
+        mean(np.nan if t[i][column][-1] is None else t[i][column][-1] for t in records) for i in range(len(records[0]))
+    ]
+    return [t["step"] for t in records[0]][1:], values[1:]
+
+
+def accuracy_against_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
+    """Accuracy against steps, and against time by both clocks."""
+    _curves(runs, methods, stages, "accuracy", "test accuracy, %", path)
+
+
+def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
+    """Loss against steps, and against time by both clocks."""
+    _curves(runs, methods, stages, "loss", "test loss, nats per token", path)
+
+
+@styled
+def _curves(runs: Runs, methods: Sequence[str], stages: int, column: str, quality: str, path: Path) -> None:
+    clocks: dict[str, Clock | None] = {"equal steps": None}
+    clocks |= {"equal time, paper's costs": "paper", "equal time, honest costs": "honest"}
+    figure, panels = panels_of(3, width=3.7, share=True)
+    shortest = []
+    for axes, (title, clock) in zip(panels, clocks.items(), strict=True):
+        ends = []
+        for method in methods:
+            steps, values = _mean_curve(runs, method, stages, column)
+            if not steps:
+                continue
+            each = 1.0 if clock is None else step_time(method, stages, clock).slots
+            scale = 100 if column == "accuracy" else 1
+            axes.plot(
+                [step * each for step in steps], [scale * v for v in values], **{**style(method), "markersize": 2.5}
+            )
+            ends.append(steps[-1] * each)
+        shortest.append(min(ends, default=1.0))
+        axes.set(title=title, xlabel="steps" if clock is None else "slots")
+        if ends:
+            axes.set_xlim(0, shortest[-1] * 1.02)
+    panels[0].set_ylabel(quality)
+    panels[0].legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+@styled
+def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path: Path) -> None:
+    """Accuracy of the head of every stage."""
+    figure, (axes,) = panels_of(1, width=5.4, height=3.8)
+    for method in methods:
+        columns = [[v for v in runs.scores(head_of(k), method).values() if v == v] for k in range(num_stages)]
+        _error_bars(axes, range(1, num_stages + 1), columns, style(method))
+    axes.set(xlabel="head of stage", ylabel="test accuracy, %", xticks=range(1, num_stages + 1))
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+@styled
+def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, path: Path) -> None:
+    """Accuracy of the mean of the top heads' probabilities."""
+    figure, (axes,) = panels_of(1, width=5.4)
+    for method in methods:
+        columns = [list(runs.scores(ensemble_of(n), method).values()) for n in range(1, num_heads + 1)]
+        _error_bars(axes, range(1, num_heads + 1), columns, style(method))
+    axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+@styled
+def grid_of_fine_tuning(
+    runs: Runs, methods: Sequence[str], grid: Mapping[tuple[int, float], Mapping[int, float]], path: Path
+) -> None:
+    """Equal time, and validation accuracy over the grid."""
+    figure, (left, right) = panels_of(2)
+    for i, method in enumerate(methods):
+        values = list(runs.scores(accuracy, method).values())
+        _error_bars(left, [i], [values], {**style(method), "markersize": 6})
+    left.set(title="equal time", xticks=range(len(methods)), ylabel="test accuracy, %", xlim=(-0.5, len(methods) - 0.5))
+    left.set_xticklabels(methods, fontsize=8)
+    for i, rate in enumerate(sorted({rate for _, rate in grid}, reverse=True)):
+        points = sorted(first for first, r in grid if r == rate)
+        columns = [list(grid[first, rate].values()) for first in points]
+        look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
+        _error_bars(right, points, columns, look)
+    right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %")
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+@styled
+def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], path: Path) -> None:
+    """Perplexity and slots a step against the number of stages."""
+    figure, (left, right) = panels_of(2)
+    for method in methods:
+        _error_bars(left, stages, [list(runs.scores(perplexity, method, a).values()) for a in stages], style(method))
+        right.plot(stages, [step_time(method, a, "paper").slots for a in stages], **style(method))
+    left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
+    right.set(xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time")
+    left.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,92 @@
+"""Running cells, several at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+
+from nwise.reproduce.cell import Cell, Data, Record, measure
+
+_OFTEN = 0.2  # seconds between two looks at how far the cells are
+
+Told = Callable[[str, int, int], None]
+
+
+def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple[Cell, Record]]:
+    """The record of every cell as it ends.
+
+    Cells of one seed come after each other, so that an interrupted run has whole seeds.
+
+    Args:
+        cells: which.
+        workers: processes; 1 runs in this one.
+        told: called with a cell's name, its steps done, and the steps it has.
+    """
+    if workers == 1:
+        cache = _Cache()
+        for cell in cells:
+            yield cell, measure(cell, cache.data_of(cell), partial(told, cell.name))
+        return
+    context = multiprocessing.get_context("spawn")
+    news: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
+    pool = ProcessPoolExecutor(workers, context, _begin, (news,))
+    try:
+        waiting: dict[Future[Record], Cell] = {pool.submit(_run, i, cell): cell for i, cell in enumerate(cells)}
+        while waiting:
+            done, _ = wait(waiting, timeout=_OFTEN, return_when=FIRST_COMPLETED)
+            while not news.empty():
+                number, steps, total = news.get()
+                told(cells[number].name, steps, total)
+            for future in done:
+                yield waiting.pop(future), future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Cache:
+    """The data of the last cell, which the next one often shares."""
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self.data: Data | None = None
+
+    def data_of(self, cell: Cell) -> Data:
+        """What its recipe loads."""
+        recipe = cell.recipe
+        key = (
+            recipe.data,
+            recipe.seed,
+            getattr(recipe.model, "sequence_length", 0),
+            getattr(recipe.model, "vocabulary_size", 0),
+        )
+        if self.data is None or key != self.key:
+            self.key, self.data = key, recipe.load()
+        return self.data
+
+
+_cache = _Cache()
+_news: Any = None
+
+
+def _begin(news: Any) -> None:
+    """In a new worker: one thread, since the others compute too; Ctrl-C is for the process that asked."""
+    global _news
+    _news = news
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(number: int, cell: Cell) -> Record:
+    def told(done: int, total: int) -> None:
+        if done % max(1, total // 50) == 0 or done == total:
+            _news.put((number, done, total))
+
+    return measure(cell, _cache.data_of(cell), told)

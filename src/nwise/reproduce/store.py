@@ -1,0 +1,57 @@
+"""The records of an experiment: JSON lines, one a cell, appended as cells end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from nwise.reproduce.cell import Cell, Record, cell_of
+
+
+class Store:
+    """A file of records.
+
+    Args:
+        path: of the file, which may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[Record]:
+        """All records; a line that was cut off by a crash at the end of the file is left out.
+
+        Raises:
+            ValueError: another line is no record.
+        """
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().split("\n")
+        found = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line) if line else None
+            except json.JSONDecodeError as error:
+                if number == len(lines):
+                    continue
+                raise ValueError(
+                    f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}."
+                ) from error
+            if record is not None:
+                found.append(record)
+        return found
+
+    def add(self, *records: Record) -> None:
+        """Append some, all of them or none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = self.path.read_text() if self.path.exists() else ""
+        if text and not text.endswith("\n"):  # what a crash cut off
+            self.path.write_text(text[: text.rfind("\n") + 1])
+        with self.path.open("a") as file:
+            file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+
+    def of(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
+        """Every cell with its newest record, None where it was not run as it is configured now."""
+        newest = {cell_of(record): record for record in self.read()}
+        return [(cell, newest.get(cell)) for cell in cells]

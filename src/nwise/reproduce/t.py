@@ -1,0 +1,189 @@
+"""T: the timing model (figures 3, 4, 9 and 10, table 16), predicted and measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nwise.reproduce import claims as claiming
+from nwise.reproduce import markdown, timing_plots
+from nwise.reproduce.claims import Claim, exact
+from nwise.reproduce.experiment import Experiment, Job
+from nwise.reproduce.store import Store
+from nwise.reproduce.timing import MEASURED, SETTINGS, Row, fitted, measured, predicted
+from nwise.schedule import PAPER, Costs, Slot
+from nwise.schedule.paper import POWERS, PRINTED_STAGES, BestCell
+from nwise.schedule.rivals import timed_method
+
+KINDS = ("virtual, paper costs", "real")
+
+
+class Timing(Experiment):
+    """The timing model."""
+
+    def reproduce(self, job: Job) -> None:
+        rows = self.rows(job)
+        done = {row["piece"] for row in rows}
+        pieces = [*predicted(), *measured(SETTINGS[job.size])]
+        if job.only:
+            pieces = [piece for piece in pieces if any(text in piece[0] for text in job.only)]
+        missing = [piece for piece in pieces if piece[0] not in done]
+        job.began(self.title, len(pieces), len(missing))
+        for name, work in missing:  # one after the other, since they measure
+            job.told(name, 0, 1)
+            self.store(job).add(*({"piece": name, **row} for row in work()))
+            job.told(name, 1, 1)
+        self.write(job)
+
+    def store(self, job: Job) -> Store:
+        """Where the rows are."""
+        return Store(job.folder / self.name / f"{job.size}.jsonl")
+
+    def rows(self, job: Job) -> list[Row]:
+        """What has been found so far."""
+        return self.store(job).read()
+
+    def claims(self, job: Job) -> list[Claim]:
+        rows = self.rows(job)
+        return claims(rows) if any(row["kind"] == "best M" for row in rows) else []
+
+    def write(self, job: Job) -> None:
+        """Tables and figures from the rows."""
+        rows = self.rows(job)
+        if self.claims(job):
+            self.document(job, f"{tables(rows)}\n\n## Claims\n\n{claiming.table(self.claims(job))}")
+            timing_plots.draw(rows, job.folder / self.name, job.size)
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """The section's, and what the model leaves out."""
+    cells = [row for row in rows if row["kind"] == "formula"]
+    equal = sum(row["formula"] == row["ours"] for row in cells)
+    off = len(
+        {(row["method"], _group(row["num_stages"])) for row in rows if row["kind"] == "best M" and row["loss"] > 1e-12}
+    )
+    faster = 100 * (Slot().speedup(15, 2) - 1)
+    growth, wrong = _growth(), misjudged("gpipe")
+    text = f"the formula is a schedule's period, in {len(cells)} cells"
+    found = [exact(text, "section T", equal, holds=equal == len(cells), wanted=f"{len(cells)}", unit="cells")]
+    text = "the table of best M follows from the formula"
+    found.append(exact(text, "table 16", off, holds=off == 0, wanted="0", unit="cells off"))
+    text = "2-wise is 49.9 % faster than GPipe at A = 15"
+    found.append(exact(text, "figure 4", faster, holds=abs(faster - 49.9) < 0.1, wanted="49.9", unit="%"))
+    text = "the best M of end-to-end grows like the square root of A: exponent from A = 4 to 256"
+    found.append(exact(text, "section T", growth, holds=abs(growth - 0.5) < 0.05, wanted="0.5", unit=""))
+    text = "with forwards twice as fast as backwards the model misjudges end-to-end by 25 %"
+    found.append(exact(text, "section T", wrong, holds=abs(wrong - 25) < 0.5, wanted="25", unit="%"))
+    for what in KINDS:
+        slot = fitted(rows, what)
+        if slot is not None:
+            text = f"the fitted model explains measured times within 10 %: {what}"
+            found.append(
+                exact(text, "figure 10", 100 * slot.error, holds=slot.error < 0.1, wanted="< 10", unit="% (r.m.s.)")
+            )
+    return found
+
+
+def _group(num_stages: int) -> int:
+    """Column of the printed table, whose cells may stand for several A."""
+    return next(i for i, group in enumerate(PRINTED_STAGES) if num_stages in group)
+
+
+def _growth() -> float:
+    """Exponent of the best M of end-to-end against A, M any whole number, by the fitted slot."""
+    slot, stages = Slot(), (4, 8, 16, 32, 64, 128, 256)
+    best = [slot.best_microbatches(a, a, range(1, 400)) for a in stages]
+    return math.log(best[-1] / best[0]) / math.log(stages[-1] / stages[0])
+
+
+def misjudged(name: str, m: int = 4) -> float:
+    """By how many per cent the model's time is too long if a forward takes half a slot and a backward a slot."""
+    half = Costs(forward=0.5, head=0, input_grad=1, weight_grad=0)
+    times = [timed_method(name, num_stages=4, num_microbatches=m, costs=costs).period for costs in (half, PAPER)]
+    return 100 * (1 - times[0] / times[1])
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All of them, as Markdown."""
+    return "\n\n".join([_per_batch(rows), _best(rows), _speedup(), _honest(rows), _measured(rows)])
+
+
+def _per_batch(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["kind"] == "per batch"]
+    lines = []
+    for r in found:
+        paper = r["formula"] if r["formula"].isdigit() else f"{r['formula']} = {r['printed']}"
+        lines.append((r["method"], paper, f"{r['ours']:g}"))
+    cells = [row for row in rows if row["kind"] == "formula"]
+    equal = sum(row["formula"] == row["ours"] for row in cells)
+    formula = f"T(A, M, N): the chosen schedule's period equals the formula in {equal} of {len(cells)} cells."
+    return f"## Slots per batch, M = 1, A = 8\n\n{markdown.table(('method', 'paper', 'ours'), lines)}\n\n{formula}"
+
+
+def _best(rows: Sequence[Row]) -> str:
+    fields = BestCell.__dataclass_fields__
+    found = [BestCell(**{k: r[k] for k in fields}) for r in rows if r["kind"] == "best M"]
+    lines = []
+    for method in dict.fromkeys(cell.method for cell in found):
+        row = [_cell([c for c in found if c.method == method and c.num_stages in group]) for group in PRINTED_STAGES]
+        lines.append((method, *row))
+    table = markdown.table(("A", "2", "3", "4", "5", "6-11", "12-30"), lines)
+    return f"## Best M among powers of two\n\npaper / formula where they differ, with what the paper's M costs more\n\n{table}"
+
+
+def _cell(cells: Sequence[BestCell]) -> str:
+    """A cell of the printed table, which may stand for several A; marked where the formula differs for one of them."""
+    off = [cell for cell in cells if cell.loss > 1e-12]
+    if not off:
+        return str(cells[0].printed)
+    formula = ", ".join(f"{c.formula} at {c.num_stages}" if len(cells) > 1 else str(c.formula) for c in off)
+    return f"**{cells[0].printed} / {formula}** (+{100 * max(c.loss for c in off):.1f} %)"
+
+
+def _speedup() -> str:
+    slot = Slot()
+    lines = [
+        (a, *(f"{100 * (slot.speedup(a, n) - 1):+.1f} %" for n in range(1, 6))) for a in (3, 4, 8, 12, 15, 16, 20, 30)
+    ]
+    table = markdown.table(("A", *(f"{n}-wise" for n in range(1, 6))), lines)
+    return f"## Predicted speed-up over GPipe, paper's model\n\n{table}"
+
+
+def _honest(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["kind"] == "honest"]
+    names = list(dict.fromkeys(r["method"] for r in found))
+    stages = sorted({r["A"] for r in found})
+    lines = [(a, *(f"{r['time']:.2f} ({r['M']})" for r in found if r["A"] == a)) for a in stages]
+    title = "## Time at the best M with F = I = W = 1, head 0.5, 0.02 an action (M in brackets)"
+    return f"{title}\n\n{markdown.table(('A', *names), lines)}"
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["kind"] == "measured"]
+    parts = ["## Measured | modelled, milliseconds per mini-batch"]
+    for what in dict.fromkeys(row["what"] for row in found):
+        slot = fitted(rows, what) if what in KINDS else None
+        parts.append(what if slot is None else f"{what}: {_fit(slot)}")
+        sizes = [m for m in POWERS if any(r["M"] == m for r in found)]
+        lines = []
+        for a in sorted({r["A"] for r in found if r["what"] == what}):
+            for method in MEASURED:
+                own = {r["M"]: r for r in found if (r["what"], r["A"], r["method"]) == (what, a, method)}
+                if own:
+                    lines.append((f"{method}, A = {a}", *(_pair(own.get(m), slot) for m in sizes)))
+        parts.append(markdown.table(("", *(f"M = {m}" for m in sizes)), lines))
+    return "\n\n".join(parts) if found else ""
+
+
+def _fit(slot: Slot) -> str:
+    return f"c0 = {1e3 * slot.c0:.2f} ms, c1 = {1e3 * slot.c1:.1f} ms, error {100 * slot.error:.1f} %"
+
+
+def _pair(row: Row | None, slot: Slot | None) -> str:
+    if row is None:
+        return "–"
+    model = timing_plots.modelled(row, slot)
+    return f"{1e3 * row['seconds']:.1f} | {1e3 * model:.1f}".replace("|", "\\|")
+
+
+T = Timing("t", "T, the timing model")

@@ -1,0 +1,206 @@
+"""The timing model's rows (section T): predicted with schedules that were built and validated, and measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nwise.machine import machine
+from nwise.runtime.bench import Case, start_all
+from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
+from nwise.schedule.costs import TRANSFORMER
+from nwise.schedule.paper import POWERS, best_table, fit_slot
+from nwise.schedule.rivals import timed_method
+from nwise.training.run import versions
+
+Row = dict[str, Any]
+_NETWORK = ("train", "source-code", "--num-stages", "2")  # a small Transformer
+PER_BATCH = {"end-to-end": "2A", "hogwild": "2", "local": "2", "2-wise": "4", "3-wise": "6"}
+RIVALS = ("zero-bubble", "1f1b", "2-wise", "3-wise")
+MEASURED = ("gpipe", "1-wise", "2-wise", "3-wise")
+
+
+def find(name: str, num_stages: int, m: int, costs: Costs = PAPER, chains: Chains = "stored") -> Timed:
+    """The best schedule of a strategy, or a pipeline, checked."""
+    found = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains)
+    validate(found.schedule)
+    return found
+
+
+Piece = tuple[str, Callable[[], list[Row]]]
+
+
+def predicted() -> Iterator[Piece]:
+    """The work of all predicted rows, piece by piece: a minute and a half on one core."""
+    yield "slots per batch", lambda: [per_batch(name) for name in PER_BATCH]
+    for a in range(1, 17):
+        yield f"formula, {a} stages", partial(_formula, a)
+    yield "best M", lambda: [{"kind": "best M", **dataclasses.asdict(cell)} for cell in best_table()]
+    yield "speed-up", _speedups
+    for a in (3, 4, 6, 8, 12, 16, 24, 32):
+        yield f"honest costs, {a} stages", partial(_honest, a)
+
+
+def _formula(a: int) -> list[Row]:
+    return [cell(a, n, m) for n in range(1, a + 1) for m in POWERS]
+
+
+def _speedups() -> list[Row]:
+    slot = Slot()
+    return [
+        {"kind": "speed-up", "A": a, "N": n, "over_gpipe": slot.speedup(a, n)}
+        for a in range(2, 31)
+        for n in range(1, 6)
+    ]
+
+
+def _honest(a: int) -> list[Row]:
+    return [honest(name, a) for name in RIVALS]
+
+
+def per_batch(name: str, num_stages: int = 8) -> Row:
+    """Slots per batch without micro-batches (the paper's table: 2A, 2, 2, 4, 6, 2N)."""
+    found = find(name, num_stages, 1)
+    formula = PER_BATCH[name]
+    printed = 2 * num_stages if formula == "2A" else int(formula)
+    period = found.period if name == "hogwild" else _simulated(found)
+    return {
+        "kind": "per batch",
+        "method": name,
+        "A": num_stages,
+        "printed": printed,
+        "ours": period,
+        "formula": formula,
+    }
+
+
+def _simulated(found: Timed) -> float:
+    """Period of a run of four mini-batches."""
+    return simulate(found.schedule, PAPER, cycles=4).period
+
+
+def cell(a: int, n: int, m: int) -> Row:
+    """Period of the chosen schedule, and the formula."""
+    ours = _simulated(find(f"{n}-wise", a, m))
+    return {"kind": "formula", "A": a, "N": n, "M": m, "formula": paper_time(a, m, n), "ours": ours}
+
+
+def honest(name: str, num_stages: int) -> Row:
+    """Time at the best M with F = I = W = 1, a head of 0.5, and 0.02 for every action."""
+    times = {m: find(name, num_stages, m, TRANSFORMER.split_in(m)).period for m in POWERS}
+    m = min(times, key=lambda m: (round(times[m], 9), m))
+    return {"kind": "honest", "method": name, "A": num_stages, "M": m, "time": times[m]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How the measured rows are measured.
+
+    Args:
+        slot_ms: of a whole mini-batch's forward through a stage, c1; a micro-batch's is 1/M of it.
+        microbatches: which M.
+        fewer: which M where costs are not the paper's, and of the real network.
+        batches: mini-batches that are timed.
+        steps: training steps of the real network.
+    """
+
+    slot_ms: float = 30.0
+    microbatches: Sequence[int] = (1, 2, 4, 8, 16)
+    fewer: Sequence[int] = (1, 2, 4, 8)
+    batches: int = 8
+    steps: int = 40
+
+
+# The full size has the slot that the paper fitted, 1.279 s.
+SETTINGS = {"small": Setting(), "full": Setting(slot_ms=1279.0, microbatches=POWERS, fewer=POWERS, steps=400)}
+
+
+def measured(setting: Setting) -> Iterator[Piece]:
+    """The work of all measured rows: real processes and messages, waits or real computation."""
+    kinds = [("paper", 4, setting.microbatches), ("paper", 6, setting.microbatches), ("transformer", 4, setting.fewer)]
+    for costs, stages, sizes in kinds:
+        for method in MEASURED:
+            cases = [
+                Case(
+                    method=method,
+                    stages=stages,
+                    microbatches=m,
+                    slot_ms=setting.slot_ms / m,
+                    costs=_scaled(costs),
+                    batches=setting.batches,
+                    rounds=1,
+                )
+                for m in sizes
+            ]
+            yield f"{method}, {stages} stages, {costs} costs", partial(virtual, costs, cases)
+    for method, m in itertools.product(("end-to-end", "1-wise"), setting.fewer):
+        yield f"{method}, a real network in 2 stages, M = {m}", partial(real, method, m, setting.steps)
+
+
+def _scaled(costs: str) -> str:
+    """The transformer's costs without the overhead per action, which is what is to be measured."""
+    return costs if costs == "paper" else "forward=1,head=0.5,input_grad=1,weight_grad=1"
+
+
+def virtual(costs: str, cases: Sequence[Case]) -> list[Row]:
+    """Seconds per mini-batch on virtual devices, and slots predicted."""
+    rows = []
+    for case, found in zip(cases, start_all(cases), strict=True):
+        slots, seconds = found.predicted_slots, found.measured_slots * case.slot_ms / 1e3
+        row = _row(f"virtual, {costs} costs", case.method, case.stages, case.microbatches, slots, seconds)
+        rows.append(row | {"slot_seconds": case.slot_ms / 1e3})
+    return rows
+
+
+def _row(what: str, method: str, stages: int, m: int, slots: float, seconds: float) -> Row:
+    found = {"what": what, "method": method, "A": stages, "M": m, "slots": slots, "seconds": seconds}
+    return {"kind": "measured", **found, "machine": machine(), "versions": versions()}
+
+
+def real(method: str, m: int, steps: int, train: Sequence[str] = _NETWORK) -> list[Row]:
+    """Seconds per mini-batch of a network in two stages, on two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "nwise",
+        ]
+        command += train
+        command += ["--strategy", method, "--microbatches", str(m), "--max-steps", str(steps), "--eval-every", "1000"]
+        command += ["--log-every", str(steps // 4), "--runs", folder, "--json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise OSError(f"Two processes should train and end. Found that they failed: {done.stderr[-300:]}")
+        lines = next(Path(folder).rglob("metrics.jsonl")).read_text().splitlines()
+    logged = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    first, last = logged[0], logged[-1]
+    seconds = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    name = "gpipe" if method == "end-to-end" else method
+    slots = timed_method(name, num_stages=2, num_microbatches=m, costs=PAPER).period
+    return [_row("real", name, 2, m, slots, seconds)]
+
+
+def window(row: Row) -> int:
+    """N of a measured row."""
+    return int(row["A"]) if row["method"] == "gpipe" else int(row["method"][0])
+
+
+def fitted(rows: Sequence[Row], what: str) -> Slot | None:
+    """c0 and c1 of the measured rows of a kind; None if there are too few."""
+    cells = {(r["A"], r["M"], window(r)): r["seconds"] for r in rows if r["kind"] == "measured" and r["what"] == what}
+    return fit_slot(cells) if len({m for _, m, _ in cells}) > 1 else None

@@ -1,0 +1,94 @@
+"""The figures of the timing model: measured beside modelled, and the speed-up over end-to-end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from nwise.report.figures import COLOURS
+from nwise.reproduce.plots import panels_of, style, styled
+from nwise.reproduce.timing import MEASURED, Row, fitted, window
+from nwise.schedule import Slot, paper_time
+
+
+def draw(rows: Sequence[Row], folder: Path, size: str) -> None:
+    """All of them."""
+    speed_up(rows, folder / "speedup.png")
+    if any(row["kind"] == "measured" for row in rows):
+        measured_beside_modelled(rows, folder / f"{size}.png")
+
+
+def modelled(row: Row, slot: Slot | None) -> float:
+    """Seconds per mini-batch: by the paper's formula with a fitted slot, else the schedule's slots of the length they had."""
+    if slot is not None:
+        return paper_time(row["A"], row["M"], window(row)) * slot.seconds(row["M"])
+    return float(row["slots"] * row["slot_seconds"])
+
+
+@styled
+def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
+    """The paper's figure of A = 4 and 6; with it costs as they are, and a real network."""
+    found = [row for row in rows if row["kind"] == "measured"]
+    titles = {
+        ("virtual, paper costs", 4): "A = 4, paper's costs",
+        ("virtual, paper costs", 6): "A = 6, paper's costs",
+        ("virtual, transformer costs", 4): "A = 4, F = I = W, head 0.5",
+        ("real", 2): "A = 2, a real network",
+    }
+    figure, panels = panels_of(len(titles), width=2.9, height=3.2)
+    for axes, ((what, stages), title) in zip(panels, titles.items(), strict=True):
+        slot = None if "transformer" in what else fitted(rows, what)
+        for method in MEASURED:
+            own = [row for row in found if (row["what"], row["A"], row["method"]) == (what, stages, method)]
+            _points(axes, own, method, slot)
+        axes.set(title=title, xlabel="micro-batches M")
+    panels[0].set_ylabel("ms per mini-batch (lines: modelled)")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _points(axes: Axes, own: Sequence[Row], method: str, slot: Slot | None) -> None:
+    if not own:
+        return
+    look = style("end-to-end" if method == "gpipe" else method)
+    sizes = [row["M"] for row in own]
+    lines = [1e3 * modelled(row, slot) for row in own]
+    axes.loglog(sizes, lines, color=look["color"], lw=1)
+    axes.loglog(sizes, [1e3 * row["seconds"] for row in own], **{**look, "linestyle": "", "label": method})
+    axes.set_xticks(sizes, [str(m) for m in sizes])
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [
+        t for t in (20, 30, 50, 70, 100, 150, 200, 300, 400, 600, 1000, 2000, 5000, 10000, 20000) if low <= t <= high
+    ]
+    axes.set_yticks(ticks, [str(t) for t in ticks])
+
+
+@styled
+def speed_up(rows: Sequence[Row], path: Path) -> None:
+    """Over GPipe by the paper's model left; over better rivals at costs as they are right."""
+    figure, (left, right) = panels_of(2, width=3.8)
+    over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
+    for i in range(1, 6):
+        own = sorted((a, value) for (a, n), value in over.items() if n == i)
+        left.plot([a for a, _ in own], [value for _, value in own], color=COLOURS[i - 1], label=f"{i}-wise")
+    slot = Slot()
+    for a in (2, 4, 8, 15, 24, 30):  # the best M of 2-wise at each point, as in the paper's figure
+        left.annotate(str(slot.best_microbatches(a, min(2, a))), (a, over[a, 2]), fontsize=7, ha="center", va="bottom")
+    left.set(title="paper's model: over GPipe\n(numbers: best M of 2-wise)", xlabel="stages A")
+    left.set_ylabel("speed-up of a step, each at its best M")
+    times = {(r["method"], r["A"]): r["time"] for r in rows if r["kind"] == "honest"}
+    stages = sorted({a for _, a in times})
+    for i, (rival, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
+        for j, name in enumerate(("2-wise", "3-wise")):
+            ratios = [times[rival, a] / times[name, a] for a in stages]
+            right.plot(
+                stages, ratios, line, color=COLOURS[j + 1], label=f"{name} over {rival}", marker="os"[i], markersize=3
+            )
+    right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
+    for axes in (left, right):
+        axes.axhline(1, color="#555555", lw=0.8)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
