@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import multiprocessing
 import random
 import re
 from pathlib import Path
@@ -60,6 +61,25 @@ def test_a_cell_again_gives_the_same_numbers_in_other_processes_too() -> None:
     assert {name: numbers(r) for name, r in first.items()} == {name: numbers(r) for name, r in second.items()}
     assert [news for news in told if news[1] == news[2]] == [(cell.name, 6, 6) for cell in cells]
     assert len({json.dumps(numbers(r)["tests"]) for r in first.values()}) == 3
+
+
+def test_nobody_waits_for_cells_after_an_interruption() -> None:
+    long = Cell(method="2-wise", recipe=dataclasses.replace(TINY, max_steps=100_000, epochs=1e6, eval_every=1e6))
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    def kill(name: str, done: int, total: int) -> None:
+        multiprocessing.active_children()[0].kill()
+
+    quick = [dataclasses.replace(long, recipe=dataclasses.replace(long.recipe, max_steps=60, seed=i)) for i in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        list(run_cells([*quick, long], 2, interrupt))
+    with pytest.raises(
+        OSError, match=r"2 processes should run the cells. Found that one has died"
+    ):
+        list(run_cells([*quick, long], 2, kill))
+    assert not multiprocessing.active_children()
 
 
 def test_a_record_says_what_trainer_and_evaluation_found() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.queues import SimpleQueue
 from typing import Any
@@ -29,6 +30,9 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
         cells: which.
         workers: processes; 1 runs in this one.
         told: called with a cell's name, its steps done, and the steps it has.
+
+    Raises:
+        OSError: a process died.
     """
     if workers == 1:
         cache = _Cache()
@@ -47,6 +51,15 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
                 told(cells[number].name, steps, total)
             for future in done:
                 yield waiting.pop(future), future.result()
+    except BrokenProcessPool as error:
+        raise OSError(
+            f"{workers} processes should run the cells. Found that one has died, perhaps for want of memory; the records so far "
+            "are kept, and the same command goes on (`--workers 1` takes less memory)."
+        ) from error
+    except BaseException:  # Ctrl-C above all: nobody wants to wait for the cells that run
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
