@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from nwise.cli.output import INTERRUPTED, OK, print_json
+from nwise.machine import num_cores
 from nwise.reproduce.claims import Claim
 from nwise.reproduce.experiment import Job
 from nwise.reproduce.index import EXPERIMENTS, experiment, write_index
@@ -43,6 +43,8 @@ class Reproduce:
     """How many; default: the experiment's own number."""
     only: tuple[str, ...] = ()
     """Run only cells whose name has one of these texts in it, such as "2-wise" "seed 0"."""
+    redraw: bool = False
+    """Run nothing, only write tables and figures from the records that there are."""
     workers: int | None = None
     """Processes at once; default: one for each core, on a GPU one."""
     json: bool = False
@@ -53,10 +55,18 @@ class Reproduce:
             if number is not None and number < 1:
                 raise ValueError(f"`{name}` should be at least 1. Found {number}.")
         names = list(EXPERIMENTS) if self.experiment == "all" else [experiment(self.experiment).name]
-        cores = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
-        job = Job(folder=self.folder, size=self.size, seeds=self.seeds, only=self.only, workers=self.workers or cores)
         display = _Display(console, quiet=self.json)
-        job = dataclasses.replace(job, told=display.told, began=display.began)
+        job = Job(
+            folder=self.folder,
+            size=self.size,
+            seeds=self.seeds,
+            only=self.only,
+            redraw=self.redraw,
+            workers=self.workers or (1 if torch.cuda.is_available() else num_cores()),
+            told=display.told,
+            began=display.began,
+            skipped=display.skipped,
+        )
         try:
             with display.progress:
                 for name in names:
@@ -71,7 +81,8 @@ class Reproduce:
         if self.json:
             print_json({"claims": [{"experiment": name, **dataclasses.asdict(claim)} for name, claim in claims]})
         else:
-            console.print(_table(claims))
+            if claims:
+                console.print(_table(claims))
             console.print(
                 f"Tables and figures: {self.folder}; all results: {self.folder / 'README.md'}",
                 soft_wrap=True,
@@ -119,6 +130,10 @@ class _Display:
             self._console.print(note, soft_wrap=True, highlight=False)
         if missing:
             self._all = self.progress.add_task(title, total=missing)
+
+    def skipped(self, why: str) -> None:
+        """What cannot be run."""
+        Console(stderr=True).print(f"nwise reproduce: {why}", soft_wrap=True, highlight=False, markup=False)
 
     def told(self, name: str, done: int, total: int) -> None:
         """How far a cell is."""

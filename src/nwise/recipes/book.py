@@ -169,17 +169,17 @@ def lm1b() -> Recipe:
 
 def lm1b_small() -> Recipe:
     """E6, small: 4 stages of one block, width 64, BPE of 500 on a piece of One Billion Word, a minute on a core."""
-    data = TextSource(source="lm1b", hub="billion-word-benchmark/lm1b", sentences=True, test_limit=300)
+    data = TextSource(source="lm1b", hub="billion-word-benchmark/lm1b", sentences=True, test_limit=200)
     return Recipe(
         name="lm1b-small",
         data=data,
         model=Gpt(blocks_per_stage=1, width=64, sequence_length=32, head_blocks=1, vocabulary_size=500),
-        optimizer=Adam(lr=0.04, beta2=0.98, eps=1e-9, warmup_steps=100),
+        optimizer=Adam(lr=0.025, beta2=0.98, eps=1e-9, warmup_steps=40),
         strategy="2-wise-mean",
         batch_size=32,
         epochs=1,
         max_steps=400,
-        eval_every=0.05,
+        eval_every=0.025,
     )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nwise.data import Images, Tokens
+from nwise.data.sources import tables
 from nwise.machine import machine
-from nwise.recipes import Recipe, from_json, to_json
+from nwise.recipes import ImageSource, Recipe, TextSource, from_json, to_json
 from nwise.training import Scores, Trainer, evaluate
 from nwise.training.run import versions
+from nwise.training.trainer import autocast
 
 Record = dict[str, Any]
 Data = tuple[Images, Images] | tuple[Tokens, Tokens]
@@ -44,9 +48,10 @@ class Cell:
         """What one sees while it runs.
 
         >>> Cell(method="2-wise", recipe=Recipe()).name
-        '6 stages, 2-wise, seed 0'
+        'digits, 6 stages, 2-wise, seed 0'
         """
-        parts = [f"{self.num_stages} stages", self.method, self.part, f"seed {self.recipe.seed}"]
+        data = getattr(self.recipe.data, "source", "digits")
+        parts = [data, f"{self.num_stages} stages", self.method, self.part, f"seed {self.recipe.seed}"]
         return ", ".join(part for part in parts if part)
 
 
@@ -54,8 +59,20 @@ def cell_of(record: Record) -> Cell | None:
     """What a record is of; None if it was written by a version whose configurations cannot be read."""
     try:
         return Cell(method=record["method"], part=record["part"], recipe=from_json(record["config"]))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError):
         return None
+
+
+def missing_data(data: object) -> str | None:
+    """Why the data of a recipe cannot be had; None if they can."""
+    if not isinstance(data, ImageSource | TextSource):
+        return None
+    try:
+        for split in data.splits:
+            tables(data.source, split, hub=data.hub)
+    except (FileNotFoundError, ImportError) as error:
+        return str(error)
+    return None
 
 
 @dataclass
@@ -75,9 +92,10 @@ class _History:
         self.told(step, self.steps)
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        loss = [None if s is None else round(s.loss, 6) for s in scores.heads]
+        loss = [None if s is None or not isfinite(s.loss) else round(s.loss, 6) for s in scores.heads]
         accuracy = [None if s is None else round(s.accuracy, 6) for s in scores.heads]
-        train = round(float(torch.stack(self.losses).mean()), 6) if self.losses else None
+        mean = float(torch.stack(self.losses).mean()) if self.losses else math.nan
+        train = round(mean, 6) if isfinite(mean) else None
         self.losses = []
         self.tests.append({"step": step, "train": train, "loss": loss, "accuracy": accuracy})
 
@@ -116,8 +134,9 @@ def measure(
         "tests": history.tests,
     }
     if cell.recipe.heads == "all" and not trainer.pipe.strategy.asynchronous:
-        scores = evaluate(trainer.pipe, trainer.test_data, 2 * cell.recipe.batch_size, ensembles=True)
-        found["ensembles"] = [{key: round(v, 6) for key, v in asdict(score).items()} for score in scores.ensembles]
+        with autocast(cell.recipe, trainer.device):
+            scores = evaluate(trainer.pipe, trainer.test_data, 2 * cell.recipe.batch_size, ensembles=True)
+        found["ensembles"] = [{"accuracy": round(score.accuracy, 6)} for score in scores.ensembles]
     return found | {
         "seconds": round(seconds, 2),
         "machine": machine(),

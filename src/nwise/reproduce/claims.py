@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isnan, sqrt
 from statistics import mean, stdev
@@ -12,6 +12,7 @@ from nwise.reproduce import markdown
 
 Verdict = Literal["holds", "does not hold", "undecided"]
 Seeds = Mapping[int, float]
+_WORST = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,15 @@ class Claim:
     wanted: str
 
 
-def greater(text: str, source: str, first: Seeds, second: Seeds, *, unit: str = "points", by: float = 0.0) -> Claim:
-    """That the first is greater than the second, by more than `by`; runs of one seed are a pair.
+def greater(
+    text: str, source: str, first: Seeds, second: Seeds | None = None, *, unit: str = "points", by: float = 0.0
+) -> Claim:
+    """That the first is greater than the second by more than `by`, or than `by` itself; runs of one seed are a pair.
 
     >>> greater("", "", {0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict
     'holds'
     """
-    effect, low, high, seeds = interval(first, second)
+    effect, low, high, seeds = interval(first, dict.fromkeys(first, 0.0) if second is None else second)
     verdict: Verdict = "holds" if low > by else "does not hold" if high < by else "undecided"
     return Claim(text, source, effect, low, high, unit, seeds, verdict, f"> {by:g}")
 
@@ -64,6 +67,13 @@ def equal(text: str, source: str, first: Seeds, second: Seeds, *, within: float,
     return Claim(text, source, effect, low, high, unit, seeds, verdict, f"within {within:g}")
 
 
+def no_greater(text: str, source: str, first: Seeds, second: Seeds, *, by: float, unit: str = "points") -> Claim:
+    """That the first is greater than the second by less than `by`, if at all."""
+    effect, low, high, seeds = interval(first, second)
+    verdict: Verdict = "holds" if high < by else "does not hold" if low > by else "undecided"
+    return Claim(text, source, effect, low, high, unit, seeds, verdict, f"< {by:g}")
+
+
 def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
     """A claim about numbers that no chance is in."""
     return Claim(text, source, effect, effect, effect, unit, 0, "holds" if holds else "does not hold", wanted)
@@ -76,7 +86,8 @@ def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:
     >>> effect, pairs, round(low, 3), round(high, 3)
     (2.0, 2, -10.706, 14.706)
     """
-    differences = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    # A run that diverged is worse than any other, by as much as one likes.
+    differences = [max(-_WORST, min(_WORST, d)) for d in difference(first, second).values() if not isnan(d)]
     if not differences:
         return float("nan"), -inf, inf, 0
     effect = mean(differences)
@@ -86,6 +97,36 @@ def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:
 
     half = float(t.ppf(0.975, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
     return effect, effect - half, effect + half, len(differences)
+
+
+def difference(first: Seeds, second: Seeds) -> dict[int, float]:
+    """By seed, where both have a value."""
+    return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
+
+
+def mean_of(several: Sequence[Seeds]) -> dict[int, float]:
+    """By seed, where all have a value.
+
+    >>> mean_of([{0: 1.0, 1: 2.0}, {0: 3.0}])
+    {0: 2.0}
+    """
+    seeds = set.intersection(*(set(one) for one in several)) if several else set()
+    return {seed: mean(one[seed] for one in several) for seed in sorted(seeds)}
+
+
+def slope(points: Mapping[int, Seeds]) -> dict[int, float]:
+    """By seed the slope of the straight line that fits its values best.
+
+    Args:
+        points: values by seed at each x.
+
+    >>> slope({1: {0: 5.0}, 2: {0: 6.0}, 4: {0: 8.0, 1: 0.0}})
+    {0: 1.0}
+    """
+    centre = mean(points)
+    spread = sum((x - centre) ** 2 for x in points)
+    weighted = [{seed: len(points) * (x - centre) / spread * v for seed, v in ys.items()} for x, ys in points.items()]
+    return mean_of(weighted)
 
 
 def table(claims: list[Claim]) -> str:

@@ -15,10 +15,10 @@ from typing import Literal
 from nwise.schedule import PAPER
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, prices
-from nwise.schedule.paper import POWERS
 from nwise.schedule.rivals import timed_method
 
 Clock = Literal["paper", "honest"]
+_SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def step_time(method: str, num_stages: int, clock: Clock, memory: float | None =
         return StepTime(found.period, 1, max(found.in_flight))
     options = []
     name, chains = ("zero-bubble", "stored") if method == "end-to-end" else (method, "walked")
-    for m in POWERS:
+    for m in _SIZES:
         costs = TRANSFORMER.split_in(m)
         with suppress(DoesNotFit):
             found = timed_method(
@@ -64,6 +64,15 @@ def step_time(method: str, num_stages: int, clock: Clock, memory: float | None =
     if not options:
         raise DoesNotFit(method, 1.0, memory or 0.0)
     return min(options, key=lambda option: (round(option.slots, 9), option.num_microbatches))
+
+
+def slots_text(method: str, num_stages: int, memory: float | None = None) -> str:
+    """Slots a step by the honest clock and M, as text; – if nothing fits."""
+    try:
+        found = step_time(method, num_stages, "honest", memory)
+    except DoesNotFit:
+        return "–"
+    return f"{found.slots:.2f} ({found.num_microbatches})"
 
 
 def work(method: str, num_stages: int) -> float:

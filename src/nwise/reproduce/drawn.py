@@ -38,6 +38,9 @@ class Drawn(Experiment):
         self._draw(folder / "figure.png")
         self.document(job, f"![{self.title}](figure.png)\n\n{claiming.table(self._found())}")
 
+    def progress(self, job: Job) -> tuple[int, int]:
+        return int(self.page(job).exists()), 1
+
     def claims(self, job: Job) -> list[Claim]:
         return self._found() if self.page(job).exists() else []
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from nwise.reproduce import e2, markdown
 from nwise.reproduce.claims import Claim, equal, greater
-from nwise.reproduce.experiment import Parts, Size, Trained
 from nwise.reproduce.plots import accuracy_of_heads
 from nwise.reproduce.runs import Runs, head_of
+from nwise.reproduce.trained import Parts, Trained
 
 _METHODS = (*e2.PAPER, *e2.BEYOND)
 
@@ -38,11 +38,14 @@ def tables(runs: Runs) -> str:
     return f"{markdown.table(['head of stage, test accuracy, %', 1, 2, 3, 4], rows)}\n\n{note}"
 
 
-def draw(runs: Runs, folder: Path, size: Size) -> None:
+def draw(runs: Runs, path: Path) -> None:
     """The paper's figure."""
-    accuracy_of_heads(runs, list(_METHODS), 4, folder / f"{size}.png")
+    accuracy_of_heads(runs, list(_METHODS), 4, path.with_suffix(".png"))
 
 
 E3 = Trained(
-    "e3", "E3, the accuracy of every head", Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw), of="e2"
+    "e3",
+    "E3, the accuracy of every head",
+    Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw, seeds=e2.E2.parts.seeds),
+    of="e2",
 )

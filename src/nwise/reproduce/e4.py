@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
 from nwise.recipes import ImageSource, Recipe, Sgd
 from nwise.reproduce import e2, markdown
 from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, equal, exact, greater
-from nwise.reproduce.experiment import Parts, Size, Trained
+from nwise.reproduce.claims import Claim, equal, greater
+from nwise.reproduce.experiment import Size
 from nwise.reproduce.plots import grid_of_fine_tuning
-from nwise.reproduce.runs import Runs, accuracy
+from nwise.reproduce.runs import Runs, accuracy, shown
+from nwise.reproduce.trained import Parts, Trained
 
 METHODS = ("end-to-end", "2-wise", "1-wise", "fine-tuning")
-PRINTED = {
-    "CIFAR-10": ("92.86 (0.15)", "94.06 (0.12)", "93.98 (0.07)", "94.21 (0.07)"),
-    "CIFAR-100": ("73.98 (0.13)", "76.85 (0.14)", "74.33 (0.09)", "76.40 (0.16)"),
-}
 _DROPS = (0.7, 0.85, 0.95)
 
-# Epochs of 2-wise; end-to-end has half, 1-wise twice as many, fine-tuning T1 local ones and (2 budget - T1) / 4 end-to-end.
-BUDGET: Mapping[str, int] = {"small": 4, "CIFAR-10": 80, "CIFAR-100": 100}
-
-# (T1, rate after it): epochs after T1 at which the rate is divided by 10, as printed, and the printed validation accuracy.
+# T1, and the rate after it.
 Point = tuple[int, float]
-_10: dict[Point, tuple[tuple[int, ...], float]] = {
+# Epochs after T1 at which the rate is divided by 10, as printed, and the printed validation accuracy.
+Grid = Mapping[Point, tuple[tuple[int, ...], float]]
+_CIFAR10: Grid = {
     (60, 0.1): ((18, 21, 24), 93.78),
     (60, 0.01): ((19, 23), 93.31),
     (80, 0.1): ((12, 16, 18), 93.86),
@@ -40,7 +36,7 @@ _10: dict[Point, tuple[tuple[int, ...], float]] = {
     (140, 0.01): ((3,), 93.26),
     (140, 0.001): ((4,), 93.34),
 }
-_100: dict[Point, tuple[tuple[int, ...], float]] = {
+_CIFAR100: Grid = {
     (80, 0.1): ((20, 26, 28), 77.00),
     (80, 0.01): ((22, 27), 75.66),
     (100, 0.1): ((18, 21, 24), 76.71),
@@ -55,68 +51,107 @@ _100: dict[Point, tuple[tuple[int, ...], float]] = {
     (180, 0.01): ((3, 4), 74.72),
     (180, 0.001): ((4,), 74.50),
 }
-# The small size: T1 of the same shares of the budget, a twentieth of the epochs, half the rates since it has half the batch.
-_SMALL: dict[Point, tuple[tuple[int, ...], float]] = {
-    (2, 0.05): ((), 0.0),
-    (4, 0.05): ((), 0.0),
-    (6, 0.05): ((), 0.0),
-    (2, 0.005): ((), 0.0),
-    (4, 0.005): ((), 0.0),
-    (6, 0.005): ((), 0.0),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs between the rows of table 12.
+
+    Args:
+        base: the network and its data.
+        budget: epochs of 2-wise; end-to-end has half as many, 1-wise twice as many, fine-tuning T1 1-wise and then
+            (2 budget - T1) / 4 end-to-end.
+        high: rate at the start.
+        best: the point of the grid that is run on the test images, the paper's best.
+        points: of the grid.
+        grid_seeds: how many of the seeds have the grid.
+        grid: what is printed of it; empty if nothing is.
+        printed: accuracy of the four methods.
+    """
+
+    base: Recipe
+    budget: int
+    high: float
+    best: Point
+    points: tuple[Point, ...]
+    grid_seeds: int
+    grid: Grid
+    printed: tuple[str, ...]
+
+    def plain(self, method: str) -> Recipe:
+        """A method that does not change."""
+        epochs = {"end-to-end": self.budget // 2, "2-wise": self.budget, "1-wise": 2 * self.budget}[method]
+        settings = replace(self.base, heads="live", strategy=method, epochs=epochs, eval_every=epochs)
+        return replace(settings, optimizer=Sgd(lr=self.high, drops=_DROPS))
+
+    def fine_tuning(self, point: Point) -> Recipe:
+        """T1 epochs 1-wise, then heads discarded, the optimizer reset, T2 epochs end-to-end at another rate."""
+        first, rate = point
+        second = (2 * self.budget - first) / 4
+        # Where no epochs are printed, the shares that the printed ones round: one drop fewer for a lower rate.
+        shares = _DROPS if rate == self.high else _DROPS[:2]
+        drops = tuple(drop / second for drop in self.grid[point][0]) if point in self.grid else shares
+        return replace(
+            self.plain("1-wise"),
+            strategy=f"local@{first}epochs,end-to-end",
+            epochs=first + second,
+            eval_every=first + second,
+            then=Sgd(lr=rate, drops=drops),
+        )
+
+
+_PRINTED_10 = ("92.86 (0.15)", "94.06 (0.12)", "93.98 (0.07)", "94.21 (0.07)")
+_PRINTED_100 = ("73.98 (0.13)", "76.85 (0.14)", "74.33 (0.09)", "76.40 (0.16)")
+# The small size has a twentieth of the epochs, T1 of the same shares, and half the rates since it has half the batch.
+_SMALL_POINTS = tuple((first, rate) for rate in (0.05, 0.005) for first in (2, 4, 6))
+SETTINGS: dict[tuple[Size, str], Setting] = {
+    ("small", "cifar10"): Setting(
+        e2.base("small"), 4, 0.05, (4, 0.05), _SMALL_POINTS, grid_seeds=2, grid={}, printed=_PRINTED_10
+    ),
+    ("full", "cifar10"): Setting(
+        e2.base("full"), 80, 0.1, (80, 0.1), tuple(_CIFAR10), grid_seeds=1, grid=_CIFAR10, printed=_PRINTED_10
+    ),
+    ("full", "cifar100"): Setting(
+        e2.base("full", "cifar100"),
+        100,
+        0.1,
+        (80, 0.1),
+        tuple(_CIFAR100),
+        grid_seeds=1,
+        grid=_CIFAR100,
+        printed=_PRINTED_100,
+    ),
 }
-GRID = {"small": _SMALL, "CIFAR-10": _10, "CIFAR-100": _100}
-_BEST: Mapping[str, Point] = {"small": (4, 0.05), "CIFAR-10": (80, 0.1), "CIFAR-100": (80, 0.1)}
-
-
-def _base(row: str) -> Recipe:
-    return e2.base("small") if row == "small" else e2.base("full", _part(row))
-
-
-def _high(row: str) -> float:
-    return 0.05 if row == "small" else 0.1
-
-
-def _plain(row: str, method: str) -> Recipe:
-    epochs = {"end-to-end": BUDGET[row] // 2, "2-wise": BUDGET[row], "1-wise": 2 * BUDGET[row]}[method]
-    settings = replace(_base(row), heads="live", strategy=method, epochs=epochs, eval_every=epochs)
-    return replace(settings, optimizer=Sgd(lr=_high(row), drops=_DROPS))
-
-
-def fine_tuning(row: str, point: Point) -> Recipe:
-    """T1 epochs 1-wise, then heads discarded, the optimizer reset, T2 epochs end-to-end at another rate."""
-    first, rate = point
-    second = (2 * BUDGET[row] - first) / 4
-    printed = GRID[row][point][0]
-    # The small size has no printed epochs: the shares that the paper says it rounds, one or two drops for a lower rate.
-    drops = tuple(drop / second for drop in printed) or (_DROPS if rate == _high(row) else _DROPS[:2])
-    return replace(
-        _plain(row, "1-wise"),
-        strategy=f"local@{first}epochs,end-to-end",
-        epochs=first + second,
-        eval_every=first + second,
-        then=Sgd(lr=rate, drops=drops),
-    )
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
     """The four methods on the test set, and the grid on a tenth of the training set that is withheld."""
     found = []
-    for row in ("small",) if size == "small" else ("CIFAR-10", "CIFAR-100"):
+    for setting in (setting for (its, _), setting in SETTINGS.items() if its == size):
         for seed in range(seeds):
-            recipes = {method: _plain(row, method) for method in METHODS[:3]}
-            recipes["fine-tuning"] = fine_tuning(row, _BEST[row])
-            found += [Cell(method=m, part=_part(row), recipe=replace(r, seed=seed)) for m, r in recipes.items()]
-            for point in GRID[row] if seed < (2 if size == "small" else 1) else ():
-                settings = fine_tuning(row, point)
+            recipes = {method: setting.plain(method) for method in METHODS[:3]}
+            recipes["fine-tuning"] = setting.fine_tuning(setting.best)
+            found += [Cell(method=m, recipe=replace(r, seed=seed)) for m, r in recipes.items()]
+            for point in setting.points if seed < setting.grid_seeds else ():
+                settings = setting.fine_tuning(point)
                 assert isinstance(settings.data, ImageSource)
                 settings = replace(settings, data=replace(settings.data, withheld=0.1), seed=seed)
-                found.append(Cell(method="fine-tuning", part=_part(row, point), recipe=settings))
+                found.append(Cell(method="fine-tuning", part=_part(point), recipe=settings))
     return found
 
 
-def _part(row: str, point: Point | None = None) -> str:
-    name = "" if row in ("small", "CIFAR-10") else row
-    return name if point is None else f"{name} grid T1 = {point[0]}, rate {point[1]:g}".strip()
+def _part(point: Point) -> str:
+    return f"grid T1 = {point[0]}, rate {point[1]:g}"
+
+
+def _setting(runs: Runs) -> Setting:
+    return SETTINGS["small" if runs.size == "small" else "full", runs.source]
+
+
+def validation(runs: Runs) -> dict[Point, dict[int, float]]:
+    """Accuracy over the grid by seed, as far as it was run."""
+    found = {point: runs.scores(accuracy, "fine-tuning", part=_part(point)) for point in _setting(runs).points}
+    return {point: values for point, values in found.items() if values}
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -125,70 +160,60 @@ def claims(runs: Runs) -> list[Claim]:
     def of(method: str) -> dict[int, float]:
         return runs.scores(accuracy, method)
 
+    text = "fine-tuning equals 2-wise at equal time"
     found = [
         greater("2-wise above end-to-end at equal time", "table 12", of("2-wise"), of("end-to-end")),
         greater("1-wise above end-to-end at equal time", "table 12", of("1-wise"), of("end-to-end")),
         greater("fine-tuning above end-to-end at equal time", "table 12", of("fine-tuning"), of("end-to-end")),
-        equal(
-            "fine-tuning equals 2-wise at equal time (CIFAR-10)", "table 12", of("fine-tuning"), of("2-wise"), within=1
-        ),
+        equal(text, "table 12", of("fine-tuning"), of("2-wise"), within=1),
         greater("fine-tuning above 1-wise at equal time", "table 12", of("fine-tuning"), of("1-wise")),
     ]
-    grid = _validation(runs, _row(runs))
-    high = _high(_row(runs))
-    for first in sorted(
-        {first for first, rate in grid if rate == high} & {first for first, rate in grid if rate < high}
-    ):
-        text = f"fine-tuning after {first} epochs: rate {high:g} above {high / 10:g}"
-        found.append(greater(text, "table 15", grid[first, high], grid[first, high / 10]))
-    if grid:
-        best = max(grid, key=lambda point: mean(grid[point].values()))
-        text = "the best point of the grid has the high rate, and T1 = the epochs of 2-wise"
-        wanted = _BEST[_row(runs)]
-        behind = mean(grid[wanted].values()) - mean(grid[best].values()) if wanted in grid else float("nan")
-        found.append(exact(text, "table 15", behind, holds=best == wanted, wanted="0 behind the best", unit="points"))
+    return found + _grid_claims(_setting(runs), validation(runs))
+
+
+def _grid_claims(setting: Setting, grid: Mapping[Point, Mapping[int, float]]) -> list[Claim]:
+    high, low = setting.high, setting.high / 10
+    both = sorted({first for first, rate in grid if rate == high} & {first for first, rate in grid if rate == low})
+    pairs = [(first, seed) for first in both for seed in sorted(grid[first, high].keys() & grid[first, low].keys())]
+    text = f"after 1-wise, end-to-end at rate {high:g} is above {low:g} (pairs of one seed and T1)"
+    sides = ({i: grid[first, rate][seed] for i, (first, seed) in enumerate(pairs)} for rate in (high, low))
+    found = [greater(text, "table 15", *sides)]
+    others = [point for point in grid if point != setting.best]
+    if others:
+        rival = max(others, key=lambda point: mean(grid[point].values()))
+        text = f"T1 = {setting.best[0]} at rate {high:g} is above the best of the other points"
+        found.append(greater(text, "table 15", grid.get(setting.best, {}), grid[rival]))
     return found
-
-
-def _row(runs: Runs) -> str:
-    return "small" if any(f"T1 = {first}," in r["part"] for r in runs.records for first, _ in _SMALL) else "CIFAR-10"
-
-
-def _validation(runs: Runs, row: str) -> dict[Point, dict[int, float]]:
-    found = {point: runs.scores(accuracy, "fine-tuning", part=_part(row, point)) for point in GRID[row]}
-    return {point: values for point, values in found.items() if values}
 
 
 def tables(runs: Runs) -> str:
     """Ours beside the paper's, and the grid."""
-    rows = []
-    for row, printed in PRINTED.items():
-        if runs.of("2-wise", part=_part(row)):
-            rows.append([f"**ours**: {row}", *(runs.shown(accuracy, m, part=_part(row)) for m in METHODS)])
-        rows.append([f"paper: {row}", *printed])
-    grids = [_grid(runs, row) for row in GRID if _validation(runs, row)]
-    return "\n\n".join([markdown.table(["test accuracy at equal time, %", *METHODS], rows), *grids])
+    setting = _setting(runs)
+    rows = [
+        [f"**ours**: {runs.source}", *(runs.shown(accuracy, m) for m in METHODS)],
+        [f"paper: {runs.source}", *setting.printed],
+    ]
+    return f"{markdown.table(['test accuracy at equal time, %', *METHODS], rows)}\n\n{_grid(setting, validation(runs))}"
 
 
-def _grid(runs: Runs, row: str) -> str:
-    found = _validation(runs, row)
-    rates = sorted({rate for _, rate in GRID[row]}, reverse=True)
+def _grid(setting: Setting, found: Mapping[Point, Mapping[int, float]]) -> str:
+    rates = sorted({rate for _, rate in setting.points}, reverse=True)
     rows = []
-    for first in sorted({first for first, _ in GRID[row]}):
+    for first in sorted({first for first, _ in setting.points}):
         entries = []
         for rate in rates:
-            ours = mean(found[first, rate].values()) if (first, rate) in found else None
-            printed = GRID[row].get((first, rate), ((), 0.0))[1]
-            entries.append(("–" if ours is None else f"{ours:.2f}") + (f" [{printed:.2f}]" if printed else ""))
+            ours = shown(list(found.get((first, rate), {}).values()))
+            printed = setting.grid.get((first, rate))
+            entries.append(ours if printed is None else f"{ours} [{printed[1]:.2f}]")
         rows.append([first, *entries])
     table = markdown.table(["epochs 1-wise", *(f"rate {rate:g}" for rate in rates)], rows)
-    title = f"## Grid of fine-tuning, {'CIFAR-10' if row == 'small' else row}"
-    return f"{title}\n\nAccuracy on a tenth of the training images, withheld; the paper's in brackets.\n\n{table}"
+    title = "## Grid of fine-tuning"
+    return f"{title}\n\nAccuracy on a tenth of the training images, withheld; the paper's in brackets if printed.\n\n{table}"
 
 
-def draw(runs: Runs, folder: Path, size: Size) -> None:
+def draw(runs: Runs, path: Path) -> None:
     """Equal time left, the grid right."""
-    grid_of_fine_tuning(runs, list(METHODS), _validation(runs, _row(runs)), folder / f"{size}.png")
+    grid_of_fine_tuning(runs, list(METHODS), validation(runs), path.with_suffix(".png"))
 
 
 E4 = Trained(

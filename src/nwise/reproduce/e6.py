@@ -9,10 +9,12 @@ from nwise.recipes import Gpt, recipe
 from nwise.reproduce import markdown
 from nwise.reproduce.cell import Cell
 from nwise.reproduce.claims import Claim, exact, greater
-from nwise.reproduce.clock import Clock, step_time
-from nwise.reproduce.experiment import Parts, Size, Trained, on_a_gpu
+from nwise.reproduce.clock import Clock, slots_text, step_time
+from nwise.reproduce.experiment import Size
 from nwise.reproduce.plots import language_models, loss_over_time
 from nwise.reproduce.runs import Runs, loss, loss_at, perplexity
+from nwise.reproduce.trained import Parts, Trained, on_a_gpu
+from nwise.schedule.best import DoesNotFit
 
 # The paper's N-wise runs of Transformers have the mean of the own and the far loss.
 PAPER = ("1-wise", "2-wise-mean", "3-wise-mean", "end-to-end")
@@ -20,6 +22,7 @@ BEYOND = ("2-wise", "3-wise", "rotating-2", "geometric-0.5", "deep-supervision")
 HOGWILD = (3, 4, 5)
 _STAGES = (3, 4, 5, 6)
 _FOUR = 4  # stages of figure 8, and of what goes beyond the paper
+_LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
@@ -50,8 +53,8 @@ def claims(runs: Runs) -> list[Claim]:
         found.append(greater(text, "figure 7", at(worse), at(better), unit="nats"))
     found += _at_every_moment(runs, "paper", "figure 8") + _at_every_moment(runs, "honest", "ours")
     ratio = step_time("2-wise-mean", _FOUR, "paper").slots / step_time("end-to-end", _FOUR, "paper").slots
-    text = "2-wise takes no more than half the step time of end-to-end, four stages, paper's costs"
-    found.append(exact(text, "figure 7", ratio, holds=ratio <= 0.5, wanted="<= 0.5", unit="of it"))
+    text = "2-wise takes less than half the step time of end-to-end, four stages, paper's costs"
+    found.append(exact(text, "figure 7", ratio, holds=ratio < 0.5, wanted="< 0.5", unit="of it"))
     text = "the mean variant helps: 2-wise is worse than 2-wise-mean"
     found.append(greater(text, "section 4", at("2-wise"), at("2-wise-mean"), unit="nats"))
     for clock in ("paper", "honest"):
@@ -64,7 +67,7 @@ def claims(runs: Runs) -> list[Claim]:
     return found
 
 
-def moments(runs: Runs, clock: Clock, count: int = 6) -> list[float]:
+def moments(runs: Runs, clock: Clock, count: int = 4) -> list[float]:
     """Times, in slots, at which all methods of figure 8 can be compared: until the fastest has ended."""
     ends = [
         runs.of(method, _FOUR)[0]["steps"] * step_time(method, _FOUR, clock).slots
@@ -75,7 +78,7 @@ def moments(runs: Runs, clock: Clock, count: int = 6) -> list[float]:
 
 
 def _at_every_moment(runs: Runs, clock: Clock, source: str) -> list[Claim]:
-    """Equal time: the smallest lead over all moments decides."""
+    """Equal time: the moment at which it is least certain decides; one at which it is certainly not so is enough."""
     found = []
     for method in ("1-wise", "2-wise-mean"):
         leads = []
@@ -84,9 +87,10 @@ def _at_every_moment(runs: Runs, clock: Clock, source: str) -> list[Claim]:
                 runs.scores(loss_at(moment / step_time(m, _FOUR, clock).slots), m, _FOUR)
                 for m in ("end-to-end", method)
             ]
-            text = f"{method} is better than end-to-end at every moment of equal time, {clock} costs (least lead)"
+            text = f"{method} is better than end-to-end at every moment of equal time, {clock} costs (least certain)"
             leads.append(greater(text, source, *scores, unit="nats"))
-        found += [min(leads, key=lambda claim: claim.effect)] if leads else []
+        wrong = [claim for claim in leads if claim.verdict == "does not hold"]
+        found += [min(wrong or leads, key=lambda claim: claim.low)] if leads else []
     return found
 
 
@@ -105,30 +109,33 @@ def _slots(method: str, stages: int) -> str:
 
 
 def _four(runs: Runs) -> str:
-    memory = step_time("2-wise-mean", _FOUR, "honest").peak
-    times: list[tuple[Clock, float | None]] = [("paper", None), ("honest", None), ("honest", memory)]
+    times: list[tuple[Clock, float | None]] = [("paper", None), ("honest", None), ("honest", _LEAN)]
     rows = []
     for method in (*PAPER, *BEYOND):
         row = [method, runs.shown(loss, method, _FOUR, digits=3)]
         for clock, limit in times:
             ends = moments(runs, clock)
-            steps = ends[-1] / step_time(method, _FOUR, clock, limit).slots if ends else 0.0
-            row.append(runs.shown(loss_at(steps), method, _FOUR, digits=3))
-        rows.append(row)
-    headings = ("equal steps", "equal time, paper's costs", "equal time, honest costs", "equal time and memory")
+            try:
+                steps = ends[-1] / step_time(method, _FOUR, clock, limit).slots if ends else 0.0
+            except DoesNotFit:
+                row.append("–")
+            else:
+                row.append(runs.shown(loss_at(steps), method, _FOUR, digits=3))
+        rows.append([*row, slots_text(method, _FOUR)])
+    headings = ("equal steps", "equal time, paper's costs", "equal time, honest costs", f"equal time, memory {_LEAN:g}")
     note = (
-        "Equal time is the time in which the fastest has done all its steps; a method that is slower has done fewer. Paper's "
-        "costs: no micro-batches, a forward and a backward of one slot, heads free. Honest costs: F = I = W, a head of half a "
-        f"stage, 0.02 an action, best M, end-to-end as zero-bubble. Memory: {memory:g} mini-batches' activations on a stage at "
-        "once, as 2-wise-mean has."
+        "Equal time is the time in which the fastest of the paper's methods has done all its steps; a method that is slower has "
+        "done fewer, none has done more. Paper's costs: no micro-batches, a forward and a backward of one slot, heads free. "
+        "Honest costs: F = I = W, a head of half a stage, 0.02 an action, best M, end-to-end as zero-bubble. Memory: "
+        "mini-batches' activations on a stage at once; the cotangents that zero-bubble keeps besides are not counted."
     )
-    return f"{markdown.table(['test loss, nats', *headings], rows)}\n\n{note}"
+    return f"{markdown.table(['test loss, nats', *headings, 'slots a step (M)'], rows)}\n\n{note}"
 
 
-def draw(runs: Runs, folder: Path, size: Size) -> None:
+def draw(runs: Runs, path: Path) -> None:
     """Figure 7 and figure 8."""
-    language_models(runs, list(PAPER), _STAGES, folder / f"{size}.png")
-    loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, folder / f"{size}-time.png")
+    language_models(runs, list(PAPER), _STAGES, path.with_suffix(".png"))
+    loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, path.with_name(f"{path.name}-time.png"))
 
 
 E6 = Trained(

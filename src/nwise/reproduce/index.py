@@ -43,6 +43,15 @@ RESULTS: tuple[tuple[int, str, str, str], ...] = (
     (16, "table: best M", "t", "table 16"),
 )
 
+# Claims of the text, and questions that it does not ask.
+_FURTHER: tuple[tuple[str, str, str, str], ...] = (
+    ("", "text: work in total", "e2", "section T"),
+    ("", "text: the formula, growth of the best M, uneven costs", "t", "section T"),
+    ("", "text: the mean variant for language models", "e6", "section 4"),
+    ("", "ours: other strategies for residual networks", "e2", "ours"),
+    ("", "ours: other strategies and honest costs for Transformers", "e6", "ours"),
+)
+
 
 def experiment(name: str) -> Experiment:
     """The experiment of a name.
@@ -61,10 +70,10 @@ def verdict(claims: list[Claim]) -> str:
     """How many claims hold.
 
     >>> verdict([])
-    'not run'
+    'no claims yet'
     """
     if not claims:
-        return "not run"
+        return "no claims yet"
     counts = {what: sum(claim.verdict == what for claim in claims) for what in ("holds", "does not hold", "undecided")}
     said = [f"{counts['holds']} of {len(claims)} claims hold"]
     said += [
@@ -79,6 +88,7 @@ _BEGIN, _END = "<!-- the index: written by nwise reproduce -->", "<!-- end of th
 
 def write_index(folder: Path) -> None:
     """Write the table of all results into the folder's README, whose other words stay."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
     text = path.read_text() if path.exists() else f"# The paper's results, run again\n\n{_BEGIN}\n{_END}\n"
     before, begin, rest = text.partition(_BEGIN)
@@ -93,16 +103,18 @@ def write_index(folder: Path) -> None:
 def table(folder: Path) -> str:
     """As Markdown: every result, its status, its verdict."""
     jobs: dict[Size, Job] = {"small": Job(folder=folder, size="small"), "full": Job(folder=folder, size="full")}
-    claims = {(name, size): one.claims(job) for name, one in EXPERIMENTS.items() for size, job in jobs.items()}
+    found = {
+        (name, size): (one.progress(job), one.claims(job))
+        for name, one in EXPERIMENTS.items()
+        for size, job in jobs.items()
+    }
     rows = []
-    for number, what, name, source in RESULTS:
-        found = {size: [c for c in claims[name, size] if c.source.startswith(source)] for size in jobs}
-        run = [
-            size
-            for size in jobs
-            if found[size] and any(claim.seeds or claim.effect == claim.effect for claim in found[size])
-        ]
-        status = ", ".join(run) or "not run"
-        verdicts = "; ".join(f"{size}: {verdict(found[size])}" for size in run) or "–"
-        rows.append((number, what, f"[{name}]({name}/)", status, verdicts))
+    for number, what, name, source in (*RESULTS, *_FURTHER):
+        status, verdicts = [], []
+        for size in jobs:
+            (done, total), claims = found[name, size]
+            if done:
+                status.append(size if done == total else f"{size} ({done} of {total} runs)")
+                verdicts.append(f"{size}: {verdict([c for c in claims if c.source.startswith(source)])}")
+        rows.append((number, what, f"[{name}]({name}/)", ", ".join(status) or "not run", "; ".join(verdicts) or "–"))
     return markdown.table(("", "result", "experiment", "status", "verdict"), rows)

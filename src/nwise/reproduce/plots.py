@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nwise.report.figures import COLOURS, MARKERS
+from nwise.reproduce.cell import Record
 from nwise.reproduce.clock import Clock, step_time
 from nwise.reproduce.runs import Runs, Score, accuracy, ensemble_of, head_of, perplexity
 
@@ -85,48 +86,56 @@ def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[st
 
 
 def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list[int], list[float]]:
+    """Steps and means over seeds of what every test found, but for the one before training."""
     records = [r["tests"] for r in runs.of(method, stages)]
     if not records:
         return [], []
-    values = [
-        mean(np.nan if t[i][column][-1] is None else t[i][column][-1] for t in records) for i in range(len(records[0]))
-    ]
-    return [t["step"] for t in records[0]][1:], values[1:]
 
+    def value(test: Record) -> float:
+        found = test[column] if column == "train" else test[column][-1]
+        return np.nan if found is None else float(found)
 
-def accuracy_against_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
-    """Accuracy against steps, and against time by both clocks."""
-    _curves(runs, methods, stages, "accuracy", "test accuracy, %", path)
-
-
-def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
-    """Loss against steps, and against time by both clocks."""
-    _curves(runs, methods, stages, "loss", "test loss, nats per token", path)
+    values = [mean(value(tests[i]) for tests in records) for i in range(1, len(records[0]))]
+    return [test["step"] for test in records[0]][1:], values
 
 
 @styled
-def _curves(runs: Runs, methods: Sequence[str], stages: int, column: str, quality: str, path: Path) -> None:
-    clocks: dict[str, Clock | None] = {"equal steps": None}
+def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
+    """Accuracy against steps; and at the end against the slots that a step takes."""
+    figure, (left, right) = panels_of(2, share=True)
+    for method in methods:
+        steps, values = _mean_curve(runs, method, stages, "accuracy")
+        left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
+        column = [list(runs.scores(accuracy, method, stages).values())]
+        _error_bars(right, [step_time(method, stages, "honest").slots], column, {**style(method), "markersize": 6})
+    left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
+    right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
+    if runs.records:
+        last = [100 * value for method in methods for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
+        left.set_ylim(min(last) - 8, max(last) + 2)
+    left.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+@styled
+def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
+    """Test loss against steps (dotted: in training), and against time by both clocks, until the first has ended."""
+    clocks: dict[str, Clock | None] = {"equal steps (dotted: in training)": None}
     clocks |= {"equal time, paper's costs": "paper", "equal time, honest costs": "honest"}
     figure, panels = panels_of(3, width=3.7, share=True)
-    shortest = []
     for axes, (title, clock) in zip(panels, clocks.items(), strict=True):
         ends = []
         for method in methods:
-            steps, values = _mean_curve(runs, method, stages, column)
-            if not steps:
-                continue
             each = 1.0 if clock is None else step_time(method, stages, clock).slots
-            scale = 100 if column == "accuracy" else 1
-            axes.plot(
-                [step * each for step in steps], [scale * v for v in values], **{**style(method), "markersize": 2.5}
-            )
-            ends.append(steps[-1] * each)
-        shortest.append(min(ends, default=1.0))
+            steps, values = _mean_curve(runs, method, stages, "loss")
+            axes.plot([step * each for step in steps], values, **{**style(method), "markersize": 2.5})
+            if clock is None:
+                steps, values = _mean_curve(runs, method, stages, "train")
+                axes.plot(steps, values, ":", color=style(method)["color"], lw=1, alpha=0.6)
+            ends += [step * each for step in steps[-1:]]
         axes.set(title=title, xlabel="steps" if clock is None else "slots")
-        if ends:
-            axes.set_xlim(0, shortest[-1] * 1.02)
-    panels[0].set_ylabel(quality)
+        axes.set_xlim(0, 1.02 * min(ends, default=1.0))
+    panels[0].set_ylabel("test loss, nats per token")
     panels[0].legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=150)
 

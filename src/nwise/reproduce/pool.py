@@ -35,6 +35,7 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
         OSError: a process died.
     """
     if workers == 1:
+        _set_threads()
         cache = _Cache()
         for cell in cells:
             yield cell, measure(cell, cache.data_of(cell), partial(told, cell.name))
@@ -93,8 +94,13 @@ def _begin(news: Any) -> None:
     """In a new worker: one thread, since the others compute too; Ctrl-C is for the process that asked."""
     global _news
     _news = news
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _set_threads()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _set_threads() -> None:
+    """As many however many workers there are, since sums of several threads differ in their last digits."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def _run(number: int, cell: Cell) -> Record:

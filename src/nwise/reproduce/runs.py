@@ -59,14 +59,17 @@ def _number(value: float | None) -> float:
 
 
 class Runs:
-    """Records of one size of an experiment.
+    """Records of one size of an experiment, on one data set.
 
     Args:
         records: all of them.
+        size: ``"small"`` or ``"full"``.
+        source: of the data, such as ``"cifar10"``.
     """
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], size: str = "small", source: str = "") -> None:
         self.records = list(records)
+        self.size, self.source = size, source
 
     def of(self, method: str, stages: int | None = None, part: str = "") -> list[Record]:
         """Those of a method, by seed."""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from nwise.reproduce.cell import Cell, Record, cell_of
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 
 class Store:
@@ -43,15 +51,29 @@ class Store:
         return found
 
     def add(self, *records: Record) -> None:
-        """Append some, all of them or none."""
+        """Append some, all of them or none; other processes may do the same."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = self.path.read_text() if self.path.exists() else ""
-        if text and not text.endswith("\n"):  # what a crash cut off
-            self.path.write_text(text[: text.rfind("\n") + 1])
-        with self.path.open("a") as file:
-            file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        with self.path.open("a+b") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            end = file.read().rpartition(b"\n")[2]
+            if end and not _is_record(end):  # what a crash cut off
+                file.truncate(file.tell() - len(end))
+            file.write(("\n" if end and _is_record(end) else "").encode() + text.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def of(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
         """Every cell with its newest record, None where it was not run as it is configured now."""
-        newest = {cell_of(record): record for record in self.read()}
+        newest = {cell_of(record): record for record in self.read()}  # those that cannot be read are of no cell
         return [(cell, newest.get(cell)) for cell in cells]
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from nwise.reproduce import markdown, timing_plots
 from nwise.reproduce.claims import Claim, exact
 from nwise.reproduce.experiment import Experiment, Job
 from nwise.reproduce.store import Store
-from nwise.reproduce.timing import MEASURED, SETTINGS, Row, fitted, measured, predicted
+from nwise.reproduce.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot
 from nwise.schedule.paper import POWERS, PRINTED_STAGES, BestCell
 from nwise.schedule.rivals import timed_method
@@ -22,18 +22,25 @@ class Timing(Experiment):
     """The timing model."""
 
     def reproduce(self, job: Job) -> None:
-        rows = self.rows(job)
-        done = {row["piece"] for row in rows}
-        pieces = [*predicted(), *measured(SETTINGS[job.size])]
-        if job.only:
-            pieces = [piece for piece in pieces if any(text in piece[0] for text in job.only)]
-        missing = [piece for piece in pieces if piece[0] not in done]
+        """Run the pieces that have no rows, one after the other since they measure; then write."""
+        done = {row["piece"] for row in self.rows(job)}
+        pieces = [piece for piece in _pieces(job) if not job.only or any(text in piece[0] for text in job.only)]
+        if not pieces:
+            raise ValueError(
+                f"`only` should be part of a piece's name, such as 'best M' or '4 stages'. Found {job.only}."
+            )
+        missing = [] if job.redraw else [piece for piece in pieces if piece[0] not in done]
         job.began(self.title, len(pieces), len(missing))
-        for name, work in missing:  # one after the other, since they measure
+        for name, work in missing:
             job.told(name, 0, 1)
             self.store(job).add(*({"piece": name, **row} for row in work()))
             job.told(name, 1, 1)
         self.write(job)
+
+    def progress(self, job: Job) -> tuple[int, int]:
+        done = {row["piece"] for row in self.rows(job)}
+        names = [name for name, _ in _pieces(job)]
+        return sum(name in done for name in names), len(names)
 
     def store(self, job: Job) -> Store:
         """Where the rows are."""
@@ -44,8 +51,8 @@ class Timing(Experiment):
         return self.store(job).read()
 
     def claims(self, job: Job) -> list[Claim]:
-        rows = self.rows(job)
-        return claims(rows) if any(row["kind"] == "best M" for row in rows) else []
+        done, total = self.progress(job)
+        return claims(self.rows(job)) if done == total else []
 
     def write(self, job: Job) -> None:
         """Tables and figures from the rows."""
@@ -53,6 +60,10 @@ class Timing(Experiment):
         if self.claims(job):
             self.document(job, f"{tables(rows)}\n\n## Claims\n\n{claiming.table(self.claims(job))}")
             timing_plots.draw(rows, job.folder / self.name, job.size)
+
+
+def _pieces(job: Job) -> list[Piece]:
+    return [*predicted(), *measured(SETTINGS[job.size])]
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:

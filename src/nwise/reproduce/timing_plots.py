@@ -76,6 +76,8 @@ def speed_up(rows: Sequence[Row], path: Path) -> None:
         left.plot([a for a, _ in own], [value for _, value in own], color=COLOURS[i - 1], label=f"{i}-wise")
     slot = Slot()
     for a in (2, 4, 8, 15, 24, 30):  # the best M of 2-wise at each point, as in the paper's figure
+        if (a, 2) not in over:
+            continue
         left.annotate(str(slot.best_microbatches(a, min(2, a))), (a, over[a, 2]), fontsize=7, ha="center", va="bottom")
     left.set(title="paper's model: over GPipe\n(numbers: best M of 2-wise)", xlabel="stages A")
     left.set_ylabel("speed-up of a step, each at its best M")

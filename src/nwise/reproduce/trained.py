@@ -1,0 +1,146 @@
+"""Experiments of training runs, each of them a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nwise.recipes import Gpt, Recipe
+from nwise.reproduce import claims as claiming
+from nwise.reproduce.cell import Cell, Record, missing_data
+from nwise.reproduce.claims import Claim
+from nwise.reproduce.experiment import Experiment, Job, Size
+from nwise.reproduce.pool import run_cells
+from nwise.reproduce.runs import Runs
+from nwise.reproduce.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What is particular to an experiment.
+
+    Args:
+        cells: of a size, for so many seeds.
+        claims: of the records of one data set.
+        tables: likewise, as Markdown.
+        draw: likewise, the figures: into files that begin with a path.
+        seeds: how many there are by default, of the small and of the full size.
+    """
+
+    cells: Callable[[Size, int], list[Cell]]
+    claims: Callable[[Runs], list[Claim]]
+    tables: Callable[[Runs], str]
+    draw: Callable[[Runs, Path], None] = lambda runs, path: None
+    seeds: dict[Size, int] = field(default_factory=lambda: {"small": 3, "full": 3})
+
+
+class Trained(Experiment):
+    """An experiment of training runs."""
+
+    def __init__(self, name: str, title: str, parts: Parts, *, of: str | None = None) -> None:
+        super().__init__(name, title, of=of)
+        self.parts = parts
+
+    def cells(self, job: Job) -> list[Cell]:
+        """All of a job, a seed after the other."""
+        seeds = job.seeds or self.parts.seeds[job.size]
+        found = [
+            cell
+            for cell in self.parts.cells(job.size, seeds)
+            if not job.only or any(text in cell.name for text in job.only)
+        ]
+        if not found:
+            names = ", ".join(dict.fromkeys(cell.method for cell in self.parts.cells(job.size, 1)))
+            raise ValueError(
+                f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."
+            )
+        return sorted(found, key=lambda cell: cell.recipe.seed)
+
+    def store(self, job: Job) -> Store:
+        """Where the records are."""
+        return Store(job.folder / self.of / f"{job.size}.jsonl")
+
+    def reproduce(self, job: Job) -> None:
+        """Run the cells that have no record, then write."""
+        store = self.store(job)
+        found = store.of(self.cells(job))
+        missing = [] if job.redraw else self._possible([cell for cell, record in found if record is None], job)
+        job.began(self.title, len(found), len(missing))
+        for _, record in run_cells(missing, job.workers, job.told):
+            store.add(record)
+        self.write(job)
+
+    def _possible(self, cells: Sequence[Cell], job: Job) -> list[Cell]:
+        """Those whose data are there; if there are none at all, that is an error."""
+        why = {data: missing_data(data) for data in dict.fromkeys(cell.recipe.data for cell in cells)}
+        possible = [cell for cell in cells if why[cell.recipe.data] is None]
+        if cells and not possible:
+            raise FileNotFoundError(next(filter(None, why.values())))
+        for data, text in why.items():
+            count = sum(cell.recipe.data == data for cell in cells)
+            if text is not None:
+                job.skipped(f"{self.title}: {count} cells are not run. {text}")
+        return possible
+
+    def all_runs(self, job: Job) -> list[Runs]:
+        """The records of all cells that were run as they are configured now, one for each data set."""
+        all_seeds = max(self.parts.seeds[job.size], job.seeds or 0)
+        cells = self.parts.cells(job.size, all_seeds)
+        records = [record for _, record in self.store(job).of(cells) if record is not None]
+        sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
+        return [
+            Runs([r for r in records if r["config"]["data"].get("source", "") == source], job.size, source)
+            for source in sources
+        ]
+
+    def claims(self, job: Job) -> list[Claim]:
+        several = self.all_runs(job)
+        named = len(several) > 1
+        return [
+            replace(claim, text=f"{runs.source}: {claim.text}") if named else claim
+            for runs in several
+            for claim in self.parts.claims(runs)
+        ]
+
+    def progress(self, job: Job) -> tuple[int, int]:
+        found = self.store(job).of(self.cells(replace(job, only=(), seeds=None)))
+        return sum(record is not None for _, record in found), len(found)
+
+    def write(self, job: Job) -> None:
+        """Tables and figures from the records."""
+        several = self.all_runs(job)
+        sections = []
+        for runs in several:
+            path = (
+                job.folder / self.name / (job.size if runs.source == several[0].source else f"{job.size}-{runs.source}")
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.parts.draw(runs, path)
+            sections += [f"# {runs.source}"] if len(several) > 1 else []
+            sections += [_made(runs.records), self.parts.tables(runs)]
+        if sections:
+            self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self.claims(job))]))
+
+
+def on_a_gpu(recipe: Recipe) -> Recipe:
+    """The same run, quick on a GPU: bf16, compiled blocks, channels innermost; data and augmentation are on the device."""
+    return replace(recipe, precision="bf16", compile=True, channels_last=not isinstance(recipe.model, Gpt))
+
+
+def _made(records: Sequence[Record]) -> str:
+    """Where the records come from."""
+    machines = dict.fromkeys(
+        ", ".join([*_machine(r["machine"]), f"Python {r['versions']['python']}", f"torch {r['versions']['torch']}"])
+        for r in records
+    )
+    minutes = sum(r["seconds"] for r in records) / 60
+    seeds = sorted({r["seed"] for r in records})
+    return (
+        f"{len(records)} runs, seeds {seeds[0]} to {seeds[-1]}, {minutes:,.1f} minutes in sum, of which several ran at once; "
+        f"{'; '.join(machines)}. In brackets: one standard error over seeds."
+    )
+
+
+def _machine(found: dict[str, str]) -> list[str]:
+    return [found["processor"], f"{found['cores']} cores", *([found["gpu"]] if "gpu" in found else [])]
