@@ -409,7 +409,7 @@ def test_e2_and_what_looks_at_its_runs(tmp_path: Path) -> None:
         experiment.write(Job(folder=tmp_path))
         assert (tmp_path / name / "small.png").exists()
     verdicts = {claim.text: claim.verdict for claim in EXPERIMENTS["e3"].claims(Job(folder=tmp_path))}
-    assert verdicts["the last head of 2-wise above that of 1-wise"] == "holds"
+    assert verdicts["the last head of 2-wise is above that of 1-wise"] == "holds"
     assert {claim.verdict for claim in EXPERIMENTS["e5"].claims(Job(folder=tmp_path))} == {"holds"}
 
 
