@@ -160,6 +160,9 @@ def test_what_has_a_record_is_not_run_again(tmp_path: Path) -> None:
     assert "4 records" in text
     assert "4 runs, seeds 0 to 1" in text
     assert experiment.claims(job)[0].seeds == 2
+    experiment.reproduce(dataclasses.replace(job, seeds=3))
+    assert began[-1] == (6, 2)
+    assert experiment.claims(job)[0].seeds == 3, "more seeds than usual are looked at too"
     with pytest.raises(
         ValueError, match=r"`only` should be part of a cell's name, .*one of 1-wise, 2-wise. Found \('9-wise',\)"
     ):

@@ -1,4 +1,4 @@
-"""The command line: ``nwise train``, ``compare``, ``evaluate``, ``export``, ``recipes``, ``plan``, ``schedule``, ``flow``."""
+"""The command line: ``nwise train``, ``compare``, ``evaluate``, ``plan``, ``schedule``, ``bench``, ``reproduce`` and others."""
 
 from __future__ import annotations
 

@@ -84,10 +84,11 @@ class Trained(Experiment):
         return possible
 
     def all_runs(self, job: Job) -> list[Runs]:
-        """The records of all cells that were run as they are configured now, one for each data set."""
-        all_seeds = max(self.parts.seeds[job.size], job.seeds or 0)
-        cells = self.parts.cells(job.size, all_seeds)
-        records = [record for _, record in self.store(job).of(cells) if record is not None]
+        """The records of all cells that were run as they are configured now, of whatever seeds; one for each data set."""
+        store = self.store(job)
+        last = max((record.get("seed", 0) for record in store.read()), default=0)
+        cells = self.parts.cells(job.size, max(self.parts.seeds[job.size], last + 1))
+        records = [record for _, record in store.of(cells) if record is not None]
         sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
         return [
             Runs([r for r in records if r["config"]["data"].get("source", "") == source], job.size, source)
