@@ -60,6 +60,12 @@ def panels_of(
     return figure, list(panels)
 
 
+def legend(axes: Axes, size: int = 8) -> None:
+    """If there is anything to name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=size)
+
+
 def _error_bars(axes: Axes, xs: Sequence[float], columns: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
     """Means with one standard deviation over seeds, as in the paper."""
     kept = [(x, values) for x, values in zip(xs, columns, strict=True) if values and np.isfinite(values).all()]
@@ -80,7 +86,7 @@ def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[st
             beside = 0.08 * (i - (len(methods) - 1) / 2)  # so that the bars can be told apart
             _error_bars(axes, [a + beside for a in stages], columns, style(method))
         axes.set(title=title, xlabel="stages", xticks=stages)
-        axes.legend(frameon=False, fontsize=8)
+        legend(axes, 8)
     axes_of[0].set_ylabel(quality)
     figure.savefig(path, dpi=150)
 
@@ -113,7 +119,7 @@ def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, path
     if runs.records:
         last = [100 * value for method in methods for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
         left.set_ylim(min(last) - 8, max(last) + 4)
-    left.legend(frameon=False, fontsize=7)
+    legend(left, 7)
     figure.savefig(path, dpi=150)
 
 
@@ -136,7 +142,7 @@ def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) 
         axes.set(title=title, xlabel="steps" if clock is None else "slots")
         axes.set_xlim(0, 1.02 * min(ends, default=1.0))
     panels[0].set_ylabel("test loss, nats per token")
-    panels[0].legend(frameon=False, fontsize=7)
+    legend(panels[0], 7)
     figure.savefig(path, dpi=150)
 
 
@@ -148,7 +154,7 @@ def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path:
         columns = [[v for v in runs.scores(head_of(k), method).values() if v == v] for k in range(num_stages)]
         _error_bars(axes, range(1, num_stages + 1), columns, style(method))
     axes.set(xlabel="head of stage", ylabel="test accuracy, %", xticks=range(1, num_stages + 1))
-    axes.legend(frameon=False, fontsize=8)
+    legend(axes, 8)
     figure.savefig(path, dpi=150)
 
 
@@ -160,7 +166,7 @@ def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, pa
         columns = [list(runs.scores(ensemble_of(n), method).values()) for n in range(1, num_heads + 1)]
         _error_bars(axes, range(1, num_heads + 1), columns, style(method))
     axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
-    axes.legend(frameon=False, fontsize=8)
+    legend(axes, 8)
     figure.savefig(path, dpi=150)
 
 
@@ -181,7 +187,7 @@ def grid_of_fine_tuning(
         look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
         _error_bars(right, points, columns, look)
     right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %")
-    right.legend(frameon=False, fontsize=8)
+    legend(right, 8)
     figure.savefig(path, dpi=150)
 
 
@@ -194,5 +200,5 @@ def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], p
         right.plot(stages, [step_time(method, a, "paper").slots for a in stages], **style(method))
     left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
     right.set(xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time")
-    left.legend(frameon=False, fontsize=8)
+    legend(left, 8)
     figure.savefig(path, dpi=150)

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from nwise.report.figures import COLOURS
-from nwise.reproduce.plots import panels_of, style, styled
+from nwise.reproduce.plots import legend, panels_of, style, styled
 from nwise.reproduce.timing import MEASURED, Row, fitted, window
 from nwise.schedule import Slot, paper_time
 
@@ -45,7 +45,7 @@ def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
             _points(axes, own, method, slot)
         axes.set(title=title, xlabel="micro-batches M")
     panels[0].set_ylabel("ms per mini-batch (lines: modelled)")
-    panels[0].legend(frameon=False, fontsize=8)
+    legend(panels[0], 8)
     figure.savefig(path, dpi=150)
 
 
@@ -92,5 +92,5 @@ def speed_up(rows: Sequence[Row], path: Path) -> None:
     right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
     for axes in (left, right):
         axes.axhline(1, color="#555555", lw=0.8)
-        axes.legend(frameon=False, fontsize=8)
+        legend(axes, 8)
     figure.savefig(path, dpi=150)
