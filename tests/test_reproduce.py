@@ -573,6 +573,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.run(["reproduce", "flow", "--folder", folder, "--json"]) == 0
     claims = json.loads(capsys.readouterr().out)["claims"]
     assert [claim["verdict"] for claim in claims] == ["holds"] * 3
+    assert cli.run(["reproduce", "all", "--only", "best M", "--folder", folder]) == 0
+    out = capsys.readouterr().out
+    assert "1/1 best M" in out, "of all experiments only one has such a cell"
+    assert "small (1 of " in (tmp_path / "found" / "README.md").read_text()
     readme = tmp_path / "found" / "README.md"
     assert "[flow](flow/) | small |" in readme.read_text()
     readme.write_text(f"Mine.\n\n{readme.read_text()}\nMine too.\n")
@@ -588,6 +592,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["e1", "--seeds", "0"], "`seeds` should be at least 1. Found 0"),
         (["e1", "--workers", "0"], "`workers` should be at least 1. Found 0"),
         (["e1", "--only", "11 stages"], "`only` should be part of a cell's name"),
+        (["flow", "--only", "11 stages"], "`only` should not be given for a picture"),
+        (["all", "--only", "11 cats"], "`only` should be part of the name of a cell. .*which is part of none"),
     ):
         assert cli.run(["reproduce", *arguments, "--folder", folder]) == 2
         assert re.search(said, capsys.readouterr().err)

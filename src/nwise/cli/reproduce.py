@@ -25,7 +25,7 @@ from rich.table import Table
 from nwise.cli.output import INTERRUPTED, OK, print_json
 from nwise.machine import num_cores
 from nwise.reproduce.claims import Claim
-from nwise.reproduce.experiment import Job
+from nwise.reproduce.experiment import Job, NothingMatches
 from nwise.reproduce.index import EXPERIMENTS, experiment, write_index
 
 
@@ -69,15 +69,18 @@ class Reproduce:
         )
         try:
             with display.progress:
-                for name in names:
-                    experiment(name).reproduce(job)
+                ran = [name for name in names if _reproduce(name, job, alone=len(names) == 1)]
         except KeyboardInterrupt:
             Console(stderr=True).print(
                 f"Interrupted. The records so far are in {self.folder}; the same command goes on."
             )
             return INTERRUPTED
+        if not ran:
+            raise NothingMatches(
+                f"`only` should be part of the name of a cell. Found {self.only}, which is part of none."
+            )
         write_index(self.folder)
-        claims = [(name, claim) for name in names for claim in experiment(name).claims(job)]
+        claims = [(name, claim) for name in ran for claim in experiment(name).claims(job)]
         if self.json:
             print_json({"claims": [{"experiment": name, **dataclasses.asdict(claim)} for name, claim in claims]})
         else:
@@ -89,6 +92,17 @@ class Reproduce:
                 highlight=False,
             )
         return OK
+
+
+def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
+    """Whether it has any of the cells that are asked for; alone it should."""
+    try:
+        experiment(name).reproduce(job)
+    except NothingMatches:
+        if alone:
+            raise
+        return False
+    return True
 
 
 def _table(claims: list[tuple[str, Claim]]) -> Table:

@@ -15,7 +15,7 @@ from nwise.report.figures import flow_figure
 from nwise.report.grid import Picture, schedule_figure
 from nwise.reproduce import claims as claiming
 from nwise.reproduce.claims import Claim, exact
-from nwise.reproduce.experiment import Experiment, Job
+from nwise.reproduce.experiment import Experiment, Job, NothingMatches
 from nwise.schedule import PAPER, simulate
 from nwise.schedule.paper import paper_time
 from nwise.schedule.rivals import timed_method
@@ -33,6 +33,8 @@ class Drawn(Experiment):
         self._draw, self._found = draw, found
 
     def reproduce(self, job: Job) -> None:
+        if job.only:
+            raise NothingMatches(f"`only` should not be given for a picture, which has no cells. Found {job.only}.")
         folder = job.folder / self.name
         folder.mkdir(parents=True, exist_ok=True)
         self._draw(folder / "figure.png")

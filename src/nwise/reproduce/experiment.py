@@ -41,6 +41,10 @@ class Job:
     skipped: Callable[[str], None] = lambda why: None
 
 
+class NothingMatches(ValueError):
+    """No cell's name has any of the texts in it that were asked for."""
+
+
 class Experiment(ABC):
     """A row of the index.
 

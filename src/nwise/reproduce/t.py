@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nwise.reproduce import claims as claiming
 from nwise.reproduce import markdown, timing_plots
 from nwise.reproduce.claims import Claim, exact
-from nwise.reproduce.experiment import Experiment, Job
+from nwise.reproduce.experiment import Experiment, Job, NothingMatches
 from nwise.reproduce.store import Store
 from nwise.reproduce.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot
@@ -26,7 +26,7 @@ class Timing(Experiment):
         done = {row["piece"] for row in self.rows(job)}
         pieces = [piece for piece in _pieces(job) if not job.only or any(text in piece[0] for text in job.only)]
         if not pieces:
-            raise ValueError(
+            raise NothingMatches(
                 f"`only` should be part of a piece's name, such as 'best M' or '4 stages'. Found {job.only}."
             )
         missing = [] if job.redraw else [piece for piece in pieces if piece[0] not in done]

@@ -10,7 +10,7 @@ from nwise.recipes import Gpt, Recipe
 from nwise.reproduce import claims as claiming
 from nwise.reproduce.cell import Cell, Record, missing_data
 from nwise.reproduce.claims import Claim
-from nwise.reproduce.experiment import Experiment, Job, Size
+from nwise.reproduce.experiment import Experiment, Job, NothingMatches, Size
 from nwise.reproduce.pool import run_cells
 from nwise.reproduce.runs import Runs
 from nwise.reproduce.store import Store
@@ -52,7 +52,7 @@ class Trained(Experiment):
         ]
         if not found:
             names = ", ".join(dict.fromkeys(cell.method for cell in self.parts.cells(job.size, 1)))
-            raise ValueError(
+            raise NothingMatches(
                 f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."
             )
         return sorted(found, key=lambda cell: cell.recipe.seed)
