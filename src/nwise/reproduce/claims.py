@@ -42,17 +42,15 @@ class Claim:
     wanted: str
 
 
-def greater(
-    text: str, source: str, first: Seeds, second: Seeds | None = None, *, unit: str = "points", by: float = 0.0
-) -> Claim:
-    """That the first is greater than the second by more than `by`, or than `by` itself; runs of one seed are a pair.
+def greater(text: str, source: str, first: Seeds, second: Seeds | None = None, *, unit: str = "points") -> Claim:
+    """That the first is greater than the second, or than 0; runs of one seed are a pair.
 
     >>> greater("", "", {0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict
     'holds'
     """
     effect, low, high, seeds = interval(first, dict.fromkeys(first, 0.0) if second is None else second)
-    verdict: Verdict = "holds" if low > by else "does not hold" if high < by else "undecided"
-    return Claim(text, source, effect, low, high, unit, seeds, verdict, f"> {by:g}")
+    verdict: Verdict = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+    return Claim(text, source, effect, low, high, unit, seeds, verdict, "> 0")
 
 
 def equal(text: str, source: str, first: Seeds, second: Seeds, *, within: float, unit: str = "points") -> Claim:

@@ -16,7 +16,8 @@ from nwise.report.grid import Picture, schedule_figure
 from nwise.reproduce import claims as claiming
 from nwise.reproduce.claims import Claim, exact
 from nwise.reproduce.experiment import Experiment, Job, NothingMatches
-from nwise.schedule import PAPER, simulate
+from nwise.reproduce.timing import steady
+from nwise.schedule import PAPER
 from nwise.schedule.paper import paper_time
 from nwise.schedule.rivals import timed_method
 from nwise.strategy import Hogwild
@@ -85,8 +86,7 @@ def _picture(name: str, num_stages: int, m: int, batches: int) -> Picture:
 def _grid() -> list[Claim]:
     found = []
     for name, slots in _SLOTS.items():
-        timed = timed_method(name, num_stages=4, num_microbatches=1, costs=PAPER)
-        period = timed.period if name == "hogwild" else simulate(timed.schedule, PAPER, cycles=4).period
+        period = steady(name, 4)
         text = f"{name}: {slots} slots a batch, four stages"
         found.append(exact(text, "figure 3", period, holds=period == slots, wanted=f"{slots}", unit="slots"))
     return found

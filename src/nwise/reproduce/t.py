@@ -56,9 +56,9 @@ class Timing(Experiment):
 
     def write(self, job: Job) -> None:
         """Tables and figures from the rows."""
-        rows = self.rows(job)
-        if self.claims(job):
-            self.document(job, f"{tables(rows)}\n\n## Claims\n\n{claiming.table(self.claims(job))}")
+        rows, found = self.rows(job), self.claims(job)
+        if found:
+            self.document(job, f"{tables(rows)}\n\n## Claims\n\n{claiming.table(found)}")
             timing_plots.draw(rows, job.folder / self.name, job.size)
 
 

@@ -69,10 +69,9 @@ def _honest(a: int) -> list[Row]:
 
 def per_batch(name: str, num_stages: int = 8) -> Row:
     """Slots per batch without micro-batches (the paper's table: 2A, 2, 2, 4, 6, 2N)."""
-    found = find(name, num_stages, 1)
     formula = PER_BATCH[name]
     printed = 2 * num_stages if formula == "2A" else int(formula)
-    period = found.period if name == "hogwild" else _simulated(found)
+    period = steady(name, num_stages)
     return {
         "kind": "per batch",
         "method": name,
@@ -81,6 +80,12 @@ def per_batch(name: str, num_stages: int = 8) -> Row:
         "ours": period,
         "formula": formula,
     }
+
+
+def steady(name: str, num_stages: int) -> float:
+    """Slots per batch without micro-batches, simulated; Hogwild's, whose lists do not repeat, is its busiest stage's work."""
+    found = find(name, num_stages, 1)
+    return found.period if name == "hogwild" else _simulated(found)
 
 
 def _simulated(found: Timed) -> float:
