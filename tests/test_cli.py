@@ -236,9 +236,9 @@ def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path, capsys: pyte
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert "Interrupted. The weights so far are in runs/digits-2-wise-001" in error
+    assert process.returncode == 75, error
+    assert "as asked. Go on with `nwise train --resume runs/digits-2-wise-001`." in error
     assert "Traceback" not in out + error
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
-    assert "interrupted at step" in capsys.readouterr().out
+    assert "stopped at step" in capsys.readouterr().out
     assert torch.isfinite(load_file(metrics.parent / "weights.safetensors")["model.output.1.weight"]).all()

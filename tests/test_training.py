@@ -34,6 +34,7 @@ from nwise.training import (
     Run,
     Scores,
     Trainer,
+    Watcher,
     compile_blocks,
     evaluate,
     main_state,
@@ -41,8 +42,7 @@ from nwise.training import (
     optimizer_of,
     rate_factor,
 )
-from nwise.training.clip import Clip
-from nwise.training.trainer import device_of
+from nwise.training.build import device_of
 
 SHORT = dataclasses.replace(recipe("digits"), epochs=2)
 TEXT = Recipe(
@@ -215,30 +215,20 @@ def test_deferred_batch_norm_is_a_setting() -> None:
 
 
 def test_clipping_bounds_the_norm_of_all_gradients() -> None:
-    trainer = Trainer(dataclasses.replace(SHORT, clip=1e-3, optimizer=Sgd(lr=1.0, momentum=0.0, weight_decay=0.0)))
+    sgd = Sgd(lr=1.0, momentum=0.0, weight_decay=0.0)
+    trainer = Trainer(dataclasses.replace(SHORT, clip=1e-3, optimizer=sgd, max_steps=1))
     before = [p.detach().clone() for p in trainer.pipe.parameters()]
-    optimizer = optimizer_of(trainer.recipe.optimizer, trainer.pipe.parameters())
-    trainer._began = 0.0
-    trainer._step(0, optimizer, Rate(trainer.recipe.optimizer, optimizer, 1), Clip(trainer.pipe, 1e-3))
+    trainer.train()
     moved = torch.cat([(p - q).flatten() for p, q in zip(trainer.pipe.parameters(), before, strict=True)])
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
-class Interrupts:
+class Interrupts(Watcher):
     """Presses Ctrl-C after a few steps."""
-
-    def started(self, trainer: Trainer) -> None:
-        """Nothing."""
 
     def stepped(self, step: int, losses: Tensor) -> None:
         if step == 30:
             raise KeyboardInterrupt
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        """Nothing."""
 
     def finished(self, status: str) -> None:
         self.status = status

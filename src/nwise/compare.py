@@ -54,7 +54,8 @@ def compare(
     """
     if not strategies:
         raise ValueError("`strategies` should name at least one. Found none.")
-    variants = [dataclasses.replace(recipe, strategy=strategy) for strategy in strategies]  # all checked first
+    # That one diverges is a result too.
+    variants = [dataclasses.replace(recipe, strategy=strategy, on_nan="ignore") for strategy in strategies]
     return [_result(variant, folder, watchers) for variant in variants]
 
 

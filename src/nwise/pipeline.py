@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Pipeline(nn.Module):
         steps: mini-batches done, which `Switch`, the rotating strategies and dropout go by; set it when you
             resume, since it is not in the state dict.
         staleness: ``[A, M]``, updates between each stage's forward and update in the last step.
+        microbatch_losses: those of the last step in this process, by (stage, micro-batch).
         team: the other processes (`nwise.runtime.team.Team`); None if there is one.
         on_action: None, or a function called with each `Action` that `step` has executed.
 
@@ -105,6 +106,7 @@ class Pipeline(nn.Module):
         self.num_microbatches = num_microbatches
         self.steps = 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
+        self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.on_action: Callable[[Action], None] | None = None
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = [Terms(loss) for loss in losses]
@@ -237,6 +239,7 @@ class Pipeline(nn.Module):
             losses = execute(self._stages, self._order(schedule, turn), flows, batch, self.on_action)
         for norm in norms:
             norm.commit()
+        self.microbatch_losses = batch.losses
         self.steps += 1
         return losses
 

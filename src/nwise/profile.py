@@ -21,8 +21,8 @@ from nwise.data import Images, Tokens
 from nwise.microbatch import Tensors, as_tuple
 from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule.partition import Piece
+from nwise.training.build import autocast, loss_of
 from nwise.training.optimizers import optimizer_of
-from nwise.training.trainer import autocast, loss_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -26,6 +27,7 @@ from nwise.recipes import recipe
 from nwise.runtime.team import tell_all
 from nwise.runtime.watch import RankError
 from nwise.runtime.world import launched
+from nwise.training import Run
 
 __all__ = ["main", "run"]
 
@@ -45,7 +47,7 @@ _COMMANDS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 a process of several failed, 2 bad input, 130 interrupted."""
+    """Run a command and exit: 0 done, 1 training failed, 2 bad input, 75 stopped and can be resumed, 130 interrupted."""
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -86,12 +88,31 @@ def _parse(name: str, arguments: list[str]) -> Any:
     kind = _COMMANDS[name]
     # A recipe's name decides the defaults of all other options, so it is looked for first.
     chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
+    folder = _value(arguments, "--resume") if kind is Train else None
+    if folder is not None:
+        config = Run.open(Path(folder)).recipe
+        command = _tyro(kind, name, arguments, Train(recipe=config.name, config=config))
+        if command.recipe != config.name:
+            raise ValueError(
+                f"`RECIPE` should be that of the run, {config.name!r}, or be left out. Found {command.recipe!r}."
+            )
+        return command
     while True:
         default = kind(recipe=chosen, config=recipe(chosen)) if kind in (Train, Compare) else None
         command = _tyro(kind, name, arguments, default)
         if default is None or command.recipe == chosen:
             return command
         chosen = command.recipe
+
+
+def _value(arguments: list[str], option: str) -> str | None:
+    """What an option is given, as ``--option value`` or ``--option=value``."""
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == option:
+            return following
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2]
+    return None
 
 
 def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:

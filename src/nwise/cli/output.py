@@ -9,7 +9,7 @@ import tyro
 
 from nwise.training.run import plain
 
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130  # 75 is what mail programs end with to be tried again
 
 # `--lr`, not `--config.lr`.
 FLAT = tyro.conf.arg(name="")

@@ -25,7 +25,7 @@ from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import costs_of, partition
 from nwise.schedule.verdict import verdict
-from nwise.training.trainer import device_of
+from nwise.training.build import device_of
 
 _GIB = 2.0**30
 _LEGEND = """* the recommendation; (walked): a W that follows an I of the same cotangent walks the chain of layers again

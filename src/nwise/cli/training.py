@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,21 +20,32 @@ from rich.console import Console
 from rich.table import Table
 
 from nwise import compare as comparison
-from nwise.cli.output import FLAT, INTERRUPTED, OK, print_json
+from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, print_json
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format
 from nwise.report.tensorboard import TensorBoard
 from nwise.runtime.team import tell_all
-from nwise.training import Run, Trainer, evaluate, new_run, pipeline_of, save_tensors
-from nwise.training.run import numbered, plain, under, versions
-from nwise.training.trainer import device_of
+from nwise.training import (
+    Keeping,
+    NotFiniteError,
+    Run,
+    StoppedError,
+    Trainer,
+    evaluate,
+    new_run,
+    pipeline_of,
+    save_tensors,
+)
+from nwise.training.build import device_of
+from nwise.training.run import numbered, plain, versions
+from nwise.training.weights import under
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a recipe, showing loss and accuracy of every head; writes a run folder."""
+    """Train a recipe, showing loss and accuracy of every head; writes a run folder, from which it can be resumed."""
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
     """A recipe's name (`nwise recipes` lists them)."""
@@ -41,30 +57,80 @@ class Train:
     """Of a process for every stage (torchrun): record what they do in so many steps, for `nwise report`."""
     json: bool = False
     """Print the final scores as JSON, and nothing else."""
+    resume: Path | None = None
+    """A run's folder: go on from its newest checkpoint, with its settings but for those that are given."""
+    keeping: Annotated[Keeping, FLAT] = field(default_factory=Keeping)
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Console) -> int:
-        trainer = Trainer(self.config)  # what is wrong with configuration or data shows before a folder is made
+        begun = self._begun()
+        if self.timeline and begun is not None:
+            raise ValueError("`timeline` should be asked of a run from its start. Found one that is gone on from.")
+        # What is wrong with configuration or data shows before a folder is made.
+        trainer = Trainer(self.config, None if begun is None else self.config.load(begun.tokenizer()))
         trainer.record_timeline(self.timeline)
-        if trainer.pipe.team is not None and trainer.pipe.team.world.rank:
-            trainer.train()  # rank 0 writes and draws for all
-            return OK
-        watchers: list[Any] = [] if self.json else [display_for(console)]
-        if self.tensorboard:
+        is_first = trainer.pipe.team is None or not trainer.pipe.team.world.rank
+        watchers: list[Any] = [] if self.json or not is_first else [display_for(console)]
+        if self.tensorboard and is_first:
             watchers.append(TensorBoard())
-        run = new_run(self.config, self.runs)
+        run = (begun or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
         try:
-            scores = trainer.train(run, tuple(watchers))
+            with stopping(trainer):
+                scores = trainer.train(run, tuple(watchers), self.keeping, resume=begun is not None)
+        except StoppedError as error:
+            if run is not None:
+                _note(f"{error} Go on with `nwise train --resume {run.folder}`.")
+            return STOPPED
+        except NotFiniteError as error:
+            tell_all(error)
+            _note(f"nwise train: {error}" + (f" See {run.folder / 'post-mortem.json'}." if run is not None else ""))
+            return FAILED
         except KeyboardInterrupt as error:
             tell_all(error)
-            note = f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them."
-            Console(stderr=True).print(note, soft_wrap=True, highlight=False)
+            if run is not None:
+                _note(
+                    f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them."
+                )
             return INTERRUPTED
-        if self.json:
+        if self.json and run is not None:
             print_json({"run": str(run.folder), "heads": dataclasses.asdict(scores)["heads"]})
-        else:
+        elif run is not None:
             console.print(f"Run folder: {run.folder}", soft_wrap=True, highlight=False)
         return OK
+
+    def _begun(self) -> Run | None:
+        """The run that is gone on from: the one that was asked for, or, after a restart by torchrun, the one it made."""
+        if self.resume is not None:
+            return Run.open(self.resume)
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            return Run.of_launch(self.runs, self.config)
+        return None
+
+
+@contextmanager
+def stopping(trainer: Trainer) -> Iterator[None]:
+    """SIGTERM, and Ctrl-C for the first time, stop training once a step is done and a checkpoint written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(number: int, frame: object) -> None:
+        del frame
+        trainer.stop()
+        signal.signal(number, before[number])  # the second time it ends at once
+
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _note(text: str) -> None:
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True, kw_only=True)

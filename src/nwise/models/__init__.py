@@ -4,6 +4,6 @@ from nwise.models.convnet import convnet
 from nwise.models.gpt import gpt
 from nwise.models.mlp import mlp
 from nwise.models.resnet import resnet
-from nwise.models.staged import StagedModel, initialize, materialize
+from nwise.models.staged import StagedModel, initialize, materialize, merged
 
-__all__ = ["StagedModel", "convnet", "gpt", "initialize", "materialize", "mlp", "resnet"]
+__all__ = ["StagedModel", "convnet", "gpt", "initialize", "materialize", "merged", "mlp", "resnet"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,32 @@ def build(
     for k, head in enumerate(heads):
         initialize(head, seed, f"heads.{k}")
     return StagedModel(stages, heads, head_of)
+
+
+def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
+    """The same network in fewer stages, each of which is several of the model's own; its head is that of the last of them.
+
+    Args:
+        model: the network.
+        counts: how many of its stages are in each new one.
+        seed: of the heads' initial values, which are named after their new stages.
+
+    >>> from nwise.models import mlp
+    >>> [list(stage.pieces()) for stage in merged(mlp(3), [2, 1], 0).stages]
+    [['blocks.0', 'blocks.1'], ['blocks.2', 'output']]
+    """
+    if sum(counts) != len(model.stages) or min(counts) < 1:
+        raise ValueError(
+            f"`cut` should have numbers of at least 1 whose sum is the network's {len(model.stages)} stages. Found "
+            f"{tuple(counts)}."
+        )
+    ends = list(itertools.accumulate(counts))
+    groups = [model.stages[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    stages = [Chain({name: piece for stage in group for name, piece in stage.pieces().items()}) for group in groups]
+    heads = [model.heads[end - 1] for end in ends[:-1]]
+    for k, head in enumerate(heads):
+        initialize(head, seed, f"heads.{k}")
+    return StagedModel(stages, heads, model.head_of)
 
 
 def materialize(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:

@@ -234,6 +234,8 @@ class Recipe:
     """What is learnt from."""
     model: Annotated[Mlp | ConvNet | ResNet | Gpt, _FLAT] = field(default_factory=ConvNet)
     """The network."""
+    cut: tuple[int, ...] = ()
+    """How many of the network's own stages are in each stage, separated by spaces, such as 2 2; all 1 if there are none."""
     optimizer: Annotated[Sgd | Adam, _FLAT] = field(default_factory=Adam)
     """Of every stage and head."""
     then: Sgd | Adam | None = None
@@ -260,6 +262,9 @@ class Recipe:
     """Largest norm of the gradients; None for no clipping."""
     clip_by: Literal["global", "stage", "loss"] = "global"
     """Whose norm: of all gradients together, of each stage with its head, or of what learns from the same losses."""
+    on_nan: Literal["stop", "skip", "ignore"] = "stop"
+    """When a loss or gradient is not finite: stop all processes; skip the update of all stages that share the loss; or ignore
+    it."""
     stage_lr: tuple[float, ...] = ()
     """Factors of the rates of the stages and their heads, separated by spaces; all 1 if there are none."""
     schedule: Literal["best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zero-bubble-lean"] = "best"
@@ -342,9 +347,11 @@ class Recipe:
         """The network for the data."""
         if isinstance(self.model, Gpt):
             assert isinstance(data, Tokens)
-            return self.model.build(data, self.seed)
-        assert isinstance(data, Images)
-        return self.model.build(data, self.seed)
+            model = self.model.build(data, self.seed)
+        else:
+            assert isinstance(data, Images)
+            model = self.model.build(data, self.seed)
+        return models.merged(model, self.cut, self.seed) if self.cut else model
 
 
 _TYPES = {

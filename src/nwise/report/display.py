@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nwise.data import Tokens
-from nwise.training import Score, Scores, Trainer
+from nwise.training import Score, Scores, Trainer, Watcher
 
 # Redrawing more often would cost more than a small model's step.
 _REFRESH_PER_SECOND = 4
@@ -34,7 +34,12 @@ def quality(score: Score | None, kind: Literal["accuracy", "perplexity"]) -> str
     return f"{100 * score.accuracy:.2f} %" if kind == "accuracy" else f"{score.perplexity:.2f}"
 
 
-class _Base:
+def resumption(step: int, changes: str) -> str:
+    """Where a run goes on, in one line."""
+    return f"going on at step {step}" + (f": {changes}" if changes else "")
+
+
+class _Base(Watcher):
     """What both displays know of the run."""
 
     def __init__(self, console: Console) -> None:
@@ -93,6 +98,11 @@ class LiveDisplay(_Base):
         self.scores = scores
         self.live.update(self.draw())
 
+    def resumed(self, step: int, changes: str) -> None:
+        """A line above the table."""
+        self.live.console.print(resumption(step, changes), soft_wrap=True)
+        self.progress.update(self.task, completed=step)
+
     def finished(self, status: str) -> None:
         """Leave the last table on the screen."""
         self.progress.update(self.task, description=status)
@@ -129,9 +139,6 @@ class PlainDisplay(_Base):
         del step
         self.losses = "  training loss " + " ".join(number(loss, 3) for loss in losses.tolist())
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Nothing: a line that changes is no use in a file."""
-
     def evaluated(self, step: int, scores: Scores) -> None:
         """The line."""
         seconds = time.perf_counter() - self.began
@@ -139,6 +146,10 @@ class PlainDisplay(_Base):
         self.console.print(
             f"step {step:>6}/{self.total}  {seconds:7.1f} s  test {self.kind} {values}{self.losses}", soft_wrap=True
         )
+
+    def resumed(self, step: int, changes: str) -> None:
+        """A line."""
+        self.console.print(resumption(step, changes), soft_wrap=True)
 
     def finished(self, status: str) -> None:
         """How it ended."""

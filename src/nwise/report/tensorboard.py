@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nwise.training import Scores, Trainer
+from nwise.training import Scores, Trainer, Watcher
 
 
-class TensorBoard:
+class TensorBoard(Watcher):
     """Writes events into the run's folder, for ``tensorboard --logdir runs``.
 
     Raises:
@@ -26,7 +26,8 @@ class TensorBoard:
     def started(self, trainer: Trainer) -> None:
         """Open the file, and take over the interval of the records."""
         assert trainer.run is not None
-        self._writer = self._new_writer(str(trainer.run.folder))
+        self._folder = str(trainer.run.folder)
+        self._writer = self._new_writer(self._folder)
         self._every = trainer.recipe.log_every
 
     def stepped(self, step: int, losses: Tensor) -> None:
@@ -36,15 +37,18 @@ class TensorBoard:
                 if loss == loss:
                     self._writer.add_scalar(f"train_loss/stage_{k}", loss, step)
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Nothing."""
-
     def evaluated(self, step: int, scores: Scores) -> None:
         """Test losses and accuracies."""
         for k, score in enumerate(scores.heads):
             if score is not None:
                 self._writer.add_scalar(f"test_loss/stage_{k}", score.loss, step)
                 self._writer.add_scalar(f"test_accuracy/stage_{k}", score.accuracy, step)
+
+    def resumed(self, step: int, changes: str) -> None:
+        """What came after the checkpoint is not shown any more."""
+        del changes
+        self._writer.close()
+        self._writer = self._new_writer(self._folder, purge_step=step + 1)
 
     def finished(self, status: str) -> None:
         """Close the file."""

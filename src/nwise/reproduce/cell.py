@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -16,9 +16,9 @@ from nwise.data import Images, Tokens
 from nwise.data.sources import tables
 from nwise.machine import machine
 from nwise.recipes import ImageSource, Recipe, TextSource, from_json, to_json
-from nwise.training import Scores, Trainer, evaluate
+from nwise.training import Scores, Trainer, Watcher, evaluate
+from nwise.training.build import autocast
 from nwise.training.run import versions
-from nwise.training.trainer import autocast
 
 Record = dict[str, Any]
 Data = tuple[Images, Images] | tuple[Tokens, Tokens]
@@ -76,7 +76,7 @@ def missing_data(data: object) -> str | None:
 
 
 @dataclass
-class _History:
+class _History(Watcher):
     """A watcher that keeps every test, and says how far the run is."""
 
     told: Callable[[int, int], None]
@@ -99,12 +99,6 @@ class _History:
         self.losses = []
         self.tests.append({"step": step, "train": train, "loss": loss, "accuracy": accuracy})
 
-    def evaluating(self, done: int, total: int) -> None:
-        pass
-
-    def finished(self, status: str) -> None:
-        pass
-
 
 def measure(
     cell: Cell, data: Data | None = None, told: Callable[[int, int], None] = lambda done, total: None
@@ -121,7 +115,7 @@ def measure(
         (one process doing all stages), machine, versions.
     """
     began = time.perf_counter()
-    trainer = Trainer(cell.recipe, data)
+    trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
     history = _History(told)
     trainer.train(watchers=(history,))
     seconds = time.perf_counter() - began

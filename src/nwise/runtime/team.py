@@ -199,7 +199,7 @@ class Team:
             rows: of this stage, on the CPU; the replicas' are averaged.
         """
         parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        with self._telling():
+        with self.telling():
             dist.all_gather(parts, rows, group=self.world.control)
         per_stage = len(parts) // self.world.num_stages
         return torch.stack(parts).unflatten(0, (self.world.num_stages, per_stage)).mean(1)
@@ -210,7 +210,7 @@ class Team:
         Args:
             rows: stages of a group, with this rank's values, on the CPU.
         """
-        with self._telling():
+        with self.telling():
             works = [
                 dist.all_reduce(values, group=group, async_op=True)
                 for stages, values in rows
@@ -230,7 +230,7 @@ class Team:
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
         header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
-        with self._telling():
+        with self.telling():
             if world.rank:
                 if world.sends_for_its_stage:
                     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -252,8 +252,13 @@ class Team:
             dist.recv(tensor, rank, group=self.world.control)
         return tensor
 
+    @property
+    def watch(self) -> Watch:
+        """Over this rank and the next."""
+        return self._watch
+
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """Whatever goes wrong inside goes wrong on all ranks."""
         self._watch.check()
         try:
@@ -273,7 +278,7 @@ class Team:
         _teams.remove(self)
         # Nothing is flushed before all ranks have come so far: who is still at a step would take it for its message.
         self._watch.left = self._watch.calls
-        with self._telling():
+        with self.telling():
             steps = self.world.everyone("calls", self._watch.calls)
         if len(set(steps)) > 1:
             raise self._watch.failed(ValueError(f"All ranks should make as many steps. Found {steps}."))

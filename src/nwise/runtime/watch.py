@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,7 @@ class Watch:
     Attributes:
         doing: step, action and when it began (`time.perf_counter`), set by the runtime; None between steps.
         calls: steps and forwards that this rank has begun.
+        on_beat: None, or called every second in another thread, with a store of all ranks.
         left: the number of calls after which this rank wants to end, set once it does.
     """
 
@@ -72,6 +74,8 @@ class Watch:
         self._tells = False  # whether this rank has an error of its own to tell
         self._closed = threading.Event()
         self.calls = 0
+        # Called with every sign of life, in the watch's thread, with a store that only this thread uses.
+        self.on_beat: Callable[[Any], None] | None = None
         self.left: int | None = None
         self._beats = itertools.count()
         self._beat()
@@ -167,6 +171,8 @@ class Watch:
         with suppress(RuntimeError):  # the store is gone, which the other thread sees too
             while not self._closed.wait(_BEAT) and not self._failure:
                 self._beat()
+                if self.on_beat is not None:
+                    self.on_beat(self._store)
                 self._look_at_myself()
                 self._look_at_next()
 

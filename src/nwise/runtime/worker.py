@@ -64,6 +64,7 @@ class Batch:
         seed: of the step; every action derives its own from it.
         versions: parameters to use in the place of the current ones, by (stage, micro-batch).
         first: number of the first micro-batch in the whole mini-batch, of which a replica may have a part.
+        losses: what comes out, by (stage, micro-batch); filled by the workers.
     """
 
     inputs: Sequence[Tensors]
@@ -72,6 +73,7 @@ class Batch:
     seed: int
     versions: Mapping[tuple[int, int], Mapping[str, Tensor]] = field(default_factory=dict)
     first: int = 0
+    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class Worker:
@@ -110,7 +112,9 @@ class Worker:
         if kind is Kind.HEAD:
             weight = batch.weights[m][k]
             seed = derive(batch.seed, "head", k, batch.first + m)
-            self._losses.append((weight, stage.run_head(m, batch.targets[m], flow, weight, seed)))
+            loss = stage.run_head(m, batch.targets[m], flow, weight, seed)
+            self._losses.append((weight, loss))
+            batch.losses[k, m] = loss
             return ()
         cotangent = flow.cotangent(q)
         messages = self.messages.get(m, {})

@@ -51,6 +51,7 @@ class World:
 
     Attributes:
         rank: of this process.
+        size: how many processes there are.
         stage: index of the stage that it holds.
         replica, num_replicas: which of how many replicas of the stage.
         ranks: of the processes that hold the stages 0 .. A-1 of this replica.
@@ -65,7 +66,7 @@ class World:
         self._timeout = timedelta(seconds=timeout)
         start(timeout)
         self.mesh = _mesh(num_stages, mesh)
-        self.rank = dist.get_rank()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
         self.num_replicas = sizes.get("dp", 1)
         self.replica = self.mesh.get_local_rank("dp") if "dp" in sizes else 0

@@ -40,14 +40,28 @@ def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
     parts = [(k, False) for k in range(pipe.num_stages)] + [
         (k, True) for k in range(pipe.num_stages) if k in pipe.heads
     ]
-    now = pipe.strategy.in_force(pipe.steps)
-    credit = sum(now.credit(pipe.num_stages, turn) for turn in range(now.turns))
-    assert isinstance(credit, Tensor)
+    credit = credit_of_cycle(pipe)
     groups: dict[object, list[Part]] = defaultdict(list)
     for stage, is_head in parts:
         losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
         groups[{"global": None, "stage": stage, "loss": losses}[by]].append((stage, is_head))
     return sorted(tuple(sorted(group)) for group in groups.values())
+
+
+def credit_of_cycle(pipe: Pipeline) -> Tensor:
+    """Which loss trains which stage in any mini-batch of the next step's strategy: where it is not zero, ``[A, A]``."""
+    now = pipe.strategy.in_force(pipe.steps)
+    return torch.stack([now.credit(pipe.num_stages, turn) for turn in range(now.turns)]).abs().sum(0)
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Of their gradients, in float64, so that the order of sums hardly matters; on the CPU."""
+    total = torch.zeros((), dtype=torch.float64)
+    for kind in _by_kind(parameters):
+        norm = nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total += whole.detach().double().cpu().square()
+    return total
 
 
 class Clip:
@@ -88,16 +102,8 @@ class Clip:
         return [] if module is None else list(module.parameters())
 
     def _squares(self, group: Sequence[Part]) -> Tensor:
-        """Squared norms of the parts, those of other processes zero; float64, so that their order hardly matters."""
-        return torch.stack([self._square(part) for part in group])
-
-    def _square(self, part: Part) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for parameters in _by_kind(self._parameters(part)):
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            total += whole.detach().double().cpu().square()
-        return total
+        """Squared norms of the parts, those of other processes zero."""
+        return torch.stack([squared_norm(self._parameters(part)) for part in group])
 
     def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
         team = self._pipe.team

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Sgd
 
+_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
+
 
 def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
     """The parameters of this process, those of a stage and its head in a group of their own where rates differ.
@@ -83,6 +85,7 @@ class Rate:
         self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int, eval_every: float = 1
     ) -> None:
         self._optimizer = optimizer
+        self._num_drops = 0
         self._by_step = LambdaLR(optimizer, lambda step: rate_factor(config, step, num_steps))
         epochs = config.plateau_epochs if isinstance(config, Sgd) else None
         self._by_loss = None
@@ -99,7 +102,31 @@ class Rate:
     def evaluated(self, loss: float) -> None:
         """After every evaluation of the last head."""
         if self._by_loss is not None:
+            before = self.value
             self._by_loss.step(loss)
+            self._num_drops += self.value != before
+
+    def state(self) -> dict[str, Any]:
+        """What decides the rates to come, as numbers."""
+        state: dict[str, Any] = {"steps": self._by_step.last_epoch, "drops": self._num_drops}
+        if self._by_loss is not None:
+            state.update({name: getattr(self._by_loss, name) for name in _PLATEAU})
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, also if other rates have been configured since."""
+        self._by_step.last_epoch = state["steps"]
+        for group, base, factor in zip(
+            self._optimizer.param_groups, self._by_step.base_lrs, self._by_step.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(state["steps"])
+        if self._by_loss is not None and set(_PLATEAU) <= set(state):
+            self._num_drops = state["drops"]
+            for group in self._optimizer.param_groups:
+                for _ in range(self._num_drops):  # one after the other, as they came, to the last bit
+                    group["lr"] *= self._by_loss.factor
+            for name in _PLATEAU:
+                setattr(self._by_loss, name, state[name])
 
     @property
     def value(self) -> float:

@@ -4,6 +4,8 @@ run.json             configuration, versions, status
 metrics.jsonl        one record a line, as the run writes them
 weights.safetensors  ``model.<name of the unsplit network>`` and ``heads.<stage>.<name>``
 tokenizer.json       for text
+checkpoints/         what the run can be gone on from
+post-mortem.json     where a loss or gradient was not finite, if it was
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from typing import Any
 
 import numpy
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import nwise
 from nwise.data.text import Bpe, Bytes, Tokenizer
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe, from_json, to_json
+from nwise.training.weights import load_main_state, save_tensors, under
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,19 @@ class Run:
         """A new folder ``<parent>/<name>-<number>`` with the configuration in it."""
         folder = numbered(parent, name)
         run = cls(folder)
-        run._write_state({"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"})
+        state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
+        run._write_state({**state, "launch": os.environ.get("TORCHELASTIC_RUN_ID")})
         return run
+
+    @classmethod
+    def of_launch(cls, parent: Path, recipe: Recipe) -> Run | None:
+        """The newest folder that processes of this torchrun made, before it restarted them, with this configuration."""
+        launch, config = os.environ.get("TORCHELASTIC_RUN_ID"), to_json(recipe)
+        for path in sorted(parent.glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            state = cls(path.parent)._state()
+            if launch and state.get("launch") == launch and state.get("config") == json.loads(json.dumps(config)):
+                return cls(path.parent)
+        return None
 
     @classmethod
     def open(cls, folder: Path) -> Run:
@@ -66,7 +80,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``"running"``, ``"done"``, ``"interrupted"`` or ``"failed"``."""
+        """``"running"``, ``"done"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""
         return str(self._state().get("status", "unknown"))
 
     def _state(self) -> Any:
@@ -76,8 +90,24 @@ class Run:
         _write(self.folder / "run.json", json.dumps(state, indent=2) + "\n")
 
     def finish(self, status: str) -> None:
-        """Write how the run ended: ``"done"``, ``"interrupted"`` or ``"failed"``."""
+        """Write how the run ended; see `status`."""
         self._write_state({**self._state(), "status": status})
+
+    def resumed(self, recipe: Recipe, step: int, changes: str) -> None:
+        """Note that the run goes on, with a configuration that may be another."""
+        state = self._state()
+        history = [*state.get("resumed", []), {"step": step, "changes": changes, "versions": versions()}]
+        self._write_state({**state, "config": to_json(recipe), "status": "running", "resumed": history})
+
+    def rewind(self, step: int) -> None:
+        """Take away the records after a step, and the last line if whoever wrote it was stopped halfway."""
+        path = self.folder / "metrics.jsonl"
+        kept = []
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+            with suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        _write(path, "".join(kept))
 
     def record(self, **values: Any) -> None:
         """Append one line to the metrics; nan becomes null."""
@@ -145,6 +175,12 @@ class Run:
             raise ValueError(f"{path} should be a tokenizer that a run wrote. Found: {error}; train again.") from error
 
 
+def new_run(recipe: Recipe, parent: Path) -> Run:
+    """A fresh folder named after the recipe and the strategy."""
+    strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
+    return Run.create(parent, f"{recipe.name}-{strategy}", recipe)
+
+
 def numbered(parent: Path, name: str) -> Path:
     """A new folder ``<parent>/<name>-<number>``, with the first number that is free."""
     parent.mkdir(parents=True, exist_ok=True)
@@ -166,58 +202,6 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
-
-def weights_of(pipe: Pipeline) -> dict[str, Tensor]:
-    """Weights of the main network (``model.<name>``) and of the heads (``heads.<stage>.<name>``).
-
-    Of a pipeline of several processes, all of them call it, and those of all stages are on rank 0.
-    """
-    model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
-    heads = {f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}
-    return {**model, **heads} if pipe.team is None else pipe.team.collect({**model, **heads})
-
-
-def main_state(pipe: Pipeline) -> dict[str, Tensor]:
-    """State of the main network under the names of the unsplit one (those of its stages, which must differ)."""
-    state: dict[str, Tensor] = {}
-    for k, stage in enumerate(pipe.stages):
-        for name, tensor in stage.state_dict().items():
-            if name in state:
-                raise ValueError(
-                    f"Stages should keep the names of the unsplit network (`nwise.Chain`, `nwise.split`). Found {name!r} in "
-                    f"stage {k} and in one before."
-                )
-            state[name] = tensor
-    return state
-
-
-def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
-    """Load what `main_state` gave, every name exactly once."""
-    expected = set(main_state(pipe))
-    if expected != set(state):
-        odd = sorted(expected ^ set(state))[0]
-        raise ValueError(
-            f"Weights should have the names of the network's parameters and buffers. Found that {odd!r} differs."
-        )
-    try:
-        for stage in pipe.stages:
-            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
-    except RuntimeError as error:
-        raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file, written aside and renamed, so that there is never half of one."""
-    aside = path.with_name(path.name + ".part")
-    # safetensors refuses tensors that share memory, as those of a module in two places do.
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
-    os.replace(aside, path)
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nwise.batchnorm import defer_batchnorm
-from nwise.compiled import compile_module
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
-from nwise.losses import TokenCrossEntropy
-from nwise.models import materialize
-from nwise.pipeline import Pipeline
 from nwise.randomness import generator
-from nwise.recipes import Recipe
+from nwise.recipes import Recipe, to_json
+from nwise.runtime.appointment import Appointment
 from nwise.runtime.timeline import Timeline
-from nwise.runtime.world import launched
-from nwise.split import Chain
-from nwise.stage import LossFn
+from nwise.training.build import autocast, compile_blocks, device_of, pipeline_of
+from nwise.training.checkpoint import sizes_of
+from nwise.training.checkpoints import Checkpoints, Found, Keeping
 from nwise.training.clip import Clip
 from nwise.training.evaluate import Scores, evaluate
+from nwise.training.finite import Finite, write_post_mortem
 from nwise.training.log import StepLog
 from nwise.training.optimizers import Rate, optimizer_of, parameter_groups
-from nwise.training.run import Run, weights_of
+from nwise.training.run import Run, versions
+from nwise.training.weights import weights_of
 
 
-class Watcher(Protocol):
-    """Who is told how training goes, such as `nwise.report.display`."""
+class Watcher:
+    """Who is told how training goes, such as `nwise.report.display`; does nothing of itself."""
 
     def started(self, trainer: Trainer) -> None:
         """Before the first step."""
@@ -47,8 +43,25 @@ class Watcher(Protocol):
     def evaluating(self, done: int, total: int) -> None:
         """After each batch of an evaluation."""
 
+    def resumed(self, step: int, changes: str) -> None:
+        """After a checkpoint has been gone on from; what is not as it was saved."""
+
     def finished(self, status: str) -> None:
         """After the last step; also after an interruption or an error."""
+
+
+class StoppedError(Exception):
+    """Training has been stopped from outside, between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is made anew when the strategy changes."""
+
+    optimizer: torch.optim.Optimizer
+    rate: Rate
+    clip: Clip | None
+    finite: Finite
 
 
 class Trainer:
@@ -83,6 +96,9 @@ class Trainer:
         self.num_parameters = tuple(map(sum, zip(*facts, strict=True)))  # of the main network and of the heads
         self._log = StepLog(self.pipe)
         self._timeline: Timeline | None = None
+        self._appointment = Appointment(self.pipe.team)
+        self._checkpoints: Checkpoints | None = None
+        self._best = float("inf")
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the last known, for display
 
     @property
@@ -90,24 +106,43 @@ class Trainer:
         """Training samples of the whole run."""
         return self.num_steps * self.recipe.batch_size
 
-    def train(self, run: Run | None = None, watchers: tuple[Watcher, ...] = ()) -> Scores:
+    def train(
+        self,
+        run: Run | None = None,
+        watchers: tuple[Watcher, ...] = (),
+        keeping: Keeping | None = None,
+        *,
+        resume: bool = False,
+    ) -> Scores:
         """All steps of the recipe, recording and saving as it says.
 
         Args:
             run: where to write; None to write nothing. Of several processes only rank 0 has one.
             watchers: who is told.
+            keeping: when checkpoints are written into the run's folder; None for never.
+            resume: go on from the newest checkpoint of the run, if there is one.
 
         Returns:
             The scores after the last step. An interruption (Ctrl-C) saves the weights before it goes on.
+
+        Raises:
+            StoppedError: after `stop`, once a checkpoint has been written.
+            nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
-        self.run, self.watchers = run, watchers
+        self.run, self.watchers, self._keeping = run, watchers, keeping
+        folder = None if run is None else str(run.folder.resolve())
+        self._folder = folder if self.pipe.team is None else self.pipe.team.world.everyone("folder", folder)[0]
+        if self._folder is not None and (keeping is not None or resume):
+            self._checkpoints = (keeping or Keeping()).checkpoints(Path(self._folder) / "checkpoints", self.pipe)
         status = "failed"
-        self._began = time.perf_counter()
+        self._began = self._saved = time.perf_counter()
+        found = self._found() if resume else None
+        self._is_ready = not resume  # before that, nothing in the run's folder should change
         self._tell("started", self)
         try:
             if run is not None and isinstance(self.train_data, Tokens):
                 run.save_tokenizer(self.train_data.tokenizer)
-            scores = self._all_phases()
+            scores = self._all_phases(found)
             if self._timeline is not None:
                 self._timeline.save(None if run is None else run.folder / "timeline.json")
             status = "done"
@@ -115,13 +150,20 @@ class Trainer:
             status = "interrupted"
             self._record("interrupted", self.pipe.steps)
             raise
+        except StoppedError:
+            status = "stopped"
+            raise
         finally:
-            if run is not None:
+            if run is not None and self._is_ready:
                 if status != "done" and self.pipe.team is None:  # the last evaluation has saved them otherwise
                     run.save_weights(weights_of(self.pipe))
                 run.finish(status)
             self._tell("finished", status)
         return scores
+
+    def stop(self) -> None:
+        """Have all processes finish a step, write a checkpoint and raise `StoppedError`; safe in a signal handler."""
+        self._appointment.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
         """Record what every process does in so many steps, once the pipeline is full.
@@ -146,44 +188,172 @@ class Trainer:
             )
         self._timeline = Timeline(self.pipe.team, now.name, first, first + steps)
 
-    def _all_phases(self) -> Scores:
-        scores = self._evaluate(0)
+    def _found(self) -> Found | None:
+        """The checkpoint that is gone on from."""
+        assert self._checkpoints is not None
+        found = self._checkpoints.newest()
+        step = -1 if found is None else int(found.facts["step"])
+        if found is not None and not {"rate", "seconds", "best"} <= set(found.facts):
+            raise ValueError(f"{found.folder} should be a checkpoint of `nwise train`. Found one of another program.")
+        if step > self.num_steps:
+            raise ValueError(
+                f"`epochs` and `max_steps` should give more than the {step} steps that were done. Found "
+                f"{self.num_steps}."
+            )
+        if found is not None:
+            self.pipe.steps = step
+            self._began -= found.facts["seconds"]
+            self._best = found.facts["best"]
+            if not any(name.startswith("heads.") for name in sizes_of(found.folder)) and not self.pipe.needed_heads():
+                self.pipe.discard_heads()  # as the run did
+        return found
+
+    def _all_phases(self, found: Found | None) -> Scores:
+        if found is None:
+            self._ready(-1)
+        scores = None if found is not None else self._evaluate(0)
         for number, (first, last) in enumerate(self.pipe.strategy.phases(stop=self.num_steps)):
-            config = self.recipe.optimizer if number == 0 else self.recipe.then or self.recipe.optimizer
+            begin = max(first, self.pipe.steps)
+            if begin >= last:
+                continue
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
-            optimizer = optimizer_of(config, parameter_groups(self.pipe, config.lr, self.recipe.stage_lr))
-            rate = Rate(config, optimizer, last - first, self.recipe.eval_every)
-            clip = None if self.recipe.clip is None else Clip(self.pipe, self.recipe.clip, self.recipe.clip_by)
-            for step in range(first, last):
-                self._step(step, optimizer, rate, clip)
+            self._phase = self._phase_from(number, first, last, begin)
+            if found is not None:
+                self._restore(found, midway=begin > first)
+                found = None
+            for step in range(begin, last):
+                self._keep_appointments(step)
+                self._step(step)
                 while step + 1 == last and self.pipe.drain():  # Hogwild's last gradients
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
+                    self._update()
                 if self._is_due(step + 1):
                     scores = self._evaluate(step + 1)
-                    last_head = scores.heads[-1]
-                    assert last_head is not None
-                    rate.evaluated(last_head.loss)
+                    assert scores.heads[-1] is not None
+                    self._phase.rate.evaluated(scores.heads[-1].loss)
+                self._save_if_due(step + 1, scores)
+        if found is not None:
+            self._restore(found, midway=False)
+        if scores is None:
+            scores = self._evaluate(self.num_steps)
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
         return scores
 
-    def _step(self, step: int, optimizer: torch.optim.Optimizer, rate: Rate, clip: Clip | None) -> None:
+    def _phase_from(self, number: int, first: int, last: int, begin: int) -> Phase:
         recipe = self.recipe
-        indices = batch_indices(len(self.train_data), recipe.batch_size, recipe.seed, step)
-        inputs, target = self.train_data.batch(indices, generator(recipe.seed, "augmentation", step))
+        config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
+        optimizer = optimizer_of(config, parameter_groups(self.pipe, config.lr, recipe.stage_lr))
+        before, self.pipe.steps = self.pipe.steps, begin
+        clip = None if recipe.clip is None else Clip(self.pipe, recipe.clip, recipe.clip_by)
+        finite = Finite(self.pipe, recipe.on_nan, self._post_mortem)
+        self.pipe.steps = before
+        if self._checkpoints is not None:
+            self._checkpoints.optimizer = optimizer
+        return Phase(optimizer, Rate(config, optimizer, last - first, recipe.eval_every), clip, finite)
+
+    def _step(self, step: int) -> None:
+        recipe, phase = self.recipe, self._phase
+        inputs, target = self.train_data.batch(self._indices(step), generator(recipe.seed, "augmentation", step))
+        phase.finite.remember()
         with autocast(recipe, self.device):
             inputs = inputs.to(self.device, memory_format=self._layout)
             losses = self.pipe.step(inputs, target=target.to(self.device))
-        if clip is not None:
-            clip()
-        lr = rate.value
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        rate.step()
+        lr = phase.rate.value
+        left_out = self._update()
+        phase.rate.step()
         if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
             self._log.put(step + 1, losses, lr, self._seconds)
+        if left_out:
+            self._record("skipped", step + 1, stages=left_out)
         self._write_log()
         self._tell("stepped", step + 1, losses if self.pipe.team is None else self._losses)
+
+    def _update(self) -> list[int]:
+        """With the gradients that are there; the stages of this process that are left out."""
+        phase = self._phase
+        left_out = phase.finite()
+        if phase.clip is not None:
+            phase.clip()
+        phase.optimizer.step()
+        phase.optimizer.zero_grad(set_to_none=True)
+        return left_out
+
+    def _indices(self, step: int) -> Tensor:
+        return batch_indices(len(self.train_data), self.recipe.batch_size, self.recipe.seed, step)
+
+    def _keep_appointments(self, step: int) -> None:
+        """Before a step: what all processes do at once."""
+        keeping = self._keeping
+        seconds = 60 * keeping.checkpoint_minutes if keeping is not None and self.run is not None else 0
+        if seconds and time.perf_counter() - self._saved > seconds:
+            self._appointment.ask("save")
+        while (what := self._appointment.due(step)) is not None:
+            if self._checkpoints is not None:
+                self._save()
+            if what == "stop":
+                if self._checkpoints is not None:
+                    self._checkpoints.wait()
+                raise StoppedError(f"Stopped at step {step}, as asked.")
+
+    def _save_if_due(self, step: int, scores: Scores | None) -> None:
+        keeping = self._keeping
+        if self._checkpoints is None or keeping is None:
+            return
+        loss = None
+        if scores is not None and self._is_due(step) and scores.heads[-1] is not None:
+            loss = scores.heads[-1].loss
+        better = keeping.keep_best and loss is not None and loss < self._best
+        self._best = self._best if loss is None else min(self._best, loss)
+        if better or step == self.num_steps or (keeping.checkpoint_every and step % keeping.checkpoint_every == 0):
+            try:
+                self._save(loss)
+            except OSError as error:
+                if step == self.num_steps:
+                    raise
+                if self.pipe.team is None or not self.pipe.team.world.rank:
+                    warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
+
+    def _save(self, loss: float | None = None) -> None:
+        assert self._checkpoints is not None
+        while self.pipe.drain():  # Hogwild's gradients under way have no place in a checkpoint
+            self._update()
+        self.pipe.forget_versions()
+        self._write_log(wait=True)
+        self._saved = time.perf_counter()
+        self._checkpoints.save(
+            loss=loss,
+            best=self._best,
+            seconds=self._seconds,
+            samples=self.pipe.steps * self.recipe.batch_size,
+            rate=self._phase.rate.state(),
+            config=to_json(self.recipe),
+            versions=versions(),
+        )
+
+    def _restore(self, found: Found, *, midway: bool) -> None:
+        """Put the state back; the optimizer's only in the middle of a phase, which otherwise begins with a new one."""
+        assert self._checkpoints is not None
+        optimizer = self._checkpoints.optimizer
+        self._checkpoints.optimizer = optimizer if midway else None
+        said = self._checkpoints.restore(found)
+        self._checkpoints.optimizer = optimizer
+        if midway:
+            self._phase.rate.restore(found.facts["rate"])
+        self._ready(self.pipe.steps, said)
+        self._tell("resumed", self.pipe.steps, said)
+
+    def _ready(self, step: int, changes: str = "") -> None:
+        """Of a run that is gone on from: records after its checkpoint go, and it is noted."""
+        if self.run is not None and not self._is_ready:
+            self.run.rewind(step)
+            self.run.resumed(self.recipe, max(0, step), changes)
+        self._is_ready = True
+
+    def _post_mortem(self, facts: dict[str, Any]) -> None:
+        if self._folder is not None:
+            samples = self._indices(facts["step"]).tolist()
+            write_post_mortem(Path(self._folder), {**facts, "lr": self._phase.rate.value, "samples": samples})
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
@@ -227,74 +397,3 @@ class Trainer:
     def _tell(self, event: str, *values: Any) -> None:
         for watcher in self.watchers:
             getattr(watcher, event)(*values)
-
-
-def device_of(recipe: Recipe) -> torch.device:
-    """The recipe's device, resolved."""
-    if recipe.device == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        # Several processes of one machine have a GPU each, as far as there are any.
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    try:
-        device = torch.device(recipe.device)
-    except RuntimeError as error:
-        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"`device` should be one of the {torch.cuda.device_count()} GPUs, or cpu. Found {recipe.device!r}."
-        )
-    return device
-
-
-def loss_of(data: Images | Tokens) -> LossFn:
-    """Cross-entropy, of classes or of tokens."""
-    return TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
-
-
-def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
-    """The recipe's network as a pipeline, on the CPU; of several processes each builds its own stage."""
-    with torch.device("meta") if launched() else nullcontext():
-        model = recipe.build(data)
-
-    if recipe.stage_lr and len(recipe.stage_lr) != len(model.stages):
-        raise ValueError(
-            f"`stage_lr` should have a factor for each of the {len(model.stages)} stages. Found {len(recipe.stage_lr)}."
-        )
-
-    def made(module: nn.Module, name: str = "") -> nn.Module:
-        module = materialize(module, recipe.seed, name) if launched() else module
-        return defer_batchnorm(module) if recipe.defer_batchnorm else module
-
-    return Pipeline(
-        [partial(made, stage) for stage in model.stages],
-        [partial(made, head, f"heads.{k}") for k, head in enumerate(model.heads)],
-        loss_of(data),
-        recipe.strategy_for(steps_per_epoch),
-        recipe.microbatches,
-        schedule=None if recipe.schedule == "best" else recipe.schedule,
-        recompute=recipe.recompute,
-        seed=recipe.seed,
-    )
-
-
-def autocast(recipe: Recipe, device: torch.device) -> Any:
-    """bf16 autocast if the recipe asks for it."""
-    return torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext()
-
-
-def compile_blocks(pipe: Pipeline, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile every piece of every stage, and every head."""
-    for stage in pipe.stages:
-        for piece in stage.pieces().values() if isinstance(stage, Chain) else [stage]:
-            compile_module(piece, backend)
-    for head in pipe.heads.values():
-        compile_module(head, backend)
-
-
-def new_run(recipe: Recipe, parent: Path) -> Run:
-    """A fresh folder named after the recipe and the strategy."""
-    strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
-    return Run.create(parent, f"{recipe.name}-{strategy}", recipe)

@@ -1,0 +1,88 @@
+"""A recipe's parts: its device, its network as a pipeline, its precision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nwise.batchnorm import defer_batchnorm
+from nwise.compiled import compile_module
+from nwise.data import Images, Tokens
+from nwise.losses import TokenCrossEntropy
+from nwise.models import materialize
+from nwise.pipeline import Pipeline
+from nwise.recipes import Recipe
+from nwise.runtime.world import launched
+from nwise.split import Chain
+from nwise.stage import LossFn
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """The recipe's device, resolved."""
+    if recipe.device == "auto":
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # Several processes of one machine have a GPU each, as far as there are any.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    try:
+        device = torch.device(recipe.device)
+    except RuntimeError as error:
+        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"`device` should be one of the {torch.cuda.device_count()} GPUs, or cpu. Found {recipe.device!r}."
+        )
+    return device
+
+
+def loss_of(data: Images | Tokens) -> LossFn:
+    """Cross-entropy, of classes or of tokens."""
+    return TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
+
+
+def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
+    """The recipe's network as a pipeline, on the CPU; of several processes each builds its own stage."""
+    with torch.device("meta") if launched() else nullcontext():
+        model = recipe.build(data)
+
+    if recipe.stage_lr and len(recipe.stage_lr) != len(model.stages):
+        raise ValueError(
+            f"`stage_lr` should have a factor for each of the {len(model.stages)} stages. Found {len(recipe.stage_lr)}."
+        )
+
+    def made(module: nn.Module, name: str = "") -> nn.Module:
+        module = materialize(module, recipe.seed, name) if launched() else module
+        return defer_batchnorm(module) if recipe.defer_batchnorm else module
+
+    return Pipeline(
+        [partial(made, stage) for stage in model.stages],
+        [partial(made, head, f"heads.{k}") for k, head in enumerate(model.heads)],
+        loss_of(data),
+        recipe.strategy_for(steps_per_epoch),
+        recipe.microbatches,
+        schedule=None if recipe.schedule == "best" else recipe.schedule,
+        recompute=recipe.recompute,
+        seed=recipe.seed,
+    )
+
+
+def autocast(recipe: Recipe, device: torch.device) -> Any:
+    """bf16 autocast if the recipe asks for it."""
+    return torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext()
+
+
+def compile_blocks(pipe: Pipeline, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile every piece of every stage, and every head."""
+    for stage in pipe.stages:
+        for piece in stage.pieces().values() if isinstance(stage, Chain) else [stage]:
+            compile_module(piece, backend)
+    for head in pipe.heads.values():
+        compile_module(head, backend)

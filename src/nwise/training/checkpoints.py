@@ -1,0 +1,217 @@
+"""The checkpoints of a run: when one is written, which stay, and which is gone on from."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwise.pipeline import Pipeline
+from nwise.training import checkpoint, state
+from nwise.training.checkpoint import DamagedError
+
+_NAME = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """When checkpoints are written, and which stay. One is written after the last step, and when a run is stopped."""
+
+    checkpoint_every: int = 0
+    """Steps from one checkpoint to the next; 0 to go by `checkpoint_minutes` alone."""
+    checkpoint_minutes: float = 10.0
+    """Minutes after which there is one more; 0 for never."""
+    keep: int = 2
+    """How many of the newest stay."""
+    keep_best: bool = False
+    """Write and keep the one with the lowest test loss of the last head too."""
+    checkpoint_async: bool = False
+    """Write in the background, from a copy."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 0:
+            raise ValueError(f"`checkpoint_every` should be at least 0. Found {self.checkpoint_every}.")
+        if not 0 <= self.checkpoint_minutes < 1e6:
+            raise ValueError(f"`checkpoint_minutes` should be from 0 to a million. Found {self.checkpoint_minutes}.")
+        if self.keep < 1:
+            raise ValueError(f"`keep` should be at least 1. Found {self.keep}.")
+
+    def checkpoints(self, folder: Path, pipe: Pipeline) -> Checkpoints:
+        """Those of a run."""
+        return Checkpoints(folder, pipe, keep=self.keep, keep_best=self.keep_best, asynchronous=self.checkpoint_async)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that was read and is as it was written.
+
+    Args:
+        folder: of the checkpoint.
+        facts: saved with it; ``facts["step"]`` is the number of mini-batches done.
+    """
+
+    folder: Path
+    facts: dict[str, Any]
+
+
+class Checkpoints:
+    """Checkpoints in ``<folder>/step-<number>``, of which only the last few stay.
+
+    Of a pipeline of several processes, all of them make it and call its methods, at the same steps, with a folder that all
+    of them reach.
+
+    Args:
+        folder: of all checkpoints.
+        pipe: whose state is saved.
+        optimizer: of its parameters; may be set anew.
+        keep: how many of the newest stay, at least 1.
+        keep_best: whether the one with the lowest ``loss`` among its facts stays too.
+        asynchronous: copy before `save` returns, and write while training goes on.
+
+    Raises:
+        ValueError: `keep` is below 1.
+
+    >>> import tempfile, nwise
+    >>> pipe = nwise.Pipeline([torch.nn.Linear(2, 2)], strategy="end-to-end")
+    >>> optimizer = torch.optim.Adam(pipe.parameters())
+    >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), pipe, optimizer)
+    >>> losses = pipe.step(torch.zeros(3, 2), target=torch.tensor([0, 1, 1])); optimizer.step()
+    >>> checkpoints.save().name
+    'step-00000001'
+    >>> checkpoints.resume(), pipe.steps
+    ('', 1)
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keep: int = 2,
+        keep_best: bool = False,
+        asynchronous: bool = False,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"`keep` should be at least 1. Found {keep}.")
+        self.folder, self.optimizer = Path(folder), optimizer
+        self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
+        self._team = pipe.team
+        # A group of its own, so that a writer in the background meets no other messages.
+        self._group = None if pipe.team is None else pipe.team.world.new_group(backend="gloo")
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._writing: Future[None] | None = None
+
+    def save(self, **facts: Any) -> Path:
+        """Write a checkpoint of now.
+
+        Args:
+            facts: to be kept with it, of JSON's types.
+
+        Returns:
+            Its folder, which is there at once unless it is written in the background.
+
+        Raises:
+            OSError: it, or the one before it if that was written in the background, could not be written.
+        """
+        self.wait()
+        with self._telling():
+            tensors = state.tensors_of(self._pipe, self.optimizer)
+            known = {**state.facts_of(self._pipe, self.optimizer), **facts}
+        folder = self.folder / f"step-{self._pipe.steps:08d}"
+        if self._writer is None:
+            with self._telling():
+                self._write(folder, tensors, known)
+        else:
+            self._writing = self._writer.submit(self._write, folder, tensors, known)
+        return folder
+
+    def wait(self) -> None:
+        """Until everything has been written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._telling():
+                writing.result()
+
+    def newest(self) -> Found | None:
+        """The newest that is as it was written, every file of it read; None if there is none at all.
+
+        Those that are damaged are told of in a warning and get another name.
+
+        Raises:
+            ValueError: there are some, but all of them are damaged.
+        """
+        names = self._names()
+        if self._team is not None:
+            names = self._team.world.everyone("checkpoints", names)[0]
+        problem = ""
+        for name in reversed(names):
+            folder = self.folder / name
+            try:
+                with self._telling():
+                    checkpoint.check(folder, self._group)
+                return Found(folder, state.checked(checkpoint.facts_of(folder), folder))
+            except DamagedError as error:
+                problem = str(error)
+                if self._is_first:
+                    warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
+                    folder.rename(folder.with_name(name + ".damaged"))
+        if problem:
+            raise ValueError(f"{self.folder} should hold a checkpoint that can be read. Found none: {problem}")
+        return None
+
+    def restore(self, found: Found) -> str:
+        """Go on from a checkpoint; see `nwise.training.state.restore`."""
+        with self._telling():
+            return state.restore(found.folder, self._pipe, self.optimizer, self._group)
+
+    def resume(self) -> str | None:
+        """Go on from the newest checkpoint that can be read.
+
+        Returns:
+            What is not as it was saved, in one line; None if there is no checkpoint.
+        """
+        found = self.newest()
+        return None if found is None else self.restore(found)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._team is None or not self._team.world.rank
+
+    def _names(self) -> list[str]:
+        return sorted(p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name))
+
+    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        if self._is_first:
+            checkpoint.sweep(self.folder)
+        checkpoint.write(folder, tensors, facts, self._group)
+        if self._is_first:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Take away all but the newest ones and the best."""
+        names = self._names()
+        stay = set(names[-self._keep :])
+        if self._keep_best:
+            losses = {name: checkpoint.facts_of(self.folder / name).get("loss") for name in names}
+            known = {name: loss for name, loss in losses.items() if loss is not None}
+            stay.update(sorted(known, key=lambda name: (known[name], name))[:1])
+        for name in names:
+            if name not in stay:
+                checkpoint.remove(self.folder / name)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A process that is lost ends all others, as in a step."""
+        if self._team is None:
+            yield
+        else:
+            with self._team.telling():
+                yield

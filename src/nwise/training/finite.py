@@ -1,0 +1,161 @@
+"""Losses and gradients that are not finite numbers: stop, leave the update out, or go on.
+
+``stop``    end all processes, and say where it was (`NotFiniteError`, ``post-mortem.json``)
+``skip``    leave the update out of all stages and heads that share a loss with it, as if the mini-batch had not been
+``ignore``  do not look
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nwise.pipeline import Pipeline
+from nwise.training.clip import credit_of_cycle, squared_norm
+
+Policy = Literal["stop", "skip", "ignore"]
+
+
+class NotFiniteError(ArithmeticError):
+    """A loss or gradient is not a finite number, and the policy is to stop."""
+
+
+class Finite:
+    """Looks at what each step leaves, under the strategy of the pipeline's next step.
+
+    Of a pipeline of several processes, all of them make it and call it, at the same steps. Under ``skip`` those whose
+    stages share a loss wait for each other after every step; the others do not.
+
+    Args:
+        pipe: whose losses and gradients they are.
+        policy: what to do.
+        tell: given the facts, before the process stops.
+
+    Raises:
+        ValueError: the policy does not fit.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, policy: Policy = "stop", tell: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        if policy not in ("stop", "skip", "ignore"):
+            raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
+        self._pipe, self._policy, self._tell = pipe, policy, tell
+        self._buffers: dict[Tensor, Tensor] = {}
+        size = range(pipe.num_stages)
+        credit = credit_of_cycle(pipe)
+        self._learners = [{k for k in size if credit[j, k]} | {j} for j in size]  # of every loss
+        self._trains = [bool(credit[j, j]) for j in size]  # whether a stage's own loss trains it
+        if policy == "skip" and pipe.team is not None:
+            if pipe.strategy.in_force(pipe.steps).asynchronous:
+                raise ValueError(
+                    "Under Hogwild on several processes `on_nan` should be stop or ignore, since their updates are of "
+                    "different mini-batches. Found 'skip'."
+                )
+            pipe.team.world.connect([tuple(sorted(group)) for group in self._learners])
+
+    def remember(self) -> None:
+        """Before a step: keep what a mini-batch that is left out should not change."""
+        if self._policy == "skip":
+            self._buffers = {b: b.detach().clone() for b in self._pipe.buffers()}
+
+    def __call__(self) -> list[int]:
+        """After a step, before the update: look, and drop the gradients that are to be left out.
+
+        Returns:
+            The stages of this process whose own update is left out.
+
+        Raises:
+            NotFiniteError: something is not finite, and the policy is to stop.
+        """
+        if self._policy == "ignore":
+            return []
+        here = range(self._pipe.num_stages) if self._pipe.team is None else [self._pipe.team.stage]
+        bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in here}
+        if self._policy == "stop":
+            wrong = [k for k, found in bad.items() if any(found)]
+            if wrong:  # a loss says more than the gradients that come of it
+                self._stop(next((k for k in wrong if self._wrong_losses(k)), wrong[0]))
+            return []
+        return self._skip(bad)
+
+    def _is_bad(self, module: nn.Module | None) -> bool:
+        return module is not None and not math.isfinite(squared_norm(module.parameters()))
+
+    def _head_is_bad(self, stage: int) -> bool:
+        return bool(self._wrong_losses(stage)) or self._is_bad(self._pipe.heads.of(stage))
+
+    def _wrong_losses(self, stage: int) -> list[int]:
+        """Micro-batches whose loss is not finite."""
+        losses = self._pipe.microbatch_losses.items()
+        return [m for (k, m), loss in losses if k == stage and not math.isfinite(loss)]
+
+    def _skip(self, bad: dict[int, tuple[bool, bool]]) -> list[int]:
+        rows = []
+        losses = [j for j, group in enumerate(self._learners) if group & set(bad)]
+        for j in losses:
+            count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in self._learners[j])
+            rows.append((tuple(sorted(self._learners[j])), torch.tensor([float(count)])))
+        sums = [values for _, values in rows] if self._pipe.team is None else self._pipe.team.sums(rows)
+        bad_losses = {j for j, total in zip(losses, sums, strict=True) if total}
+        left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]
+        for k in left_out:
+            self._forget(self._pipe.stages[k])
+        for j in bad_losses & set(bad):
+            self._forget(self._pipe.heads.of(j))
+        return left_out
+
+    def _forget(self, module: nn.Module | None) -> None:
+        for parameter in () if module is None else module.parameters():
+            parameter.grad = None
+        for buffer in () if module is None else module.buffers():
+            if buffer in self._buffers:
+                buffer.copy_(self._buffers[buffer])
+
+    def _stop(self, stage: int) -> None:
+        step, losses = self._pipe.steps - 1, self._pipe.microbatch_losses
+        wrong = self._wrong_losses(stage)
+        microbatch = wrong[0] if wrong else None
+        what = f"The loss of stage {stage}'s head" if wrong else f"The gradient of stage {stage} or its head"
+        found = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "values that are not"
+        facts = {
+            "step": step,
+            "stage": stage,
+            "head": stage if wrong else None,
+            "microbatch": microbatch,
+            "losses": {f"stage {k}, micro-batch {m}": str(float(loss)) for (k, m), loss in losses.items()},
+            "parameters": self._parameters(stage),
+        }
+        if self._tell is not None:
+            self._tell(facts)
+        raise NotFiniteError(
+            f"{what} should be a finite number. Found {found} of step {step}; lower the rate, clip, or leave such "
+            "mini-batches out (`on_nan`)."
+        )
+
+    def _parameters(self, stage: int) -> list[dict[str, Any]]:
+        """What each of a stage's parameters and gradients is like."""
+        found = []
+        for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.of(stage))):
+            for name, p in () if module is None else module.named_parameters():
+                row: dict[str, Any] = {"name": f"{owner}.{name}", "not_finite": int((~p.isfinite()).sum())}
+                if p.grad is not None:
+                    row["gradient_not_finite"] = int((~p.grad.isfinite()).sum())
+                    row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))
+                found.append(row)
+        return found
+
+
+def write_post_mortem(folder: Path, facts: dict[str, Any]) -> None:
+    """Keep the facts as ``post-mortem.json``, unless another process was first."""
+    try:
+        with (folder / "post-mortem.json").open("x") as file:
+            file.write(json.dumps(facts, indent=2) + "\n")
+    except FileExistsError:
+        pass

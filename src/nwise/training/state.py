@@ -1,0 +1,232 @@
+"""What a run needs to go on: everything in a pipeline and its optimizer that a step changes, by names that no cut changes.
+
+model.<name>                    parameters and buffers of the main network, named as in the unsplit network
+heads.<stage>.<name>            of the heads
+optimizer.<parameter>.<entry>   of the optimizer, such as ``optimizer.model.blocks.0.weight.exp_avg``
+random.<stage>.<replica>        the state of torch's random numbers, which nothing in a step uses (`nwise.randomness`)
+
+The data have no state: which samples a step sees is a function of the seed and its number (`nwise.data.batch_indices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nwise.pipeline import Pipeline
+from nwise.training import checkpoint
+from nwise.training.weights import main_state, under
+
+
+def tensors_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Copies, on the CPU, of this process's part of the state; nothing where another replica has the same.
+
+    Args:
+        pipe: the pipeline, between two steps.
+        optimizer: of its parameters.
+
+    Raises:
+        TypeError: the optimizer's state does not consist of tensors.
+    """
+    if pipe.team is not None and pipe.team.world.replica:
+        return {}
+    found = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    found.update({f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()})
+    names = parameter_names(pipe)
+    state: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
+    for parameter, entries in state.items():
+        for entry, value in entries.items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"An optimizer's state should consist of tensors to be saved. Found {entry!r} of "
+                    f"{type(optimizer).__name__}, a {type(value).__name__}."
+                )
+            found[f"optimizer.{names[parameter]}.{entry}"] = value
+    stage = 0 if pipe.team is None else pipe.team.stage
+    found[f"random.{stage}"] = torch.get_rng_state()
+    return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def facts_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Numbers that go with the tensors; of several processes all call it.
+
+    Returns:
+        The step, and where the stages end, by the last name of the main network's state in each.
+    """
+    last = [next(reversed(stage.state_dict()), "") for stage in pipe.stages]
+    ends = last if pipe.team is None else pipe.team.facts(last[pipe.team.stage])
+    for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
+        ends[k] = end or (f"{ends[k - 1]}+" if k else "+")
+    return {
+        "step": pipe.steps,
+        "seed": pipe.seed,
+        "strategy": pipe.strategy.name,
+        "num_microbatches": pipe.num_microbatches,
+        "ends": ends,
+        "optimizer": type(optimizer).__name__,
+    }
+
+
+def checked(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The facts of a checkpoint, which should be what `facts_of` gives, and more.
+
+    Raises:
+        nwise.training.DamagedError: they are of another kind; some other program wrote them.
+    """
+    kinds = {"step": int, "seed": int, "strategy": str, "num_microbatches": int, "ends": list, "optimizer": str}
+    for name, kind in kinds.items():
+        found = facts.get(name) if isinstance(facts, dict) else None
+        if not isinstance(found, kind) or (name == "step" and int(facts["step"]) < 0):
+            raise checkpoint.DamagedError(f"{folder} should have {name!r} among its facts. Found {found!r}.")
+    if not facts["ends"] or not all(isinstance(end, str) for end in facts["ends"]):
+        raise checkpoint.DamagedError(f"{folder} should say where the stages end. Found {facts['ends']!r}.")
+    return facts
+
+
+def restore(
+    folder: Path,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> str:
+    """Put the state of a checked checkpoint into a pipeline that may be cut otherwise; of several processes all call it.
+
+    Args:
+        folder: the checkpoint.
+        pipe: of the same main network; its cut, its strategy, its replicas and its heads may be others.
+        optimizer: of its parameters, fresh; None to leave its state.
+        group: see `nwise.training.checkpoint.write`.
+
+    Returns:
+        What is not as it was saved, in one line; empty if everything is.
+
+    Raises:
+        ValueError: the checkpoint is of another network; nothing has been changed then.
+    """
+    facts, sizes = checkpoint.facts_of(folder), checkpoint.sizes_of(folder)
+    _refuse_another_network(folder, pipe, sizes)
+    old_stages = _old_stages(pipe, facts)
+    targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    renamed: dict[str, str] = {}  # names of this pipeline's heads' parameters -> names in the checkpoint
+    new_heads = []
+    for k, module in pipe.heads.items():
+        head = {f"heads.{k}.{name}": tensor for name, tensor in module.state_dict().items()}
+        saved = {name: name.replace(f"heads.{k}.", f"heads.{old_stages[int(k)]}.", 1) for name in head}
+        if all(sizes.get(saved[name]) == tensor.shape for name, tensor in head.items()):
+            targets.update({saved[name]: tensor for name, tensor in head.items()})
+            renamed.update(saved)
+        else:
+            new_heads.append(int(k))
+    entries = _optimizer_entries(pipe, optimizer, facts, sizes, renamed)
+    stage = 0 if pipe.team is None else pipe.team.stage
+    random = {name: torch.empty(sizes[name], dtype=torch.uint8) for name in (f"random.{stage}",) if name in sizes}
+    fresh = {name: torch.empty_like(tensor, device=_cpu(tensor)) for name, tensor in targets.items()}
+    fresh.update({name: tensor for name, (_, _, tensor) in entries.items()} | random)
+    checkpoint.read(folder, fresh, group)
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            tensor.copy_(fresh[name])
+    for parameter, entry, tensor in entries.values():
+        # As torch does: numbers stay on the CPU.
+        optimizer.state[parameter][entry] = tensor.to(parameter.device) if tensor.ndim else tensor  # type: ignore[union-attr]
+    for state in random.values():
+        torch.set_rng_state(state)
+    pipe.steps = int(facts["step"])
+    pipe.forget_versions()
+    return _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
+
+
+def parameter_names(pipe: Pipeline) -> dict[nn.Parameter, str]:
+    """Names of this process's parameters in a checkpoint."""
+    main = {p: f"model.{name}" for stage in pipe.stages for name, p in stage.named_parameters()}
+    return {**main, **{p: f"heads.{name}" for name, p in pipe.heads.named_parameters()}}
+
+
+def _refuse_another_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size]) -> None:
+    mine = {name: list(tensor.shape) for name, tensor in main_state(pipe).items()}
+    parts = [mine] if pipe.team is None else pipe.team.facts(mine)
+    here = {name: shape for part in parts for name, shape in part.items()}
+    saved = {name: list(size) for name, size in under(sizes, "model.").items()}
+    for name in sorted({*here, *saved}):
+        if here.get(name) != saved.get(name):
+            raise ValueError(
+                f"The network should be that of {folder}, whatever its cut. Found that {name!r} has shape {here.get(name)} "
+                f"here and {saved.get(name)} there; None means that it has no such tensor."
+            )
+
+
+def _old_stages(pipe: Pipeline, facts: Mapping[str, Any]) -> list[int | None]:
+    """For every stage the one of the checkpoint that ended at the same place, whose head fits."""
+    ends = {end: k for k, end in enumerate(facts["ends"])}
+    return [ends.get(end) for end in facts_of(pipe)["ends"]]
+
+
+def _optimizer_entries(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    facts: Mapping[str, Any],
+    sizes: Mapping[str, Size],
+    renamed: Mapping[str, str],
+) -> dict[str, tuple[nn.Parameter, str, Tensor]]:
+    """By name in the checkpoint: the parameter, what it is, and a tensor for it."""
+    found: dict[str, tuple[nn.Parameter, str, Tensor]] = {}
+    if optimizer is None or facts["optimizer"] != type(optimizer).__name__:
+        return found
+    by_parameter: dict[str, list[str]] = {}
+    for name in sizes:
+        if name.startswith("optimizer."):
+            parameter, _, entry = name.removeprefix("optimizer.").rpartition(".")
+            by_parameter.setdefault(parameter, []).append(entry)
+    for p, name in parameter_names(pipe).items():
+        saved = renamed.get(name, name if name.startswith("model.") else "")
+        for entry in by_parameter.get(saved, ()):
+            full = f"optimizer.{saved}.{entry}"
+            alike = sizes[full] == p.shape and entry != "step"
+            like = p.detach() if alike else torch.zeros(sizes[full])
+            found[full] = p, entry, torch.empty_like(like, device=_cpu(like))
+    return found
+
+
+def _differences(
+    pipe: Pipeline,
+    facts: Mapping[str, Any],
+    sizes: Mapping[str, Size],
+    new_heads: Iterable[int],
+    used: Iterable[str],
+    optimizer: torch.optim.Optimizer | None,
+) -> str:
+    """In one line, from all processes."""
+    mine = [sorted(new_heads), sorted({name.split(".")[1] for name in used})]
+    parts: list[Any] = [mine] if pipe.team is None else pipe.team.facts(mine)
+    new = sorted(k for heads, _ in parts for k in heads)
+    kept = {k for _, heads in parts for k in heads}
+    dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
+    changes = []
+    now = facts_of(pipe, optimizer)
+    for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
+        if facts[key] != now[key]:
+            changes.append(f"{what} {facts[key]} -> {now[key]}")
+    if optimizer is not None and facts["optimizer"] != now["optimizer"]:
+        changes.append(f"optimizer {facts['optimizer']} -> {now['optimizer']}, begun anew")
+    if len(facts["ends"]) != len(now["ends"]):
+        changes.append(f"stages {len(facts['ends'])} -> {len(now['ends'])}")
+    elif facts["ends"] != now["ends"]:
+        changes.append("another cut")
+    if new:
+        changes.append(f"new heads at stages {', '.join(map(str, new))}")
+    if dropped:
+        changes.append(f"dropped the heads of the former stages {', '.join(dropped)}")
+    return "; ".join(changes)
+
+
+def _cpu(tensor: Tensor) -> torch.device | None:
+    """Where it is read to; parts of a DTensor stay where its mesh is."""
+    return None if isinstance(tensor, DTensor) else torch.device("cpu")

@@ -1,0 +1,85 @@
+"""Goes on from a checkpoint with any cut, strategy and number of replicas; writes what it has loaded, and what comes of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nwise
+from nwise.split import Chain
+from nwise.training import Checkpoints
+from ranks.common import batches, closed, optimizer_of, write
+
+WIDTH = 6
+
+
+def pipeline(cut: tuple[int, ...], strategy: str, **options: Any) -> nwise.Pipeline:
+    """Four blocks with dropout and an output layer, cut into stages of so many blocks; heads by where they stand."""
+    torch.manual_seed(0)
+    blocks: dict[str, nn.Module] = {
+        f"blocks.{i}": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.2))
+        for i in range(4)
+    }
+    output = nn.Linear(WIDTH, 4)
+    heads = [nn.Linear(WIDTH, 4) for _ in range(4)]
+    stages, used, names = [], 0, list(blocks)
+    for count in cut:
+        stages.append({name: blocks[name] for name in names[used : used + count]})
+        used += count
+    stages[-1]["output"] = output
+    ends = [sum(cut[: k + 1]) for k in range(len(cut) - 1)]
+    return nwise.Pipeline(
+        [Chain(stage) for stage in stages],
+        [heads[end - 1] for end in ends],
+        nn.functional.cross_entropy,
+        strategy,
+        1,
+        seed=1,
+        **options,
+    )
+
+
+def main(
+    source: Path,
+    target: Path,
+    cut: tuple[int, ...],
+    strategy: str,
+    optimizer: str,
+    steps: int,
+    *,
+    asynchronous: bool = False,
+) -> dict[str, Any]:
+    """Go on from `source` if there is a checkpoint, and write what is there before and after `steps` steps to `target`."""
+    torch.set_num_threads(1)
+    pipe = pipeline(cut, strategy)
+    update = optimizer_of(optimizer, pipe)
+    said = Checkpoints(source, pipe, update).resume()
+    Checkpoints(target / "loaded", pipe, update).save()
+    losses = []
+    after = Checkpoints(target / "after", pipe, update, asynchronous=asynchronous)
+    for x, y in batches(100, WIDTH)[pipe.steps : pipe.steps + steps]:
+        losses.append(pipe.step(x, target=y).tolist())
+        update.step()
+        update.zero_grad()
+        if asynchronous:
+            after.save()
+    if not asynchronous:
+        after.save()
+    after.wait()
+    return {
+        "said": said,
+        "losses": losses,
+        "steps": pipe.steps,
+        "stage": None if pipe.team is None else pipe.team.stage,
+        "pipe": pipe,
+    }
+
+
+if __name__ == "__main__":
+    _, _, source, target, cut, strategy, optimizer, steps = sys.argv
+    found = main(Path(source), Path(target), tuple(map(int, cut.split(","))), strategy, optimizer, int(steps))
+    write(closed(found.pop("pipe"), found))

@@ -1,0 +1,326 @@
+"""Checkpoints: there as a whole or not at all, gone on from bitwise, and under another cut, strategy or number of replicas."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import nwise
+from launch import results
+from nwise.training import Checkpoints, DamagedError, checkpoint
+from ranks.common import batches, optimizer_of
+from ranks.resume import WIDTH, main, pipeline
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Everything in the only checkpoint of a folder, but for random numbers' states."""
+    (one,) = folder.glob("step-*")
+    found = {name: t for file in sorted(one.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {name: t for name, t in found.items() if not name.startswith("random.")}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def renamed(found: dict[str, Tensor], stages: dict[int, int]) -> dict[str, Tensor]:
+    """Heads under the numbers of other stages; those of stages that are not named are left out."""
+    new = {}
+    for name, tensor in found.items():
+        prefix, rest = ("optimizer.", name[10:]) if name.startswith("optimizer.") else ("", name)
+        if rest.startswith("heads."):
+            _, stage, after = rest.split(".", 2)
+            if int(stage) not in stages:
+                continue
+            rest = f"heads.{stages[int(stage)]}.{after}"
+        new[prefix + rest] = tensor
+    return new
+
+
+def saved(folder: Path) -> Path:
+    """A checkpoint after two steps."""
+    main(folder / "none", folder, (2, 2), "2-wise", "adam", 2)
+    (one,) = (folder / "after").glob("step-*")
+    return one
+
+
+# As it was
+
+
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "end-to-end", "rotating-2", "2-wise-hogwild"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_what_is_gone_on_from_ends_as_if_never_stopped(strategy: str, optimizer: str, tmp_path: Path) -> None:
+    cut = (1, 1, 1, 1)
+    main(tmp_path / "none", tmp_path / "a", cut, strategy, optimizer, 5)
+    resumed = main(tmp_path / "a" / "after", tmp_path / "b", cut, strategy, optimizer, 4)
+    whole = pipeline(cut, strategy)
+    update, losses = optimizer_of(optimizer, whole), []
+    for i, (x, y) in enumerate(batches(100, WIDTH)[:9]):
+        if i == 5:
+            whole.forget_versions()  # under Hogwild a checkpoint ends the mini-batches under way
+        losses.append(whole.step(x, target=y).tolist())
+        update.step()
+        update.zero_grad()
+    assert resumed["said"] == ""
+    assert resumed["steps"] == 9
+    torch.testing.assert_close(resumed["losses"], losses[5:], rtol=0, atol=0, equal_nan=True)
+    Checkpoints(tmp_path / "whole", whole, update).save()
+    assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "whole"))
+
+
+def test_names_are_those_of_the_unsplit_network(tmp_path: Path) -> None:
+    names = set(load_file(next(saved(tmp_path).glob("*.safetensors"))))
+    assert {"model.blocks.3.0.weight", "model.blocks.3.1.running_mean", "model.output.bias"} <= names
+    assert {"heads.0.weight", "optimizer.model.output.bias.exp_avg", "optimizer.model.blocks.0.0.weight.step"} <= names
+
+
+def test_torch_random_numbers_go_on(tmp_path: Path) -> None:
+    pipe = pipeline((4,), "end-to-end")
+    Checkpoints(tmp_path, pipe).save()
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    Checkpoints(tmp_path, pipe).resume()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_in_the_background_what_is_written_is_what_was_there(tmp_path: Path) -> None:
+    """A background writer on a CPU once wrote the values of later steps (pytorch issue 144657)."""
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path / "a", pipe, asynchronous=True)
+    before = {name: t.clone() for name, t in pipe.state_dict().items()}
+    checkpoints.save()
+    with torch.no_grad():
+        for p in pipe.parameters():
+            p.fill_(7)
+    checkpoints.wait()
+    found = tensors(tmp_path / "a")
+    assert torch.equal(found["model.output.weight"], before["stages.1.output.weight"])
+
+
+# Other shapes of the same run
+
+
+def test_four_stages_then_two_then_three_then_one(tmp_path: Path) -> None:
+    main(tmp_path / "none", tmp_path / "4", (1, 1, 1, 1), "2-wise", "adam", 3)
+    chain: list[tuple[str, str, tuple[int, ...], dict[int, int], str]] = [
+        ("4", "2", (2, 2), {1: 0}, "stages 4 -> 2; dropped the heads of the former stages 0, 2"),
+        ("2", "3", (1, 1, 2), {0: 1}, "stages 2 -> 3; new heads at stages 0"),
+        ("3", "1", (4,), {}, "stages 3 -> 1; dropped the heads of the former stages 0, 1"),
+    ]
+    for before, now, cut, heads, said in chain:
+        found = main(
+            tmp_path / before / "after", tmp_path / now, cut, "2-wise" if len(cut) > 1 else "end-to-end", "adam", 3
+        )
+        kept = renamed(tensors(tmp_path / before / "after"), heads)
+        loaded = tensors(tmp_path / now / "loaded")
+        assert equal(kept, {name: t for name, t in loaded.items() if name in kept}), now
+        assert {name for name in loaded if name not in kept} <= {"heads.0.weight", "heads.0.bias"}
+        assert found["said"].removeprefix("strategy 2-wise -> end-to-end; ") == said
+        assert found["losses"][-1][-1] < 2
+
+
+def test_another_strategy(tmp_path: Path) -> None:
+    main(tmp_path / "none", tmp_path / "a", (1, 1, 1, 1), "2-wise", "adam", 3)
+    found = main(tmp_path / "a" / "after", tmp_path / "b", (1, 1, 1, 1), "3-wise", "adam", 0)
+    assert found["said"] == "strategy 2-wise -> 3-wise"
+    assert equal(tensors(tmp_path / "a" / "after"), tensors(tmp_path / "b" / "loaded"))
+
+
+def test_another_optimizer_begins_anew(tmp_path: Path) -> None:
+    main(tmp_path / "none", tmp_path / "a", (2, 2), "2-wise", "adam", 3)
+    main(tmp_path / "a" / "after", tmp_path / "b", (2, 2), "2-wise", "sgd", 0)
+    assert not any(name.startswith("optimizer.") for name in tensors(tmp_path / "b" / "loaded"))
+
+
+def test_another_network_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    pipe = nwise.Pipeline([nn.Linear(WIDTH, 4)], strategy="end-to-end")
+    before = pipe.stages[0].weight.clone()  # type: ignore[operator]
+    with pytest.raises(
+        ValueError, match=r"The network should be that of .*Found that 'bias' has shape \[4\] here and None there"
+    ):
+        Checkpoints(tmp_path / "after", pipe).resume()
+    assert torch.equal(pipe.stages[0].weight, before)  # type: ignore[arg-type]
+    assert pipe.steps == 0
+
+
+def test_several_processes_write_what_others_read(tmp_path: Path) -> None:
+    """Four write; one process with four stages, two of two stages, and two of two replicas each read the same."""
+    run: Callable[..., list[Any]] = lambda n, *a: results(n, "resume.py", tmp_path, *map(str, a))  # noqa: E731
+    run(4, tmp_path / "none", tmp_path / "a", "1,1,1,1", "2-wise", "adam", 4)
+    main(tmp_path / "none", tmp_path / "one", (1, 1, 1, 1), "2-wise", "adam", 4)
+    written = tensors(tmp_path / "a" / "after")
+    assert equal(written, tensors(tmp_path / "one" / "after"))
+    assert len(list((tmp_path / "a" / "after").glob("step-*/*.safetensors"))) == 4
+    found = run(2, tmp_path / "a" / "after", tmp_path / "two", "2,2", "2-wise", "adam", 2)
+    assert {f["said"] for f in found} == {"stages 4 -> 2; dropped the heads of the former stages 0, 2"}
+    assert equal(renamed(written, {1: 0}), tensors(tmp_path / "two" / "loaded"))
+    run(4, tmp_path / "a" / "after", tmp_path / "dp", "2,2", "2-wise", "adam", 2)
+    assert equal(renamed(written, {1: 0}), tensors(tmp_path / "dp" / "loaded"))
+    run(4, tmp_path / "a" / "after", tmp_path / "b", "1,1,1,1", "3-wise", "adam", 3)
+    main(tmp_path / "one" / "after", tmp_path / "oneb", (1, 1, 1, 1), "3-wise", "adam", 3)
+    assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "oneb" / "after"))
+
+
+# What stays
+
+
+def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe, keep=2, keep_best=True)
+    for step, loss in enumerate([3.0, 1.0, None, 2.0, 2.5], start=1):
+        pipe.steps = step
+        checkpoints.save(loss=loss)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_keep_is_at_least_one() -> None:
+    with pytest.raises(ValueError, match=r"`keep` should be at least 1. Found 0"):
+        Checkpoints("x", pipeline((4,), "end-to-end"), keep=0)
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
+    one = saved(tmp_path)
+    shutil.copytree(one, one.with_name("step-00000007.part"))
+    pipe = pipeline((2, 2), "2-wise")
+    assert Checkpoints(one.parent, pipe).resume() == ""
+    assert pipe.steps == 2
+    Checkpoints(one.parent, pipe).save()
+    assert not list(one.parent.glob("*.part"))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_a_full_disk_leaves_the_checkpoint_before(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = saved(tmp_path)
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(one.parent, pipe, keep=1)
+    checkpoints.resume()
+    pipe.steps = 9
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(error, os.strerror(error))))
+    with pytest.raises(OSError, match=rf"step-00000009 should be written as a checkpoint. Found.*{os.strerror(error)}"):
+        checkpoints.save()
+    monkeypatch.undo()
+    found = Checkpoints(one.parent, pipe).newest()
+    assert found is not None
+    assert found.folder == one
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="should be written as a checkpoint"):
+        Checkpoints(tmp_path / "file", pipeline((4,), "end-to-end")).save()
+
+
+# What is damaged
+
+
+def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
+    one = saved(tmp_path)
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(one.parent, pipe)
+    checkpoints.resume()
+    pipe.steps = 3
+    newer = checkpoints.save()
+    flip(next(newer.glob("*.safetensors")), 4000)
+    with pytest.warns(UserWarning, match="as it was written. Found that its SHA-256 differs. The checkpoint before it"):
+        checkpoints.resume()
+    assert pipe.steps == 2
+    assert newer.with_name("step-00000003.damaged").is_dir()
+
+
+def test_all_damaged(tmp_path: Path) -> None:
+    one = saved(tmp_path)
+    next(one.glob("*.safetensors")).unlink()
+    with (
+        pytest.warns(UserWarning, match=r"should hold .*safetensors. Found none"),
+        pytest.raises(ValueError, match="should hold a checkpoint that can be read. Found none"),
+    ):
+        Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "nowhere", pipeline((4,), "end-to-end")).resume() is None
+
+
+def signed(index: dict[str, Any]) -> bytes:
+    """What a stranger could write."""
+    import hashlib
+
+    line = json.dumps(index)
+    return f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n".encode()
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    one = saved(tmp_path)
+    index = json.loads((one / "checkpoint.json").read_text().split("\n")[0])
+    (one / "checkpoint.json").write_bytes(signed({**index, "format": 2}))
+    with pytest.raises(DamagedError, match=r"should be of format 1, which this nwise reads. Found 2; use the nwise"):
+        checkpoint.check(one)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": {"../x.safetensors": [1, "a"]}}, "should name files of its own folder"),
+        ({"facts": {"step": -1}}, "should have 'step' among its facts. Found -1"),
+        ({"facts": {"step": 1, "seed": 0}}, "should have 'strategy' among its facts. Found None"),
+        ({"facts": []}, "should have 'step' among its facts"),
+    ],
+)
+def test_facts_of_a_stranger(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    one = saved(tmp_path)
+    index = json.loads((one / "checkpoint.json").read_text().split("\n")[0])
+    (one / "checkpoint.json").write_bytes(signed({**index, **change}))
+    with pytest.warns(UserWarning, match="."), pytest.raises(ValueError, match=message):
+        Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Two thousand of them, over all files of a checkpoint."""
+    one, rng = saved(tmp_path), random.Random(0)
+    checkpoint.check(one)
+    files = sorted(one.iterdir())
+    sizes = [file.stat().st_size for file in files]
+    for _ in range(2000):
+        (file,) = rng.choices(files, sizes)
+        bit = rng.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        with pytest.raises(DamagedError, match="should be"):
+            checkpoint.check(one)
+        flip(file, bit)
+    checkpoint.check(one)
+
+
+def test_nothing_is_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = saved(tmp_path)
+    for name in ("pickle.load", "pickle.loads", "torch.load"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a pickle"))
+    assert Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume() == ""
+    assert {p.suffix for p in one.iterdir()} == {".json", ".safetensors"}
+
+
+def test_an_optimizer_whose_state_is_not_tensors(tmp_path: Path) -> None:
+    pipe = pipeline((4,), "end-to-end")
+    update = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    update.state[next(pipe.parameters())]["note"] = "text"
+    with pytest.raises(
+        TypeError, match="An optimizer's state should consist of tensors to be saved. Found 'note' of SGD, a str"
+    ):
+        Checkpoints(tmp_path, pipe, update).save()

@@ -1,0 +1,439 @@
+"""What is not finite, what is stopped, and what is gone on from at the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from launch import results, torchrun
+from nwise.cli import run as command
+from nwise.recipes import Mlp, Recipe, Sgd, recipe
+from nwise.training import Finite, Keeping, NotFiniteError, Run, StoppedError, Trainer, Watcher, new_run
+from ranks.common import batches
+
+TINY = dataclasses.replace(
+    recipe("digits"), model=Mlp(width=16), max_steps=12, batch_size=32, strategy="2-wise", eval_every=0.1, log_every=1
+)
+OPTIONS = ["--max-steps", "12", "--batch-size", "32", "--eval-every", "0.1", "--log-every", "1"]
+ALWAYS = Keeping(checkpoint_every=4, keep=99)
+
+
+def parameters(trainer: Trainer) -> list[Tensor]:
+    return [p.detach().clone() for p in trainer.pipe.parameters()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+class Stops(Watcher):
+    """As a signal would, after a step."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.said = after, ""
+
+    def started(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        if step == self.after:
+            self.trainer.stop()
+
+    def resumed(self, step: int, changes: str) -> None:
+        self.said = f"{step}: {changes}"
+
+
+# Gone on from
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        dataclasses.replace(TINY, optimizer=Sgd(lr=0.05, drops=(0.4, 0.8)), clip=0.5, stage_lr=(1, 0.5, 1, 1)),
+        dataclasses.replace(TINY, optimizer=Sgd(lr=0.05, plateau_epochs=1), eval_every=0.02, batch_size=64),
+        dataclasses.replace(TINY, strategy="local@6,end-to-end", then=Sgd(lr=0.01)),
+        dataclasses.replace(TINY, strategy="local@7,end-to-end"),
+        dataclasses.replace(TINY, strategy="2-wise-hogwild"),
+        dataclasses.replace(TINY, strategy="rotating-2", microbatches=2),
+    ],
+)
+@pytest.mark.parametrize("after", [3, 6, 7])
+def test_a_stopped_run_ends_as_one_that_was_not(config: Recipe, after: int, tmp_path: Path) -> None:
+    hogwild = "hogwild" in config.strategy  # whose checkpoints end the mini-batches under way
+    whole, first, second = Trainer(config), Trainer(config), Trainer(config)
+    expected = new_run(config, tmp_path)
+    keeping = Keeping(checkpoint_every=after) if hogwild else None
+    scores = whole.train(expected, keeping=keeping)
+    run = new_run(config, tmp_path)
+    with pytest.raises(StoppedError, match=f"Stopped at step {after}"):
+        first.train(run, (Stops(after),), ALWAYS if not hogwild else Keeping())
+    assert run.status == "stopped"
+    run.record(kind="train", step=after + 2)  # of a step that is not in the checkpoint
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')  # whoever wrote it was killed
+    watcher = Stops(-1)
+    again = second.train(run, (watcher,), keeping, resume=True)
+    assert watcher.said == f"{after}: "
+    assert again == scores
+    assert equal(parameters(whole), parameters(second))
+    untimed = [[{k: v for k, v in r.items() if k != "seconds"} for r in one.metrics()] for one in (expected, run)]
+    assert untimed[0] == untimed[1]
+    assert run.status == "done"
+
+
+def test_a_run_that_is_done_can_be_longer(tmp_path: Path) -> None:
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run, keeping=Keeping())
+    longer, whole = (Trainer(dataclasses.replace(TINY, max_steps=20)) for _ in range(2))
+    longer.train(run, resume=True)
+    whole.train()
+    assert equal(parameters(longer), parameters(whole))
+    assert run.recipe.max_steps == 20
+    assert json.loads((run.folder / "run.json").read_text())["resumed"][0]["step"] == 12
+
+
+def test_fewer_steps_than_were_done(tmp_path: Path) -> None:
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run, keeping=Keeping())
+    before = run.metrics()
+    with pytest.raises(ValueError, match="should give more than the 12 steps that were done. Found 5"):
+        Trainer(dataclasses.replace(TINY, max_steps=5)).train(run, resume=True)
+    assert run.metrics() == before
+    assert run.status == "done"
+
+
+def test_another_network_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run, keeping=Keeping())
+    files = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="The network should be that of"):
+        Trainer(dataclasses.replace(TINY, model=Mlp(width=17), max_steps=20)).train(run, resume=True)
+    assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
+
+
+def test_a_checkpoint_of_another_program(tmp_path: Path) -> None:
+    run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
+    nwise.training.Checkpoints(run.folder / "checkpoints", trainer.pipe).save()
+    with pytest.raises(ValueError, match="should be a checkpoint of `nwise train`. Found one of another program"):
+        trainer.train(run, resume=True)
+
+
+def test_the_disk_is_full_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(99))
+
+    def full(descriptor: int) -> None:
+        if next(count) == 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
+    with pytest.warns(UserWarning, match="No space left on device Training goes on; the checkpoint before it stays"):
+        trainer.train(run, keeping=ALWAYS)
+    assert sorted(p.name for p in (run.folder / "checkpoints").glob("step-*[0-9]")) == [
+        "step-00000008",
+        "step-00000012",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint_every": -1}, "`checkpoint_every` should be at least 0. Found -1"),
+        ({"checkpoint_minutes": -1.0}, "`checkpoint_minutes` should be from 0"),
+        ({"keep": 0}, "`keep` should be at least 1. Found 0"),
+    ],
+)
+def test_keeping_is_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Keeping(**options)
+
+
+def test_by_minutes(tmp_path: Path) -> None:
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run, keeping=Keeping(checkpoint_minutes=1e-9, keep=99))
+    assert len(list((run.folder / "checkpoints").glob("step-*"))) == 13  # from before the first step on
+
+
+def test_the_best_is_kept(tmp_path: Path) -> None:
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run, keeping=Keeping(keep=1, keep_best=True))
+    tests = {r["step"]: r["loss"][-1] for r in run.metrics() if r["kind"] == "test" and r["step"]}
+    steps = {int(p.name[5:]) for p in (run.folder / "checkpoints").glob("step-*")}
+    assert steps == {12, min(tests, key=lambda step: tests[step])}
+
+
+# The command line
+
+
+def text(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_resume_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ["--runs", str(tmp_path)]
+    assert command(["train", "digits", *OPTIONS, *runs]) == 0
+    (folder,) = tmp_path.iterdir()
+    assert command(["train", "--resume", str(folder), "--max-steps", "15", "--strategy", "3-wise"]) == 0
+    assert "going on at step 12: strategy 2-wise -> 3-wise" in text(capsys)
+    assert Run.open(folder).recipe.strategy == "3-wise"
+    assert command(["train", f"--resume={folder}", "--max-steps", "18", "--cut", "1", "2", "1"]) == 0
+    assert "stages 4 -> 3; dropped the heads of the former stages 1" in text(capsys)
+    assert command(["evaluate", str(folder)]) == 0
+    assert command(["train", "cifar10-convnet", "--resume", str(folder)]) == 2
+    assert "`RECIPE` should be that of the run, 'digits', or be left out. Found 'cifar10-convnet'" in text(capsys)
+    assert command(["train", "--resume", str(tmp_path / "nothing")]) == 2
+    assert "A run should be a folder with a run.json" in text(capsys)
+    assert command(["train", "--resume", str(folder), "--timeline", "3"]) == 2
+    assert "`timeline` should be asked of a run from its start" in text(capsys)
+    assert command(["train", "--resume", str(folder), "--cut", "9"]) == 2
+    assert "`cut` should have numbers of at least 1 whose sum is the network's 4 stages. Found (9,)" in text(capsys)
+
+
+Start = Callable[[list[str]], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes, and leaves none behind."""
+    started: list[subprocess.Popen[str]] = []
+
+    def starting(arguments: list[str]) -> subprocess.Popen[str]:
+        environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
+        started.append(
+            subprocess.Popen([sys.executable, *arguments], text=True, env=environment, stdout=pipe, stderr=pipe)
+        )
+        return started[-1]
+
+    yield starting
+    for process in started:
+        process.terminate()  # a launcher ends its processes
+        process.communicate(timeout=60)
+
+
+def until(found: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_that_can_be_resumed(number: int, tmp_path: Path, start: Start) -> None:
+    process = start(["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--epochs", "1000", "--log-every", "1"])
+    until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    (folder,) = tmp_path.iterdir()
+    assert f"as asked. Go on with `nwise train --resume {folder}`." in said
+    (one,) = (folder / "checkpoints").iterdir()
+    assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
+
+
+def test_a_signal_ends_all_processes_at_one_step(tmp_path: Path, start: Start) -> None:
+    """Only one of them is told; all are to have done as many steps."""
+    arguments = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "nwise",
+        "train",
+        "digits",
+    ]
+    arguments += ["--runs", str(tmp_path), "--epochs", "1000", "--log-every", "1"]
+    process = start(arguments)
+    until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
+    os.kill(rank_of(process.pid, 2), signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    (folder,) = tmp_path.iterdir()
+    assert "as asked. Go on with `nwise train --resume" in said
+    assert Run.open(folder).status == "stopped"
+    (one,) = (folder / "checkpoints").glob("step-*")
+    assert len(list(one.glob("*.safetensors"))) == 4
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The process of a rank."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (path / "environ").read_text().split("\0")
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and f"RANK={rank}" in variables:
+            return int(path.name)
+    raise AssertionError("no such rank")
+
+
+# What is not finite
+
+
+class Breaks(nn.Module):
+    """Gives nan, or a gradient of nan, in chosen calls."""
+
+    def __init__(self, calls: set[int], what: str = "value") -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.calls, self.what, self.count = calls, what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        if torch.is_grad_enabled():
+            self.count += 1
+            if self.count - 1 in self.calls:
+                return y * float("nan") if self.what == "value" else (y * 0).sqrt() + y
+        return y
+
+
+def broken(strategy: str, stage: int, calls: set[int], what: str = "value", microbatches: int = 1) -> nwise.Pipeline:
+    stages: list[nn.Module] = [Breaks(calls if k == stage else set(), what) for k in range(4)]
+    stages[-1] = nn.Sequential(stages[-1], nn.Linear(6, 4))
+    heads = [nn.Linear(6, 4) for _ in range(3)]
+    return nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, microbatches, seed=1)
+
+
+def states(pipe: nwise.Pipeline) -> list[dict[str, Tensor]]:
+    return [{n: t.clone() for n, t in stage.state_dict().items()} for stage in pipe.stages]
+
+
+@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
+def test_stop_says_where() -> None:
+    pipe = broken("2-wise", 1, {3}, microbatches=2)
+    told: list[dict[str, Any]] = []
+    finite = Finite(pipe, "stop", told.append)
+    (x, y), *_ = batches(1)
+    pipe.step(x, target=y)
+    assert finite() == []
+    pipe.step(x, target=y)
+    with pytest.raises(
+        NotFiniteError, match=r"The loss of stage 1's head should be .* Found nan in micro-batch 1 of step 1;"
+    ):
+        finite()
+    (facts,) = told
+    assert (facts["stage"], facts["head"], facts["microbatch"], facts["step"]) == (1, 1, 1, 1)
+    assert facts["losses"]["stage 1, micro-batch 1"] == "nan"
+    assert {"name", "not_finite", "gradient_not_finite", "gradient_largest"} == set(facts["parameters"][0])
+
+
+def test_stop_sees_gradients_too() -> None:
+    pipe = broken("local", 2, {0}, "gradient")
+    (x, y), *_ = batches(1)
+    assert pipe.step(x, target=y).isfinite().all()
+    with pytest.raises(NotFiniteError, match="The gradient of stage 2 or its head should be a finite number"):
+        Finite(pipe, "stop")()
+
+
+def test_ignore_does_not_look() -> None:
+    pipe = broken("local", 2, {0})
+    (x, y), *_ = batches(1)
+    pipe.step(x, target=y)
+    assert Finite(pipe, "ignore")() == []
+
+
+# A gradient of nan at stage 3 spoils those of the stages that its loss reaches, and what shares a loss with any of them.
+SKIPPED = {"local": [3], "2-wise": [1, 2, 3], "3-wise": [0, 1, 2, 3], "end-to-end": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(("strategy", "left_out"), SKIPPED.items())
+@pytest.mark.parametrize("what", ["gradient", "value"])
+def test_skip_leaves_out_all_that_share_a_loss(strategy: str, left_out: list[int], what: str) -> None:
+    pipe = broken(strategy, 3, {1}, what)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    finite = Finite(pipe, "skip")
+    for step, (x, y) in enumerate(batches(3)):
+        before = states(pipe)
+        finite.remember()
+        pipe.step(x, target=y)
+        found = finite()
+        update.step()
+        update.zero_grad()
+        same = [k for k, now in enumerate(states(pipe)) if all(torch.equal(now[n], t) for n, t in before[k].items())]
+        assert found == same == (left_out if step == 1 else [])
+    assert all(p.isfinite().all() for p in pipe.parameters())
+
+
+def test_the_policy_is_checked() -> None:
+    with pytest.raises(ValueError, match="`on_nan` should be stop, skip or ignore. Found 'hope'"):
+        Finite(broken("local", 0, set()), "hope")  # type: ignore[arg-type]
+
+
+def test_a_run_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["train", "digits", "--lr", "1e30", *OPTIONS, "--runs", str(tmp_path)]) == 1
+    said = text(capsys)
+    assert "should be a finite number. Found" in said
+    assert "post-mortem.json" in said
+    (folder,) = tmp_path.iterdir()
+    facts = json.loads((folder / "post-mortem.json").read_text())
+    assert {"step", "stage", "head", "microbatch", "losses", "parameters", "samples", "lr"} == set(facts)
+    assert len(facts["samples"]) == 32
+    assert Run.open(folder).status == "failed"
+
+
+def test_skipped_steps_are_recorded(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY, optimizer=Sgd(lr=1e30, momentum=0.0), on_nan="skip", strategy="local")
+    run = new_run(config, tmp_path)
+    Trainer(config).train(run)
+    assert any(r["kind"] == "skipped" and r["stages"] for r in run.metrics())
+
+
+def test_on_processes_those_that_share_a_loss_agree(tmp_path: Path) -> None:
+    ranks = results(4, "finite.py", tmp_path, *SKIPPED)
+    for strategy, left_out in SKIPPED.items():
+        found = [one[strategy] for one in ranks]
+        assert [k for k, one in enumerate(found) if one["left_out"][1]] == left_out, strategy
+        assert [one["left_out"][k] for one in found for k in (0, 2)] == [[]] * 8
+        assert all(one["finite"] for one in found)
+
+
+def test_on_processes_one_stops_all(tmp_path: Path) -> None:
+    done = torchrun(4, ["-m", "nwise", "train", "digits", "--lr", "1e30", "--runs", str(tmp_path)])
+    assert done.returncode
+    assert "should be a finite number. Found" in done.stderr
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "post-mortem.json").read_text())["stage"] in range(4)
+
+
+# Memory
+
+
+def test_live_tensors_return_to_the_base() -> None:
+    import gc
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    pipe = broken("2-wise", 0, set())
+    update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    counts = []
+    for x, y in batches(5):
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+        counts.append(alive())
+    assert len(set(counts[1:])) == 1
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
