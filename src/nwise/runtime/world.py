@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from nwise.runtime.channel import Link, Receiver, Sender
 
@@ -205,7 +206,16 @@ def start(timeout: float = 300.0) -> None:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     _keep_memory()
-    dist.init_process_group(timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        dist.init_process_group(timeout=limit)
+    else:
+        # torchrun keeps its store when it starts processes again, and with it the addresses of those that are gone.
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        dist.init_process_group(
+            store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
+        )
     atexit.register(dist.destroy_process_group)
 
 

@@ -1,0 +1,173 @@
+"""Runs of several processes, one of which is killed at a random moment: do they all end as if nothing had happened?
+
+    python benchmarks/faults/kills.py --runs 100
+
+writes ``records/kills.jsonl``, a line for every run: when and where it was killed, whether that was while a checkpoint was
+written, and whether weights, optimizer state and records of the run that torchrun started again are bitwise those of a run
+that nobody disturbed (``identical``).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import small_run
+import torch
+import tyro
+from rich.progress import track
+from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from nwise.machine import processor
+from nwise.training import Run
+
+HERE = Path(__file__).parent
+RANKS = 4
+STEPS, EVERY = 300, 10
+LIMIT = 180  # seconds after which a run hangs
+Record = dict[str, Any]
+
+
+def agent(folder: Path, launch: str) -> None:
+    """What torchrun does: start the processes, and start them again if one ends; its output goes to a file."""
+    with (folder / "said.txt").open("w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    os.environ.update(OMP_NUM_THREADS="1", NWISE_TIMEOUT="60")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=launch,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=3,
+        monitor_interval=0.1,
+        start_method="fork",  # so that torch is imported once for all runs
+    )
+    elastic_launch(config, small_run.main)(folder / "runs", STEPS, EVERY)
+
+
+def start(folder: Path) -> Any:
+    """A training run that is started again if one of its processes ends."""
+    (folder / "runs").mkdir()
+    process = multiprocessing.get_context("fork").Process(target=agent, args=(folder, f"{folder.name}"))
+    process.start()
+    return process
+
+
+def process_of(folder: Path, rank: int) -> int | None:
+    """The process of a rank, by what it has written; None if it has not been started."""
+    path = folder / "runs" / f"pid-{rank}"
+    return int(path.read_text()) if path.exists() and path.read_text() else None
+
+
+def step_of(folder: Path) -> int:
+    """How far the run is, by its records."""
+    for path in folder.glob("runs/*/metrics.jsonl"):
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")]
+        return max(steps, default=0)
+    return -1
+
+
+def kill(process: Any, folder: Path, rng: random.Random) -> Record:
+    """Kill a rank: while it starts, at a random step and a little later, or while a checkpoint is written after that."""
+    rank, step, writing = rng.randrange(RANKS), rng.randrange(-STEPS // 10, STEPS - 2 * EVERY), rng.random() < 0.4
+    while step_of(folder) < step and process.is_alive():
+        time.sleep(0.002)
+    found = False
+    if step < 0:
+        while process_of(folder, rank) is None:
+            time.sleep(0.002)
+        time.sleep(0.5 * rng.random())
+    elif writing:
+        while process.is_alive() and not any(folder.glob("runs/*/checkpoints/*.part")):
+            pass
+        time.sleep(0.02 * rng.random())
+        found = any(folder.glob("runs/*/checkpoints/*.part"))
+    else:
+        time.sleep(0.05 * rng.random())
+    pid = process_of(folder, rank)
+    at = step_of(folder)
+    if pid is not None and process.is_alive():
+        os.kill(pid, signal.SIGKILL)
+    return {"rank": rank, "at_step": at, "while_writing": found}
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Everything that should be the same: weights, the newest checkpoint, and the records but for their times."""
+    (one,) = (path.parent for path in folder.glob("runs/*/run.json"))
+    newest = max((one / "checkpoints").glob("step-*"))
+    tensors = dict(load_file(one / "weights.safetensors"))
+    for file in sorted(newest.glob("*.safetensors")):
+        tensors.update({f"checkpoint.{name}": t for name, t in load_file(file).items()})
+    records = [{k: v for k, v in r.items() if k != "seconds"} for r in Run.open(one).metrics()]
+    return {"tensors": tensors, "records": records, "newest": newest.name, "status": Run.open(one).status}
+
+
+def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Bitwise."""
+    if {k: v for k, v in a.items() if k != "tensors"} != {k: v for k, v in b.items() if k != "tensors"}:
+        return False
+    x, y = a["tensors"], b["tensors"]
+    return set(x) == set(y) and all(torch.equal(x[name], y[name]) for name in x)
+
+
+def run(number: int, expected: dict[str, Any]) -> Record:
+    """One disturbed run."""
+    rng = random.Random(number)
+    with tempfile.TemporaryDirectory(prefix=f"kill-{number}-") as name:
+        folder, began = Path(name), time.monotonic()
+        process = start(folder)
+        record = {"run": number, **kill(process, folder, rng)}
+        process.join(timeout=LIMIT)
+        hung = process.is_alive()
+        process.terminate()
+        process.join()
+        seconds = round(time.monotonic() - began, 1)
+        same = not hung and process.exitcode == 0 and is_same(outcome(folder), expected)
+        history = []
+        for path in folder.glob("runs/*/run.json"):
+            history = [one["step"] for one in json.loads(path.read_text()).get("resumed", [])]
+        if not same:
+            print(record, (folder / "said.txt").read_text()[-3000:], file=sys.stderr)
+        return {**record, "went_on_from": history, "hung": hung, "seconds": seconds, "identical": same}
+
+
+def main(runs: int = 100, first: int = 0, out: Path = HERE / "records" / "kills.jsonl") -> None:
+    """Disturb runs and compare.
+
+    Args:
+        runs: how many.
+        first: number of the first, which decides what happens in it.
+        out: where the records go; new ones are appended.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        process = start(Path(name))
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"The undisturbed run should end. Found: {(Path(name) / 'said.txt').read_text()[-2000:]}")
+        expected = outcome(Path(name))
+    machine = {"torch": torch.__version__, "processor": processor(), "cores": os.cpu_count()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    bad = 0
+    for number in track(range(first, first + runs), "disturbed runs"):
+        record = run(number, expected)
+        bad += not record["identical"]
+        with out.open("a") as file:
+            file.write(json.dumps({**record, **machine}) + "\n")
+    if bad:
+        raise SystemExit(f"All {runs} runs should end as the undisturbed one. Found {bad} that did not.")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
