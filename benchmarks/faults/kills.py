@@ -9,6 +9,7 @@ that nobody disturbed (``identical``).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -16,15 +17,18 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import small_run
+import small_run  # type: ignore[import-not-found]  # beside this file
 import torch
 import tyro
 from rich.progress import track
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nwise.machine import processor
@@ -32,37 +36,40 @@ from nwise.training import Run
 
 HERE = Path(__file__).parent
 RANKS = 4
-STEPS, EVERY = 300, 10
+STEPS, EVERY = 120, 8
 LIMIT = 180  # seconds after which a run hangs
 Record = dict[str, Any]
 
 
-def agent(folder: Path, launch: str) -> None:
-    """What torchrun does: start the processes, and start them again if one ends; its output goes to a file."""
-    with (folder / "said.txt").open("w") as said:
+def worker(folder: str) -> None:
+    """One process of a run; what it says goes to a file."""
+    with (Path(folder) / f"said-{os.environ['RANK']}.txt").open("a") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-    os.environ.update(OMP_NUM_THREADS="1", NWISE_TIMEOUT="60")
+    os.environ.update(OMP_NUM_THREADS="1", NWISE_TIMEOUT="30")
+    small_run.main(Path(folder) / "runs", STEPS, EVERY)
+
+
+def launch(folder: Path) -> bool:
+    """What torchrun does: start the processes, and start them again if one ends; whether they did what they should."""
+    (folder / "runs").mkdir()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=RANKS,
-        run_id=launch,
+        run_id=folder.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=3,
         monitor_interval=0.1,
-        start_method="fork",  # so that torch is imported once for all runs
+        start_method="forkserver",  # so that torch is imported once for all runs, in a process without threads
     )
-    elastic_launch(config, small_run.main)(folder / "runs", STEPS, EVERY)
-
-
-def start(folder: Path) -> Any:
-    """A training run that is started again if one of its processes ends."""
-    (folder / "runs").mkdir()
-    process = multiprocessing.get_context("fork").Process(target=agent, args=(folder, f"{folder.name}"))
-    process.start()
-    return process
+    try:
+        elastic_launch(config, worker)(str(folder))
+    except (ChildFailedError, SignalException) as error:
+        print(error, file=sys.stderr)
+        return False
+    return True
 
 
 def process_of(folder: Path, rank: int) -> int | None:
@@ -79,18 +86,18 @@ def step_of(folder: Path) -> int:
     return -1
 
 
-def kill(process: Any, folder: Path, rng: random.Random) -> Record:
+def kill(folder: Path, rng: random.Random, ended: threading.Event, record: Record) -> None:
     """Kill a rank: while it starts, at a random step and a little later, or while a checkpoint is written after that."""
-    rank, step, writing = rng.randrange(RANKS), rng.randrange(-STEPS // 10, STEPS - 2 * EVERY), rng.random() < 0.4
-    while step_of(folder) < step and process.is_alive():
+    rank, step, writing = rng.randrange(RANKS), rng.randrange(-STEPS // 10, STEPS - 3 * EVERY), rng.random() < 0.4
+    while step_of(folder) < step and not ended.is_set():
         time.sleep(0.002)
     found = False
     if step < 0:
-        while process_of(folder, rank) is None:
+        while process_of(folder, rank) is None and not ended.is_set():
             time.sleep(0.002)
         time.sleep(0.5 * rng.random())
     elif writing:
-        while process.is_alive() and not any(folder.glob("runs/*/checkpoints/*.part")):
+        while not ended.is_set() and not any(folder.glob("runs/*/checkpoints/*.part")):
             pass
         time.sleep(0.02 * rng.random())
         found = any(folder.glob("runs/*/checkpoints/*.part"))
@@ -98,9 +105,13 @@ def kill(process: Any, folder: Path, rng: random.Random) -> Record:
         time.sleep(0.05 * rng.random())
     pid = process_of(folder, rank)
     at = step_of(folder)
-    if pid is not None and process.is_alive():
+    if pid is not None and not ended.is_set():
         os.kill(pid, signal.SIGKILL)
-    return {"rank": rank, "at_step": at, "while_writing": found}
+    record.update(rank=rank, at_step=at, while_writing=found, hung=not ended.wait(LIMIT))
+    if record["hung"]:
+        for number in range(RANKS):
+            with contextlib.suppress(OSError):
+                os.kill(process_of(folder, number) or 0, signal.SIGKILL)
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -124,23 +135,23 @@ def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def run(number: int, expected: dict[str, Any]) -> Record:
     """One disturbed run."""
-    rng = random.Random(number)
     with tempfile.TemporaryDirectory(prefix=f"kill-{number}-") as name:
-        folder, began = Path(name), time.monotonic()
-        process = start(folder)
-        record = {"run": number, **kill(process, folder, rng)}
-        process.join(timeout=LIMIT)
-        hung = process.is_alive()
-        process.terminate()
-        process.join()
+        folder, began, ended = Path(name), time.monotonic(), threading.Event()
+        record: Record = {"run": number}
+        killer = threading.Thread(target=kill, args=(folder, random.Random(number), ended, record))
+        killer.start()
+        same = launch(folder)
+        ended.set()
+        killer.join()
         seconds = round(time.monotonic() - began, 1)
-        same = not hung and process.exitcode == 0 and is_same(outcome(folder), expected)
+        same = same and is_same(outcome(folder), expected)
         history = []
         for path in folder.glob("runs/*/run.json"):
             history = [one["step"] for one in json.loads(path.read_text()).get("resumed", [])]
         if not same:
-            print(record, (folder / "said.txt").read_text()[-3000:], file=sys.stderr)
-        return {**record, "went_on_from": history, "hung": hung, "seconds": seconds, "identical": same}
+            said = [path.read_text()[-1500:] for path in sorted(folder.glob("said-*.txt"))]
+            print(record, *said, sep="\n", file=sys.stderr)
+        return {**record, "went_on_from": history, "seconds": seconds, "identical": same}
 
 
 def main(runs: int = 100, first: int = 0, out: Path = HERE / "records" / "kills.jsonl") -> None:
@@ -151,11 +162,12 @@ def main(runs: int = 100, first: int = 0, out: Path = HERE / "records" / "kills.
         first: number of the first, which decides what happens in it.
         out: where the records go; new ones are appended.
     """
-    with tempfile.TemporaryDirectory() as name:
-        process = start(Path(name))
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"The undisturbed run should end. Found: {(Path(name) / 'said.txt').read_text()[-2000:]}")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["nwise.training", "torch.distributed.launcher.api", "tyro"]
+    )
+    with tempfile.TemporaryDirectory(prefix="calm-") as name:
+        if not launch(Path(name)):
+            raise SystemExit("The undisturbed run should end. Found that it failed.")
         expected = outcome(Path(name))
     machine = {"torch": torch.__version__, "processor": processor(), "cores": os.cpu_count()}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,10 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise import models
 from nwise.credit import Heads
@@ -372,16 +373,23 @@ def to_json(config: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` made; unknown names are errors."""
+    """What `to_json` made; unknown names, and values of other types, are errors."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, dict):
         return value
-    kind = _TYPES.get(value.get("type", ""))
+    name = value.get("type")
+    kind = _TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"`type` should be one of {', '.join(_TYPES)}. Found {value.get('type')!r}.")
-    known = {f.name for f in dataclasses.fields(kind)}
-    unknown = sorted(set(value) - known - {"type"})
-    if unknown:
-        raise ValueError(f"A {kind.__name__} should have fields {', '.join(sorted(known))}. Found {unknown[0]!r}.")
-    return kind(**{name: from_json(inner) for name, inner in value.items() if name != "type"})
+        raise ValueError(f"`type` should be one of {', '.join(_TYPES)}. Found {name!r}.")
+    hints = get_type_hints(kind)
+    fields = {key: from_json(inner) for key, inner in value.items() if key != "type"}
+    for key, inner in fields.items():
+        if key not in hints:
+            raise ValueError(f"A {name} should have fields {', '.join(sorted(hints))}. Found {key!r}.")
+        try:
+            check_type(inner, hints[key], collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+        except TypeCheckError as error:
+            wanted = getattr(hints[key], "__name__", hints[key])
+            raise ValueError(f"`{key}` should be of type {wanted}. Found {inner!r}.") from error
+    return kind(**fields)

@@ -98,8 +98,15 @@ def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
 
 
 def sizes_of(folder: Path) -> dict[str, Size]:
-    """Shapes of the tensors, by name."""
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    """Shapes of the tensors, by name.
+
+    Raises:
+        DamagedError: the files are not what `write` makes.
+    """
+    try:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    except Exception as error:  # of many kinds, from the readers of three formats
+        raise DamagedError(f"{folder} should hold tensors as nwise writes them. Found: {error}") from error
     return {name: Size(one.size) for name, one in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
 

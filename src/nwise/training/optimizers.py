@@ -114,7 +114,13 @@ class Rate:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, also if other rates have been configured since."""
+        """Go on from what `state` gave, also if other rates have been configured since.
+
+        Raises:
+            ValueError: it is nothing that `state` gave.
+        """
+        if not {"steps", "drops"} <= set(state) or not 0 <= state["drops"] < 1000:
+            raise ValueError(f"The state of a rate should have its steps and drops. Found {state}.")
         self._by_step.last_epoch = state["steps"]
         for group, base, factor in zip(
             self._optimizer.param_groups, self._by_step.base_lrs, self._by_step.lr_lambdas, strict=True

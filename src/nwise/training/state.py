@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise.pipeline import Pipeline
 from nwise.training import checkpoint
@@ -75,19 +76,35 @@ def facts_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> 
     }
 
 
-def checked(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
+_FACTS = {
+    "step": int,
+    "seed": int,
+    "strategy": str,
+    "num_microbatches": int,
+    "ends": list[str],
+    "optimizer": str,
+}
+
+
+def checked(facts: dict[str, Any], folder: Path, kinds: Mapping[str, Any] = _FACTS) -> dict[str, Any]:
     """The facts of a checkpoint, which should be what `facts_of` gives, and more.
+
+    Args:
+        facts: read from a file.
+        folder: of the checkpoint.
+        kinds: types of those that there should be.
 
     Raises:
         nwise.training.DamagedError: they are of another kind; some other program wrote them.
     """
-    kinds = {"step": int, "seed": int, "strategy": str, "num_microbatches": int, "ends": list, "optimizer": str}
     for name, kind in kinds.items():
         found = facts.get(name) if isinstance(facts, dict) else None
-        if not isinstance(found, kind) or (name == "step" and int(facts["step"]) < 0):
-            raise checkpoint.DamagedError(f"{folder} should have {name!r} among its facts. Found {found!r}.")
-    if not facts["ends"] or not all(isinstance(end, str) for end in facts["ends"]):
-        raise checkpoint.DamagedError(f"{folder} should say where the stages end. Found {facts['ends']!r}.")
+        try:
+            check_type(found, kind, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+        except TypeCheckError as error:
+            raise checkpoint.DamagedError(f"{folder} should have {name!r} among its facts. Found {found!r}.") from error
+    if kinds is _FACTS and (facts["step"] < 0 or not facts["ends"]):
+        raise checkpoint.DamagedError(f"{folder} should be of a step and of some stages. Found {facts['step']!r}.")
     return facts
 
 

@@ -25,6 +25,7 @@ from nwise.training.finite import Finite, write_post_mortem
 from nwise.training.log import StepLog
 from nwise.training.optimizers import Rate, optimizer_of, parameter_groups
 from nwise.training.run import Run, versions
+from nwise.training.state import checked
 from nwise.training.weights import weights_of
 
 
@@ -193,8 +194,8 @@ class Trainer:
         assert self._checkpoints is not None
         found = self._checkpoints.newest()
         step = -1 if found is None else int(found.facts["step"])
-        if found is not None and not {"rate", "seconds", "best"} <= set(found.facts):
-            raise ValueError(f"{found.folder} should be a checkpoint of `nwise train`. Found one of another program.")
+        if found is not None:
+            checked(found.facts, found.folder, {"rate": dict[str, int | float], "seconds": float, "best": float})
         if step > self.num_steps:
             raise ValueError(
                 f"`epochs` and `max_steps` should give more than the {step} steps that were done. Found "

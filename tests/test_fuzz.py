@@ -1,0 +1,286 @@
+"""Hostile input: every configuration, command line, schedule and file runs or ends in a sentence; nothing hangs.
+
+``NWISE_FUZZ=40 pytest tests/test_fuzz.py`` tries forty times as many examples as usual, more than ten thousand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from nwise import cli
+from nwise.recipes import RECIPES, Recipe, from_json, recipe, to_json
+from nwise.schedule import Timed
+from nwise.schedule.costs import costs_of_text
+from nwise.schedule.rivals import timed_method
+from nwise.schedule.validate import validate
+
+TIMES = int(os.environ.get("NWISE_FUZZ", "1"))
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # examples take a second each
+CODES = {0, 1, 2, 75}
+
+NUMBERS = st.sampled_from([-7, -1, 0, 1, 2, 3, 5, 17, 10**4, 10**9, 10**30, 0.5, -0.5, 1e-300, 1e300])
+NASTY = st.sampled_from(
+    ["", " ", "nan", "inf", "-inf", "None", "\x00", "é", "../..", "/", "/dev/null", "[red]", "a,b;c", "1,"]
+)
+VALUES = st.one_of(NUMBERS, NASTY, st.text(max_size=8), st.none(), st.booleans())
+JSONS: Any = st.recursive(
+    VALUES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+)
+
+
+def spoilt(value: Any, place: int, new: Any, action: str) -> Any:
+    """A JSON value, one of whose entries at any depth is replaced, taken away or renamed."""
+    places: list[tuple[Any, Any]] = []
+
+    def collect(inner: Any) -> None:
+        for key in inner if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else ():
+            places.append((inner, key))
+            collect(inner[key])
+
+    copy = json.loads(json.dumps(value))
+    collect(copy)
+    if not places:
+        return new
+    inner, key = places[place % len(places)]
+    if action == "drop":
+        del inner[key]
+    elif action == "rename" and isinstance(inner, dict):
+        inner[str(new)] = inner.pop(key)
+    else:
+        inner[key] = new
+    return copy
+
+
+SPOILS = st.lists(st.tuples(st.integers(0, 999), JSONS, st.sampled_from(["replace", "drop", "rename"])), max_size=3)
+
+
+def a_sentence(error: Exception) -> None:
+    """What it should be."""
+    assert "should" in str(error), error
+
+
+@settings(max_examples=60 * TIMES)
+@given(st.sampled_from(sorted(RECIPES)), SPOILS)
+def test_configurations(name: str, spoils: list[Any]) -> None:
+    config = to_json(recipe(name))
+    for spoil in spoils:
+        config = spoilt(config, *spoil)
+    try:
+        found = from_json(config)
+    except (ValueError, TypeError) as error:
+        a_sentence(error)
+        return
+    if isinstance(found, Recipe):
+        assert from_json(json.loads(json.dumps(to_json(found)))) == found
+
+
+def command(arguments: list[str], folder: Path) -> None:
+    """Run a command as at a terminal: it ends with a known code, and says what is wrong in a line."""
+    out, err = io.StringIO(), io.StringIO()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("default")
+            try:
+                code: Any = cli.run(arguments)
+            except SystemExit as error:  # what tyro does
+                code = error.code
+    finally:
+        os.chdir(before)
+    said = err.getvalue()
+    assert code in CODES, arguments
+    assert "Traceback" not in said + out.getvalue()
+    assert code == 0 or said.strip(), (arguments, code)
+
+
+@cache
+def options() -> dict[str, list[str]]:
+    """Of every command, as its help names them."""
+    found = {}
+    for name in ("train", "compare", "evaluate", "export", "recipes", "plan", "schedule", "flow", "report"):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+            cli.run([name, "--help"])
+        found[name] = sorted({word.strip(",") for word in out.getvalue().split() if word.startswith("--")})
+    return found
+
+
+WORDS = st.one_of(
+    VALUES.map(str),
+    st.sampled_from(
+        ["digits", "2-wise", "local", "end-to-end", "rotating-2", "hogwild", "credit-1,0;1,1", "local@1,end-to-end", "0.5",
+         "paper", "gpipe", "1f1b", "zero-bubble", "forward=1,head=0", "x.png", "x.json", "auto", "cpu", "sgd", "best", "all"]
+    ),
+)  # fmt: skip
+# Last, so that what runs is small.
+SMALL = ["--max-steps", "1", "--batch-size", "8", "--microbatches", "1", "--eval-every", "9", "--device", "cpu"]
+
+
+@settings(max_examples=40 * TIMES, phases=NO_SHRINKING)
+@given(st.data())
+def test_command_lines(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([*options(), "bench", "nothing", "--help", "reproduce"]))
+    arguments = [name]
+    if name in ("bench", "reproduce"):
+        arguments.append(data.draw(NASTY))
+    for _ in range(data.draw(st.integers(0, 4))):
+        if name in options():
+            arguments.append(data.draw(st.sampled_from(options()[name] or ["--x"])))
+        arguments += data.draw(st.lists(WORDS, max_size=2))
+    if name in ("train", "compare"):
+        arguments += [option for option in SMALL if name == "train" or option != "--device"]
+    if name == "plan":
+        arguments += ["--rounds", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        command(arguments, Path(folder))
+
+
+CREDITS = st.lists(st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, -1.0, float("nan")]), max_size=5), max_size=5)
+METHODS = st.sampled_from(
+    [
+        "local",
+        "2-wise",
+        "3-wise-mean",
+        "end-to-end",
+        "rotating-2",
+        "blocks-2",
+        "geometric-0.5",
+        "gpipe",
+        "1f1b",
+        "zero-bubble",
+    ]
+)
+COSTS = st.one_of(
+    st.just("paper"),
+    st.lists(
+        st.tuples(st.sampled_from(["forward", "head", "input_grad", "weight_grad", "latency", "x", ""]), NUMBERS),
+        max_size=4,
+    ).map(lambda pairs: ",".join(f"{name}={value}" for name, value in pairs)),
+)
+
+
+@settings(max_examples=60 * TIMES)
+@given(st.one_of(METHODS, CREDITS), st.integers(-1, 6), st.integers(-1, 6), COSTS)
+def test_schedules(method: Any, stages: int, m: int, costs: str) -> None:
+    text = method if isinstance(method, str) else "credit-" + ";".join(",".join(map(str, row)) for row in method)
+    try:
+        timed = timed_method(text, num_stages=stages, num_microbatches=m, costs=costs_of_text(costs), chains="walked")
+    except (ValueError, TypeError) as error:
+        a_sentence(error)
+        return
+    assert isinstance(timed, Timed)
+    assert timed.period >= timed.lower_bound - 1e-9 * abs(timed.lower_bound)
+
+
+@settings(max_examples=40 * TIMES)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(0, 99), st.sampled_from("xds")), max_size=4)
+)
+def test_lists_that_somebody_has_changed(changes: list[tuple[int, int, int, str]]) -> None:
+    """Swapped, taken away or doubled actions: found to be valid, or wrong in a sentence."""
+    schedule = timed_method(
+        "2-wise", num_stages=4, num_microbatches=2, costs=costs_of_text("paper"), chains="walked"
+    ).schedule
+    words = [list(word) for word in schedule.words]
+    for k, i, j, action in changes:
+        word = words[k]
+        if len(word) < 2:
+            continue
+        i, j = i % len(word), j % len(word)
+        if action == "x":
+            word[i], word[j] = word[j], word[i]
+        elif action == "d":
+            del word[i]
+        else:
+            word.insert(j, word[i])
+    try:
+        validate(dataclasses.replace(schedule, words=tuple(map(tuple, words))))
+    except ValueError as error:
+        a_sentence(error)
+
+
+@cache
+def run_folder() -> Path:
+    """A finished run with checkpoints."""
+    folder = Path(tempfile.mkdtemp(prefix="nwise-fuzz-"))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert cli.run(["train", "digits", "--runs", str(folder), *SMALL[:-2], "--checkpoint-every", "1"]) == 0
+    return next(folder.iterdir())
+
+
+EDITS = st.lists(
+    st.tuples(st.sampled_from("ridtz"), st.integers(0, 10**6), st.binary(min_size=1, max_size=6)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def edited(data: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
+    """Some bytes replaced, put in, taken away; or the end cut off; or nothing left."""
+    for kind, place, new in edits:
+        at = place % (len(data) + 1)
+        rest = {"r": data[at + len(new) :], "i": data[at:], "d": data[at + len(new) :], "t": b"", "z": b""}[kind]
+        data = b"" if kind == "z" else data[:at] + (new if kind in "ri" else b"") + rest
+    return data
+
+
+@settings(max_examples=30 * TIMES, phases=NO_SHRINKING)
+@given(st.integers(0, 99), EDITS, st.booleans())
+def test_files_of_a_run(which: int, edits: list[tuple[str, int, bytes]], signed: bool) -> None:
+    """Whatever a file holds: what reads the run ends with a known code."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        shutil.copytree(run_folder(), folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        path = files[which % len(files)]
+        before = path.read_bytes()
+        path.write_bytes(edited(before, edits))
+        if signed and path.suffix == ".safetensors" and path.parent.name.startswith("step-"):
+            sign(path)
+        for arguments in (
+            ["evaluate", str(folder), "--device", "cpu"],
+            ["train", "--resume", str(folder), *SMALL, "--max-steps", "2"],
+        ):
+            command(arguments, Path(name))
+
+
+def sign(path: Path) -> None:
+    """As a stranger would, who can make a checkpoint look whole."""
+    index_path = path.with_name("checkpoint.json")
+    index = json.loads(index_path.read_text().split("\n")[0])
+    index["files"][path.name] = [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
+    line = json.dumps(index)
+    index_path.write_text(f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n")
+
+
+@settings(max_examples=30 * TIMES, phases=NO_SHRINKING)
+@given(SPOILS)
+def test_facts_of_a_checkpoint(spoils: list[Any]) -> None:
+    """Signed by a stranger: gone on from, or refused."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        shutil.copytree(run_folder(), folder)
+        (path,) = folder.glob("checkpoints/*/checkpoint.json")
+        index = json.loads(path.read_text().split("\n")[0])
+        for spoil in spoils:
+            index["facts"] = spoilt(index["facts"], *spoil)
+        line = json.dumps(index)
+        path.write_text(f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n")
+        command(["train", "--resume", str(folder), *SMALL, "--max-steps", "2"], Path(name))
