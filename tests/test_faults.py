@@ -21,7 +21,7 @@ import nwise
 from launch import results, torchrun
 from nwise.cli import run as command
 from nwise.recipes import Mlp, Recipe, Sgd, recipe
-from nwise.training import Finite, Keeping, NotFiniteError, Run, StoppedError, Trainer, Watcher, new_run
+from nwise.training import Finite, Keeping, NotFiniteError, Run, StoppedError, Trainer, Watcher, new_run, weights_of
 from ranks.common import batches
 
 TINY = dataclasses.replace(
@@ -437,3 +437,59 @@ def _signals() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# Killed
+
+
+def test_killed_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Three of the hundred of `benchmarks/faults`, the first of which is killed while it starts."""
+    script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
+    records = kills(script, tmp_path, ["--first", "2", "--runs", "3"])
+    assert [one["identical"] for one in records] == [True] * 3
+    assert len({one["rank"] for one in records}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_killed_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
+    records = kills(script, tmp_path, ["--runs", "100"])
+    assert [one["identical"] for one in records] == [True] * 100
+    assert any(one["while_writing"] for one in records)
+
+
+def kills(script: Path, folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
+    out = folder / "kills.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_torchrun_starts_a_killed_run_again(tmp_path: Path, start: Start) -> None:
+    """torchrun keeps its store, and the second attempt once connected to the addresses of the first."""
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    arguments += ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "400", "--checkpoint-every", "20"]
+    process = start([*arguments, "--eval-every", "9", "--runs", str(tmp_path)])
+    until(lambda: any(tmp_path.glob("*/checkpoints/step-*[0-9]")))
+    os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+    out, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert "going on at step" in out
+    (folder,) = tmp_path.iterdir()
+    run = Run.open(folder)
+    steps = [r["step"] for r in run.metrics() if r["kind"] == "train"]
+    assert steps == sorted(set(steps))
+    assert run.status == "done"
+    (noted,) = json.loads((folder / "run.json").read_text())["resumed"]
+    whole = Trainer(run.recipe)
+    whole.train()
+    assert noted["step"] >= 20
+    assert all(torch.equal(t, run.weights()[name]) for name, t in weights_of(whole.pipe).items())

@@ -20,34 +20,6 @@ from nwise.training.checkpoint import DamagedError
 _NAME = re.compile(r"step-\d{8,}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Keeping:
-    """When checkpoints are written, and which stay. One is written after the last step, and when a run is stopped."""
-
-    checkpoint_every: int = 0
-    """Steps from one checkpoint to the next; 0 to go by `checkpoint_minutes` alone."""
-    checkpoint_minutes: float = 10.0
-    """Minutes after which there is one more; 0 for never."""
-    keep: int = 2
-    """How many of the newest stay."""
-    keep_best: bool = False
-    """Write and keep the one with the lowest test loss of the last head too."""
-    checkpoint_async: bool = False
-    """Write in the background, from a copy."""
-
-    def __post_init__(self) -> None:
-        if self.checkpoint_every < 0:
-            raise ValueError(f"`checkpoint_every` should be at least 0. Found {self.checkpoint_every}.")
-        if not 0 <= self.checkpoint_minutes < 1e6:
-            raise ValueError(f"`checkpoint_minutes` should be from 0 to a million. Found {self.checkpoint_minutes}.")
-        if self.keep < 1:
-            raise ValueError(f"`keep` should be at least 1. Found {self.keep}.")
-
-    def checkpoints(self, folder: Path, pipe: Pipeline) -> Checkpoints:
-        """Those of a run."""
-        return Checkpoints(folder, pipe, keep=self.keep, keep_best=self.keep_best, asynchronous=self.checkpoint_async)
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """A checkpoint that was read and is as it was written.

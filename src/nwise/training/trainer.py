@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,13 @@ from nwise.recipes import Recipe, to_json
 from nwise.runtime.appointment import Appointment
 from nwise.runtime.timeline import Timeline
 from nwise.training.build import autocast, compile_blocks, device_of, pipeline_of
-from nwise.training.checkpoint import sizes_of
-from nwise.training.checkpoints import Checkpoints, Found, Keeping
-from nwise.training.clip import Clip
+from nwise.training.checkpoints import Found
 from nwise.training.evaluate import Scores, evaluate
-from nwise.training.finite import Finite, write_post_mortem
+from nwise.training.finite import write_post_mortem
 from nwise.training.log import StepLog
-from nwise.training.optimizers import Rate, optimizer_of, parameter_groups
+from nwise.training.phase import Phase
 from nwise.training.run import Run, versions
-from nwise.training.state import checked
+from nwise.training.saver import Keeping, Saver
 from nwise.training.weights import weights_of
 
 
@@ -53,16 +49,6 @@ class Watcher:
 
 class StoppedError(Exception):
     """Training has been stopped from outside, between two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What is made anew when the strategy changes."""
-
-    optimizer: torch.optim.Optimizer
-    rate: Rate
-    clip: Clip | None
-    finite: Finite
 
 
 class Trainer:
@@ -98,8 +84,7 @@ class Trainer:
         self._log = StepLog(self.pipe)
         self._timeline: Timeline | None = None
         self._appointment = Appointment(self.pipe.team)
-        self._checkpoints: Checkpoints | None = None
-        self._best = float("inf")
+        self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the last known, for display
 
     @property
@@ -130,13 +115,15 @@ class Trainer:
             StoppedError: after `stop`, once a checkpoint has been written.
             nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
-        self.run, self.watchers, self._keeping = run, watchers, keeping
+        self.run, self.watchers = run, watchers
         folder = None if run is None else str(run.folder.resolve())
         self._folder = folder if self.pipe.team is None else self.pipe.team.world.everyone("folder", folder)[0]
         if self._folder is not None and (keeping is not None or resume):
-            self._checkpoints = (keeping or Keeping()).checkpoints(Path(self._folder) / "checkpoints", self.pipe)
+            self._saver = Saver(
+                Path(self._folder) / "checkpoints", self.pipe, keeping or Keeping(checkpoint_minutes=0), self._facts
+            )
         status = "failed"
-        self._began = self._saved = time.perf_counter()
+        self._began = time.perf_counter()
         found = self._found() if resume else None
         self._is_ready = not resume  # before that, nothing in the run's folder should change
         self._tell("started", self)
@@ -191,22 +178,15 @@ class Trainer:
 
     def _found(self) -> Found | None:
         """The checkpoint that is gone on from."""
-        assert self._checkpoints is not None
-        found = self._checkpoints.newest()
-        step = -1 if found is None else int(found.facts["step"])
-        if found is not None:
-            checked(found.facts, found.folder, {"rate": dict[str, int | float], "seconds": float, "best": float})
-        if step > self.num_steps:
+        assert self._saver is not None
+        found = self._saver.newest()
+        if found is not None and self.pipe.steps > self.num_steps:
             raise ValueError(
-                f"`epochs` and `max_steps` should give more than the {step} steps that were done. Found "
+                f"`epochs` and `max_steps` should give more than the {self.pipe.steps} steps that were done. Found "
                 f"{self.num_steps}."
             )
         if found is not None:
-            self.pipe.steps = step
             self._began -= found.facts["seconds"]
-            self._best = found.facts["best"]
-            if not any(name.startswith("heads.") for name in sizes_of(found.folder)) and not self.pipe.needed_heads():
-                self.pipe.discard_heads()  # as the run did
         return found
 
     def _all_phases(self, found: Found | None) -> Scores:
@@ -219,7 +199,10 @@ class Trainer:
                 continue
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
-            self._phase = self._phase_from(number, first, last, begin)
+            self.pipe.steps = begin
+            self._phase = Phase.of(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
+            if self._saver is not None:
+                self._saver.phase = self._phase
             if found is not None:
                 self._restore(found, midway=begin > first)
                 found = None
@@ -227,31 +210,18 @@ class Trainer:
                 self._keep_appointments(step)
                 self._step(step)
                 while step + 1 == last and self.pipe.drain():  # Hogwild's last gradients
-                    self._update()
+                    self._phase.update()
+                loss = None
                 if self._is_due(step + 1):
                     scores = self._evaluate(step + 1)
                     assert scores.heads[-1] is not None
-                    self._phase.rate.evaluated(scores.heads[-1].loss)
-                self._save_if_due(step + 1, scores)
+                    loss = scores.heads[-1].loss
+                    self._phase.rate.evaluated(loss)
+                if self._saver is not None:
+                    self._saver.stepped(step + 1, loss, is_last=step + 1 == self.num_steps)
         if found is not None:
             self._restore(found, midway=False)
-        if scores is None:
-            scores = self._evaluate(self.num_steps)
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-        return scores
-
-    def _phase_from(self, number: int, first: int, last: int, begin: int) -> Phase:
-        recipe = self.recipe
-        config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
-        optimizer = optimizer_of(config, parameter_groups(self.pipe, config.lr, recipe.stage_lr))
-        before, self.pipe.steps = self.pipe.steps, begin
-        clip = None if recipe.clip is None else Clip(self.pipe, recipe.clip, recipe.clip_by)
-        finite = Finite(self.pipe, recipe.on_nan, self._post_mortem)
-        self.pipe.steps = before
-        if self._checkpoints is not None:
-            self._checkpoints.optimizer = optimizer
-        return Phase(optimizer, Rate(config, optimizer, last - first, recipe.eval_every), clip, finite)
+        return self._evaluate(self.num_steps) if scores is None else scores
 
     def _step(self, step: int) -> None:
         recipe, phase = self.recipe, self._phase
@@ -261,7 +231,7 @@ class Trainer:
             inputs = inputs.to(self.device, memory_format=self._layout)
             losses = self.pipe.step(inputs, target=target.to(self.device))
         lr = phase.rate.value
-        left_out = self._update()
+        left_out = phase.update()
         phase.rate.step()
         if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
             self._log.put(step + 1, losses, lr, self._seconds)
@@ -270,77 +240,34 @@ class Trainer:
         self._write_log()
         self._tell("stepped", step + 1, losses if self.pipe.team is None else self._losses)
 
-    def _update(self) -> list[int]:
-        """With the gradients that are there; the stages of this process that are left out."""
-        phase = self._phase
-        left_out = phase.finite()
-        if phase.clip is not None:
-            phase.clip()
-        phase.optimizer.step()
-        phase.optimizer.zero_grad(set_to_none=True)
-        return left_out
-
     def _indices(self, step: int) -> Tensor:
         return batch_indices(len(self.train_data), self.recipe.batch_size, self.recipe.seed, step)
 
     def _keep_appointments(self, step: int) -> None:
         """Before a step: what all processes do at once."""
-        keeping = self._keeping
-        seconds = 60 * keeping.checkpoint_minutes if keeping is not None and self.run is not None else 0
-        if seconds and time.perf_counter() - self._saved > seconds:
+        if self._saver is not None and self.run is not None and self._saver.is_late:
             self._appointment.ask("save")
         while (what := self._appointment.due(step)) is not None:
-            if self._checkpoints is not None:
-                self._save()
+            if what == "save" and self._saver is not None:
+                self._saver.try_to_save()
             if what == "stop":
-                if self._checkpoints is not None:
-                    self._checkpoints.wait()
+                if self._saver is not None:
+                    self._saver.save(wait=True)
                 raise StoppedError(f"Stopped at step {step}, as asked.")
 
-    def _save_if_due(self, step: int, scores: Scores | None) -> None:
-        keeping = self._keeping
-        if self._checkpoints is None or keeping is None:
-            return
-        loss = None
-        if scores is not None and self._is_due(step) and scores.heads[-1] is not None:
-            loss = scores.heads[-1].loss
-        better = keeping.keep_best and loss is not None and loss < self._best
-        self._best = self._best if loss is None else min(self._best, loss)
-        if better or step == self.num_steps or (keeping.checkpoint_every and step % keeping.checkpoint_every == 0):
-            try:
-                self._save(loss)
-            except OSError as error:
-                if step == self.num_steps:
-                    raise
-                if self.pipe.team is None or not self.pipe.team.world.rank:
-                    warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
-
-    def _save(self, loss: float | None = None) -> None:
-        assert self._checkpoints is not None
-        while self.pipe.drain():  # Hogwild's gradients under way have no place in a checkpoint
-            self._update()
-        self.pipe.forget_versions()
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint says of the run; the records up to it are written first."""
         self._write_log(wait=True)
-        self._saved = time.perf_counter()
-        self._checkpoints.save(
-            loss=loss,
-            best=self._best,
-            seconds=self._seconds,
-            samples=self.pipe.steps * self.recipe.batch_size,
-            rate=self._phase.rate.state(),
-            config=to_json(self.recipe),
-            versions=versions(),
-        )
+        return {
+            "seconds": self._seconds,
+            "samples": self.pipe.steps * self.recipe.batch_size,
+            "config": to_json(self.recipe),
+            "versions": versions(),
+        }
 
     def _restore(self, found: Found, *, midway: bool) -> None:
-        """Put the state back; the optimizer's only in the middle of a phase, which otherwise begins with a new one."""
-        assert self._checkpoints is not None
-        optimizer = self._checkpoints.optimizer
-        self._checkpoints.optimizer = optimizer if midway else None
-        said = self._checkpoints.restore(found)
-        self._checkpoints.optimizer = optimizer
-        if midway:
-            self._phase.rate.restore(found.facts["rate"])
+        assert self._saver is not None
+        said = self._saver.restore(found, midway=midway)
         self._ready(self.pipe.steps, said)
         self._tell("resumed", self.pipe.steps, said)
 
