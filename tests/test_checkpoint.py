@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import nwise
 from launch import results
 from nwise.training import Checkpoints, DamagedError, checkpoint
+from ranks import mesh_resume
 from ranks.common import batches, optimizer_of
 from ranks.resume import WIDTH, main, pipeline
 
@@ -171,6 +172,29 @@ def test_several_processes_write_what_others_read(tmp_path: Path) -> None:
     run(4, tmp_path / "a" / "after", tmp_path / "b", "1,1,1,1", "3-wise", "adam", 3)
     main(tmp_path / "one" / "after", tmp_path / "oneb", (1, 1, 1, 1), "3-wise", "adam", 3)
     assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "oneb" / "after"))
+
+
+@pytest.mark.slow
+def test_stages_that_are_cut_up_by_tensor_parallelism(tmp_path: Path) -> None:
+    """Parts are written as parts, and read whole or in parts."""
+
+    def run(count: int, source: str, target: str, parts: int, steps: int) -> list[Any]:
+        return results(
+            count, "mesh_resume.py", tmp_path, *map(str, (tmp_path / source, tmp_path / target, parts, steps))
+        )
+
+    assert [one["cut"] for one in run(4, "none", "a", 2, 3)] == [4, 4, 4, 4]
+    mesh_resume.main(tmp_path / "a" / "after", tmp_path / "whole", 0, 0)
+    whole = Checkpoints(tmp_path / "whole" / "loaded", pipeline((4,), "end-to-end")).newest()
+    assert whole is not None
+    assert checkpoint.sizes_of(whole.folder)["model.0.in.weight"] == torch.Size([8, 6])
+    run(2, "a/after", "b", 1, 0)
+    assert equal(tensors(tmp_path / "b" / "loaded"), tensors(tmp_path / "whole" / "loaded"))
+    run(4, "a/after", "c", 2, 2)
+    run(4, "none", "d", 2, 5)
+    for name in ("c", "d"):
+        mesh_resume.main(tmp_path / name / "after", tmp_path / f"whole-{name}", 0, 0)
+    assert equal(tensors(tmp_path / "whole-c" / "loaded"), tensors(tmp_path / "whole-d" / "loaded"))
 
 
 # What stays

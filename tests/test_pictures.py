@@ -149,3 +149,13 @@ def test_bad_pictures_get_one_sentence(arguments: list[str], message: str, capsy
     out, err = capsys.readouterr()
     assert re.search(message, err), err
     assert "Traceback" not in out + err
+
+
+def test_a_page_escapes_what_it_shows(tmp_path: Path) -> None:
+    """The name of a file of costs stands in a title."""
+    name = "<script>alert(1)<.json"
+    Path(name).write_text(json.dumps({"forward": 1, "head": 0, "input_grad": 1, "weight_grad": 1}))
+    assert cli.run(["schedule", "--costs", "paper", name, "--out", "page.html"]) == 0
+    page = Path("page.html").read_text()
+    assert "alert(1)" in page
+    assert "<script>alert(1)" not in page
