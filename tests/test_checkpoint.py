@@ -69,7 +69,7 @@ def test_what_is_gone_on_from_ends_as_if_never_stopped(strategy: str, optimizer:
     update, losses = optimizer_of(optimizer, whole), []
     for i, (x, y) in enumerate(batches(100, WIDTH)[:9]):
         if i == 5:
-            whole.forget_versions()  # under Hogwild a checkpoint ends the mini-batches under way
+            Checkpoints(tmp_path / "between", whole).save()  # which ends Hogwild's mini-batches under way
         losses.append(whole.step(x, target=y).tolist())
         update.step()
         update.zero_grad()
@@ -187,7 +187,7 @@ def test_stages_that_are_cut_up_by_tensor_parallelism(tmp_path: Path) -> None:
     mesh_resume.main(tmp_path / "a" / "after", tmp_path / "whole", 0, 0)
     whole = Checkpoints(tmp_path / "whole" / "loaded", pipeline((4,), "end-to-end")).newest()
     assert whole is not None
-    assert checkpoint.sizes_of(whole.folder)["model.0.in.weight"] == torch.Size([8, 6])
+    assert checkpoint.layout_of(whole.folder)["model.0.in.weight"].shape == torch.Size([8, 6])
     run(2, "a/after", "b", 1, 0)
     assert equal(tensors(tmp_path / "b" / "loaded"), tensors(tmp_path / "whole" / "loaded"))
     run(4, "a/after", "c", 2, 2)
@@ -246,6 +246,61 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file", pipeline((4,), "end-to-end")).save()
 
 
+def test_the_one_just_written_stays_though_there_are_later_ones(tmp_path: Path) -> None:
+    """A new run in the folder of an old one once lost every checkpoint as it was written."""
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe)
+    for step in (99_999_999, 100_000_000):  # names of which are not in the order of the alphabet
+        pipe.steps = step
+        checkpoints.save()
+    found = checkpoints.newest()
+    assert found is not None
+    assert found.facts["step"] == 100_000_000
+    pipe.steps = 100
+    with pytest.raises(ValueError, match="should hold no checkpoint of a step beyond 100. Found step-100000000; go on"):
+        checkpoints.save()
+
+
+def test_a_step_that_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is stopped while the former one is taken away has the new one."""
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe)
+    checkpoints.save(number=1)
+
+    def stopped(path: Path, **_: Any) -> None:
+        if "gone" in path.name and path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(number=2)
+    monkeypatch.undo()
+    found = checkpoints.newest()
+    assert found is not None
+    assert found.facts["number"] == 2
+
+
+def test_a_writer_in_the_background_that_failed_does_not_keep_the_next_from_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe, asynchronous=True)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    checkpoints.save()
+    while not checkpoints._writing.done():  # type: ignore[union-attr]
+        pass
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="No space left It was to be written in the background; the next one is now"):
+        checkpoints.save()
+    checkpoints.wait()
+    assert checkpoints.newest() is not None
+
+
+def test_facts_that_are_not_json(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        Checkpoints(tmp_path, pipeline((4,), "end-to-end")).save(what=object())
+
+
 # What is damaged
 
 
@@ -261,6 +316,18 @@ def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
         checkpoints.resume()
     assert pipe.steps == 2
     assert newer.with_name("step-00000003.damaged").is_dir()
+
+
+def test_the_same_step_damaged_twice_and_an_older_one(tmp_path: Path) -> None:
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe, keep=3, keep_best=True)
+    for step in (1, 2, 2):
+        pipe.steps = step
+        flip(checkpoints.save(loss=1.0) / "checkpoint.json", 99)  # which the next one is not kept from writing by
+        if step == 2:
+            with pytest.warns(UserWarning, match="."), pytest.raises(ValueError, match="Found none"):
+                checkpoints.resume()
+    assert {p.name for p in tmp_path.iterdir()} >= {"step-00000002.damaged", "step-00000002.damaged-2"}
 
 
 def test_all_damaged(tmp_path: Path) -> None:
@@ -338,6 +405,61 @@ def test_nothing_is_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a pickle"))
     assert Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume() == ""
     assert {p.suffix for p in one.iterdir()} == {".json", ".safetensors"}
+
+
+def test_a_head_of_which_the_checkpoint_has_more_is_new(tmp_path: Path) -> None:
+    """The first layer of a deeper head was once taken for the head."""
+    stages = [nwise.Chain({f"{k}": nn.Linear(4, 4)}) for k in range(2)]
+    deep = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    Checkpoints(tmp_path, nwise.Pipeline(stages, [deep], strategy="local")).save()
+    flat = nwise.Pipeline(stages, [nn.Sequential(nn.Linear(4, 4))], strategy="local")
+    assert Checkpoints(tmp_path, flat).resume() == "new heads at stages 0; dropped the heads of the former stages 0"
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "NAdam", "Adam"])
+def test_entries_of_other_types_than_their_parameters(name: str, tmp_path: Path) -> None:
+    def run(folder: Path, steps: int) -> nwise.Pipeline:
+        torch.manual_seed(0)
+        pipe = nwise.Pipeline([nn.Linear(WIDTH, 4).double()], strategy="end-to-end", seed=0)
+        update = getattr(torch.optim, name)(pipe.parameters(), lr=0.1)
+        Checkpoints(folder, pipe, update).resume()
+        for x, y in batches(10, WIDTH)[pipe.steps : steps]:
+            pipe.step(x.double(), target=y)
+            update.step()
+            update.zero_grad()
+        Checkpoints(folder, pipe, update).save()
+        return pipe
+
+    run(tmp_path / "a", 3)
+    resumed, whole = run(tmp_path / "a", 6), run(tmp_path / "b", 6)
+    assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
+
+
+def test_another_kind_of_the_same_optimizer(tmp_path: Path) -> None:
+    pipe = nwise.Pipeline([nn.Linear(WIDTH, 4)], strategy="end-to-end")
+    Checkpoints(tmp_path, pipe, torch.optim.Adam(pipe.parameters())).save()
+    other = torch.optim.Adam(pipe.parameters(), amsgrad=True)
+    assert Checkpoints(tmp_path, pipe, other).resume() == "optimizer Adam -> Adam with amsgrad, begun anew"
+
+
+def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+    pipe, other = pipeline((4,), "end-to-end"), nn.Parameter(torch.ones(3))
+    update = torch.optim.SGD([other], lr=0.1, momentum=0.9)
+    other.grad = torch.ones(3)
+    update.step()
+    with pytest.raises(ValueError, match=r"should be of the pipeline's parameters. Found another one, of shape \(3,\)"):
+        Checkpoints(tmp_path, pipe, update).save()
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def test_state_that_is_not_tensors(tmp_path: Path) -> None:
+    pipe = nwise.Pipeline([Extra(WIDTH, 4)], strategy="end-to-end")
+    with pytest.raises(TypeError, match=r"should consist of tensors to be saved. Found 'model._extra_state', a dict"):
+        Checkpoints(tmp_path, pipe).save()
 
 
 def test_an_optimizer_whose_state_is_not_tensors(tmp_path: Path) -> None:

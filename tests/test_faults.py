@@ -21,7 +21,18 @@ import nwise
 from launch import results, torchrun
 from nwise.cli import run as command
 from nwise.recipes import Mlp, Recipe, Sgd, recipe
-from nwise.training import Finite, Keeping, NotFiniteError, Run, StoppedError, Trainer, Watcher, new_run, weights_of
+from nwise.training import (
+    Finite,
+    Keeping,
+    NotFiniteError,
+    Rate,
+    Run,
+    StoppedError,
+    Trainer,
+    Watcher,
+    new_run,
+    weights_of,
+)
 from ranks.common import batches
 
 TINY = dataclasses.replace(
@@ -174,6 +185,75 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     tests = {r["step"]: r["loss"][-1] for r in run.metrics() if r["kind"] == "test" and r["step"]}
     steps = {int(p.name[5:]) for p in (run.folder / "checkpoints").glob("step-*")}
     assert steps == {12, min(tests, key=lambda step: tests[step])}
+
+
+def test_a_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    """It once was: its records and weights were gone."""
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run)
+    files = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="should hold a checkpoint to go on from. Found none"):
+        Trainer(TINY).train(run, resume=True)
+    assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
+    Trainer(TINY).train(run, resume=True, anew=True)  # as after a restart
+
+
+def test_a_run_that_is_stopped_at_its_best_keeps_it(tmp_path: Path) -> None:
+    """The checkpoint was once written again, without its loss, and lost to the next one."""
+    run = new_run(TINY, tmp_path)
+    with pytest.raises(StoppedError, match="."):
+        Trainer(TINY).train(run, (Stops(8),), Keeping(keep=1, keep_best=True))
+    one = run.folder / "checkpoints" / "step-00000008"
+    assert json.loads((one / "checkpoint.json").read_text().split("\n")[0])["facts"]["loss"] is not None
+
+
+def test_channels_last_can_be_saved(tmp_path: Path) -> None:
+    """Tensors that do not lie one number after the other were once refused by the file format."""
+    config = dataclasses.replace(recipe("digits"), max_steps=4, batch_size=32, eval_every=9, channels_last=True)
+    run, longer = new_run(config, tmp_path), dataclasses.replace(config, max_steps=6)
+    Trainer(config).train(run, keeping=Keeping())
+    again, whole = Trainer(longer), Trainer(longer)
+    again.train(run, resume=True)
+    whole.train()
+    assert equal(parameters(again), parameters(whole))
+
+
+def test_weights_of_a_run_that_broke_are_those_of_its_last_test(tmp_path: Path) -> None:
+    config = dataclasses.replace(recipe("digits"), max_steps=30, batch_size=32, optimizer=Sgd(lr=1e30))
+    run = new_run(config, tmp_path)
+    with pytest.raises(NotFiniteError, match="should be a finite number"):
+        Trainer(config).train(run, keeping=Keeping(checkpoint_every=1))
+    assert all(t.isfinite().all() for t in run.weights().values() if t.is_floating_point())
+
+
+def test_another_strategy_has_the_rates_of_its_own_phases(tmp_path: Path) -> None:
+    """The steps of the former strategy's phase were once taken for those of the new one's."""
+    config = dataclasses.replace(TINY, optimizer=Sgd(lr=0.1, drops=(0.5,)), strategy="local@4,end-to-end")
+    for before, now, rates in (
+        ("local@4,end-to-end", "end-to-end", [0.01] * 5),
+        ("end-to-end", "local@8,end-to-end", [0.01] + [0.1] * 2 + [0.01] * 2),
+    ):
+        run = new_run(config, tmp_path)
+        with pytest.raises(StoppedError, match="."):
+            Trainer(dataclasses.replace(config, strategy=before)).train(run, (Stops(7),), Keeping())
+        Trainer(dataclasses.replace(config, strategy=now)).train(run, resume=True)
+        found = [r["lr"] for r in run.metrics() if r["kind"] == "train" and r["step"] > 7]
+        assert found == pytest.approx(rates)
+
+
+def test_drops_on_plateaus_are_counted_for_stages_that_rest() -> None:
+    """They were once counted by the rate of the first group, which may be zero."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.0, 0.1), strict=True)]
+    config = Sgd(plateau_epochs=1)
+    optimizers = [torch.optim.SGD([dict(group) for group in groups], lr=0.1) for _ in range(2)]
+    rate, other = (Rate(config, optimizer, 9) for optimizer in optimizers)
+    for loss in (1.0, 2.0, 2.0):
+        rate.evaluated(loss)
+    other.restore(json.loads(json.dumps(rate.state())), 3)
+    assert [[g["lr"] for g in o.param_groups] for o in optimizers] == [[0.0, pytest.approx(0.001)]] * 2
+    with pytest.raises(ValueError, match="The state of a rate should have its drops"):
+        other.restore({}, 3)
 
 
 # The command line

@@ -176,6 +176,7 @@ COSTS = st.one_of(
 )
 
 
+@pytest.mark.filterwarnings("ignore:`n = ")
 @settings(max_examples=60 * TIMES)
 @given(st.one_of(METHODS, CREDITS), st.integers(-1, 6), st.integers(-1, 6), COSTS)
 def test_schedules(method: Any, stages: int, m: int, costs: str) -> None:

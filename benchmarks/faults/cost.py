@@ -40,7 +40,7 @@ class Bench:
         model = gpt(4, 1, width, 4, 64, 512)
         self.pipe = nwise.Pipeline(model.stages, model.heads, TokenCrossEntropy(), "2-wise", seed=0)
         self.optimizer = torch.optim.Adam(self.pipe.parameters(), lr=1e-4)
-        self.tokens = torch.randint(0, 512, (8, 64), generator=torch.Generator().manual_seed(0))
+        self.tokens = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
         self.finite = Finite(self.pipe, "stop")
         self.checkpoints = {
             "checkpoints": Checkpoints(folder / "a", self.pipe, self.optimizer),
@@ -64,7 +64,7 @@ class Bench:
         return 1e3 * (time.perf_counter() - began) / count
 
 
-def main(rounds: int = 6, width: int = 256, out: Path = HERE / "records" / "cost.jsonl") -> None:
+def main(rounds: int = 6, width: int = 128, out: Path = HERE / "records" / "cost.jsonl") -> None:
     """Measure.
 
     Args:

@@ -47,4 +47,4 @@ def main(parent: Path, steps: int, every: int) -> None:
     begun = Run.of_launch(parent, recipe) if again else None
     trainer = Trainer(recipe, data())
     run = (begun or new_run(recipe, parent)) if os.environ["RANK"] == "0" else None
-    trainer.train(run, keeping=Keeping(checkpoint_every=every), resume=begun is not None)
+    trainer.train(run, keeping=Keeping(checkpoint_every=every), resume=begun is not None, anew=True)

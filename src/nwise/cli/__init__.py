@@ -107,12 +107,13 @@ def _parse(name: str, arguments: list[str]) -> Any:
 
 def _value(arguments: list[str], option: str) -> str | None:
     """What an option is given, as ``--option value`` or ``--option=value``."""
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        if argument == option:
-            return following
+    found = None  # the last one holds
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        if argument == option and not following.startswith("-"):
+            found = following
         if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
-    return None
+            found = argument.partition("=")[2]
+    return found
 
 
 def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:

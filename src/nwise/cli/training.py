@@ -76,7 +76,9 @@ class Train:
         run = (begun or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
         try:
             with stopping(trainer):
-                scores = trainer.train(run, tuple(watchers), self.keeping, resume=begun is not None)
+                scores = trainer.train(
+                    run, tuple(watchers), self.keeping, resume=begun is not None, anew=self.resume is None
+                )
         except StoppedError as error:
             if run is not None:
                 _note(f"{error} Go on with `nwise train --resume {run.folder}`.")

@@ -392,4 +392,7 @@ def from_json(value: Any) -> Any:
         except TypeCheckError as error:
             wanted = getattr(hints[key], "__name__", hints[key])
             raise ValueError(f"`{key}` should be of type {wanted}. Found {inner!r}.") from error
+    needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    if needed - set(fields):
+        raise ValueError(f"A {name} should have {sorted(needed - set(fields))[0]!r}. Found none.")
     return kind(**fields)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import Size, Tensor
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -97,8 +98,8 @@ def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     _together(group, compared)
 
 
-def sizes_of(folder: Path) -> dict[str, Size]:
-    """Shapes of the tensors, by name.
+def layout_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors without their values (on the device ``meta``), by name.
 
     Raises:
         DamagedError: the files are not what `write` makes.
@@ -107,7 +108,10 @@ def sizes_of(folder: Path) -> dict[str, Size]:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except Exception as error:  # of many kinds, from the readers of three formats
         raise DamagedError(f"{folder} should hold tensors as nwise writes them. Found: {error}") from error
-    return {name: Size(one.size) for name, one in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+    return {
+        name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")  # type: ignore[union-attr]
+        for name, one in metadata.state_dict_metadata.items()
+    }
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -115,7 +119,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
 
     Args:
         folder: a checkpoint that has been checked.
-        tensors: of this process, with the shapes of `sizes_of`; DTensors may be cut up otherwise than they were.
+        tensors: of this process, with the shapes of `layout_of`; DTensors may be cut up otherwise than they were.
         group: see `write`.
     """
     _ignore_no_dist()
@@ -129,11 +133,16 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
 
 def remove(folder: Path) -> None:
     """Take a checkpoint away; whoever is stopped halfway leaves nothing that looks like one."""
+    shutil.rmtree(_put_away(folder), ignore_errors=True)
+
+
+def _put_away(folder: Path) -> Path:
+    """Give a checkpoint a name that is none."""
+    gone = folder.with_name(folder.name + ".gone" + _ASIDE)
     if folder.exists():
-        gone = folder.with_name(folder.name + ".gone" + _ASIDE)
         shutil.rmtree(gone, ignore_errors=True)
         os.replace(folder, gone)
-        shutil.rmtree(gone)
+    return gone
 
 
 def sweep(parent: Path) -> None:
@@ -171,9 +180,10 @@ def _finish(aside: Path, folder: Path, listed: Mapping[str, Any], facts: Mapping
         file.flush()
         os.fsync(file.fileno())
     _flush(aside)
-    remove(folder)
+    gone = _put_away(folder)  # one of the same step, for as short a time as can be
     os.replace(aside, folder)
     _flush(folder.parent)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _fresh(folder: Path) -> None:

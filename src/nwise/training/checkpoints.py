@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,12 +93,25 @@ class Checkpoints:
             Its folder, which is there at once unless it is written in the background.
 
         Raises:
-            OSError: it, or the one before it if that was written in the background, could not be written.
+            OSError: it could not be written. If it is written in the background, the next call warns of that.
+            ValueError: there are checkpoints of later steps, which this one would be mistaken for.
         """
-        self.wait()
+        try:
+            self.wait()
+        except OSError as error:
+            if self._is_first:
+                warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
+        later = [name for name in self._names() if _step(name) > self._pipe.steps]
+        if later:
+            raise ValueError(
+                f"{self.folder} should hold no checkpoint of a step beyond {self._pipe.steps}. Found {later[-1]}; go on from it "
+                "(`resume`) or give another folder."
+            )
+        self._pipe.forget_versions()  # Hogwild's, which are not saved; so that a run that is not stopped goes on likewise
         with self._telling():
             tensors = state.tensors_of(self._pipe, self.optimizer)
             known = {**state.facts_of(self._pipe, self.optimizer), **facts}
+            json.dumps(known)  # what cannot be written shows on all processes
         folder = self.folder / f"step-{self._pipe.steps:08d}"
         if self._writer is None:
             with self._telling():
@@ -134,7 +149,8 @@ class Checkpoints:
                 problem = str(error)
                 if self._is_first:
                     warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
-                    folder.rename(folder.with_name(name + ".damaged"))
+                    with suppress(OSError):  # in a folder that cannot be written to
+                        folder.rename(_free(folder.with_name(name + ".damaged")))
         if problem:
             raise ValueError(f"{self.folder} should hold a checkpoint that can be read. Found none: {problem}")
         return None
@@ -158,22 +174,25 @@ class Checkpoints:
         return self._team is None or not self._team.world.rank
 
     def _names(self) -> list[str]:
-        return sorted(p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name))
+        return sorted((p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         if self._is_first:
             checkpoint.sweep(self.folder)
         checkpoint.write(folder, tensors, facts, self._group)
         if self._is_first:
-            self._tidy()
+            self._tidy(folder.name)
 
-    def _tidy(self) -> None:
+    def _tidy(self, written: str) -> None:
         """Take away all but the newest ones and the best."""
         names = self._names()
-        stay = set(names[-self._keep :])
+        stay = {written, *names[-self._keep :]}
         if self._keep_best:
-            losses = {name: checkpoint.facts_of(self.folder / name).get("loss") for name in names}
-            known = {name: loss for name, loss in losses.items() if loss is not None}
+            known: dict[str, float] = {}
+            for name in names:
+                with suppress(DamagedError):
+                    loss = checkpoint.facts_of(self.folder / name).get("loss")
+                    known.update({} if loss is None else {name: loss})
             stay.update(sorted(known, key=lambda name: (known[name], name))[:1])
         for name in names:
             if name not in stay:
@@ -187,3 +206,13 @@ class Checkpoints:
         else:
             with self._team.telling():
                 yield
+
+
+def _step(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _free(path: Path) -> Path:
+    """A path that nothing has, by a number if need be."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
+    return next(one for one in names if not one.exists())

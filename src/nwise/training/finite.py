@@ -85,6 +85,19 @@ class Finite:
             return []
         return self._skip(bad)
 
+    def check_parameters(self) -> None:
+        """Refuse what would be saved, if the policy is to stop: an update may have gone beyond what a number can hold.
+
+        Raises:
+            NotFiniteError: a parameter of this process is not finite.
+        """
+        for name, p in self._pipe.named_parameters() if self._policy == "stop" else ():
+            if not bool(p.isfinite().all()):
+                raise NotFiniteError(
+                    f"The parameter {name!r} should be finite to be saved. Found that it is not after step {self._pipe.steps}; "
+                    "lower the rate or clip, and go on from the checkpoint before."
+                )
+
     def _is_bad(self, module: nn.Module | None) -> bool:
         return module is not None and not math.isfinite(squared_norm(module.parameters()))
 
@@ -145,7 +158,7 @@ class Finite:
         for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.of(stage))):
             for name, p in () if module is None else module.named_parameters():
                 row: dict[str, Any] = {"name": f"{owner}.{name}", "not_finite": int((~p.isfinite()).sum())}
-                if p.grad is not None:
+                if p.grad is not None and p.numel():
                     row["gradient_not_finite"] = int((~p.grad.isfinite()).sum())
                     row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))
                 found.append(row)

@@ -102,37 +102,51 @@ class Rate:
     def evaluated(self, loss: float) -> None:
         """After every evaluation of the last head."""
         if self._by_loss is not None:
-            before = self.value
+            best, bad = self._by_loss.best, self._by_loss.num_bad_epochs
             self._by_loss.step(loss)
-            self._num_drops += self.value != before
+            # Told by the counters, since a group's own rate may be too small to be divided.
+            self._num_drops += self._by_loss.best == best and bad + 1 > self._by_loss.patience
 
     def state(self) -> dict[str, Any]:
         """What decides the rates to come, as numbers."""
-        state: dict[str, Any] = {"steps": self._by_step.last_epoch, "drops": self._num_drops}
+        state: dict[str, Any] = {"drops": self._num_drops}
         if self._by_loss is not None:
             state.update({name: getattr(self._by_loss, name) for name in _PLATEAU})
         return state
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], steps: int) -> None:
         """Go on from what `state` gave, also if other rates have been configured since.
+
+        Args:
+            state: of the rate of another run.
+            steps: that this one's phase has behind it.
 
         Raises:
             ValueError: it is nothing that `state` gave.
         """
-        if not {"steps", "drops"} <= set(state) or not 0 <= state["drops"] < 1000:
-            raise ValueError(f"The state of a rate should have its steps and drops. Found {state}.")
-        self._by_step.last_epoch = state["steps"]
+        drops = state.get("drops")
+        if not isinstance(drops, int) or not 0 <= drops < 1000:
+            raise ValueError(f"The state of a rate should have its drops. Found {state}.")
+        if self._by_loss is not None and set(_PLATEAU) <= set(state):
+            self._restore_plateau(self._by_loss, state)
+        elif self._by_loss is None:
+            self._restore_step(steps)
+
+    def _restore_step(self, steps: int) -> None:
+        self._by_step.last_epoch = steps
         for group, base, factor in zip(
             self._optimizer.param_groups, self._by_step.base_lrs, self._by_step.lr_lambdas, strict=True
         ):
-            group["lr"] = base * factor(state["steps"])
-        if self._by_loss is not None and set(_PLATEAU) <= set(state):
-            self._num_drops = state["drops"]
-            for group in self._optimizer.param_groups:
-                for _ in range(self._num_drops):  # one after the other, as they came, to the last bit
-                    group["lr"] *= self._by_loss.factor
-            for name in _PLATEAU:
-                setattr(self._by_loss, name, state[name])
+            group["lr"] = base * factor(steps)
+
+    def _restore_plateau(self, by_loss: ReduceLROnPlateau, state: dict[str, Any]) -> None:
+        self._num_drops = state["drops"]
+        for group in self._optimizer.param_groups:
+            for _ in range(self._num_drops):  # one after the other, as they came, to the last bit
+                lower = group["lr"] * by_loss.factor
+                group["lr"] = lower if group["lr"] - lower > by_loss.eps else group["lr"]
+        for name in _PLATEAU:
+            setattr(by_loss, name, state[name])
 
     @property
     def value(self) -> float:

@@ -43,17 +43,18 @@ class Run:
         folder = numbered(parent, name)
         run = cls(folder)
         state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
-        run._write_state({**state, "launch": os.environ.get("TORCHELASTIC_RUN_ID")})
+        run._write_state({**state, "launch": _launch()})
         return run
 
     @classmethod
     def of_launch(cls, parent: Path, recipe: Recipe) -> Run | None:
         """The newest folder that processes of this torchrun made, before it restarted them, with this configuration."""
-        launch, config = os.environ.get("TORCHELASTIC_RUN_ID"), to_json(recipe)
+        wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
         for path in sorted(parent.glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-            state = cls(path.parent)._state()
-            if launch and state.get("launch") == launch and state.get("config") == json.loads(json.dumps(config)):
-                return cls(path.parent)
+            with suppress(ValueError, AttributeError):  # of a folder that is none of ours
+                state = cls(path.parent)._state()
+                if wanted == {name: state.get(name) for name in wanted} and state.get("status") != "done":
+                    return cls(path.parent)
         return None
 
     @classmethod
@@ -96,6 +97,9 @@ class Run:
     def resumed(self, recipe: Recipe, step: int, changes: str) -> None:
         """Note that the run goes on, with a configuration that may be another."""
         state = self._state()
+        mortem = self.folder / "post-mortem.json"
+        if mortem.exists():
+            mortem.rename(self.folder / f"post-mortem-before-{len(state.get('resumed', [])) + 1}.json")
         history = [*state.get("resumed", []), {"step": step, "changes": changes, "versions": versions()}]
         self._write_state({**state, "config": to_json(recipe), "status": "running", "resumed": history})
 
@@ -103,7 +107,7 @@ class Run:
         """Take away the records after a step, and the last line if whoever wrote it was stopped halfway."""
         path = self.folder / "metrics.jsonl"
         kept = []
-        for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []:
             with suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
@@ -179,6 +183,11 @@ def new_run(recipe: Recipe, parent: Path) -> Run:
     """A fresh folder named after the recipe and the strategy."""
     strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
     return Run.create(parent, f"{recipe.name}-{strategy}", recipe)
+
+
+def _launch() -> str:
+    """Of this torchrun, the same for all processes that it starts: its own process, since its name may be that of others."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}, {platform.node()}, {os.getppid()}"
 
 
 def numbered(parent: Path, name: str) -> Path:

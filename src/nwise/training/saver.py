@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nwise.pipeline import Pipeline
-from nwise.training.checkpoint import sizes_of
+from nwise.training.checkpoint import layout_of
 from nwise.training.checkpoints import Checkpoints, Found
 from nwise.training.phase import Phase
 from nwise.training.state import checked
@@ -68,6 +68,8 @@ class Saver:
             asynchronous=keeping.checkpoint_async,
         )
         self._best = float("inf")
+        self._tested: tuple[int, float] | None = None  # step and loss of the last test
+        self._written = -1  # step of the checkpoint that was written, or gone on from
         self._saved = time.monotonic()
 
     def newest(self) -> Found | None:
@@ -81,22 +83,23 @@ class Saver:
             checked(found.facts, found.folder, _FACTS)
             self._best = found.facts["best"]
             self._pipe.steps = found.facts["step"]
-            if not any(name.startswith("heads.") for name in sizes_of(found.folder)) and not self._pipe.needed_heads():
+            if not any(name.startswith("heads.") for name in layout_of(found.folder)) and not self._pipe.needed_heads():
                 self._pipe.discard_heads()  # as the run did
         return found
 
-    def restore(self, found: Found, *, midway: bool) -> str:
+    def restore(self, found: Found, done: int) -> str:
         """Put the state back; what is not as it was saved, in one line.
 
         Args:
             found: the checkpoint.
-            midway: whether it is of the middle of a phase, whose optimizer and rate go on; else they are new.
+            done: steps of the phase that are behind it; if there are none, its optimizer and rate are new.
         """
-        phase = self.phase if midway else None
+        phase = self.phase if done else None
         self._checkpoints.optimizer = None if phase is None else phase.optimizer
         said = self._checkpoints.restore(found)
         if phase is not None:
-            phase.rate.restore(found.facts["rate"])
+            phase.rate.restore(found.facts["rate"], done)
+        self._written = self._pipe.steps
         return said
 
     @property
@@ -115,37 +118,43 @@ class Saver:
         """
         keeping = self._keeping
         better = keeping.keep_best and loss is not None and loss < self._best
-        self._best = self._best if loss is None else min(self._best, loss)
+        if loss is not None:
+            self._tested, self._best = (step, loss), min(self._best, loss)
         if is_last:
-            self.save(loss)
-            self._checkpoints.wait()
+            self.save(wait=True)
         elif better or (keeping.checkpoint_every and step % keeping.checkpoint_every == 0):
-            self.try_to_save(loss)
+            self.try_to_save()
 
-    def try_to_save(self, loss: float | None = None) -> None:
+    def try_to_save(self) -> None:
         """Write a checkpoint; if that cannot be done, say so and go on."""
         try:
-            self.save(loss)
+            self.save()
         except OSError as error:
             if self._pipe.team is None or not self._pipe.team.world.rank:
                 warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
 
-    def save(self, loss: float | None = None, *, wait: bool = False) -> None:
-        """Write a checkpoint.
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this step.
 
         Args:
-            loss: of the last head, if it has just been tested.
             wait: until it is there, also if it is written in the background.
 
         Raises:
             OSError: it cannot be written.
+            nwise.training.NotFiniteError: a parameter is not finite, and the policy is to stop.
         """
         assert self.phase is not None
-        while self._pipe.drain():  # Hogwild's gradients under way have no place in a checkpoint
-            self.phase.update()
-        self._pipe.forget_versions()
         self._saved = time.monotonic()
-        self._checkpoints.optimizer = self.phase.optimizer
-        self._checkpoints.save(loss=loss, best=self._best, rate=self.phase.rate.state(), **self._facts())
+        if self._written != self._pipe.steps:
+            self._write(self.phase)
+            self._written = self._pipe.steps
         if wait:
             self._checkpoints.wait()
+
+    def _write(self, phase: Phase) -> None:
+        phase.finite.check_parameters()
+        while self._pipe.drain():  # Hogwild's gradients under way have no place in a checkpoint
+            phase.update()
+        loss = self._tested[1] if self._tested is not None and self._tested[0] == self._pipe.steps else None
+        self._checkpoints.optimizer = phase.optimizer
+        self._checkpoints.save(loss=loss, best=self._best, rate=phase.rate.state(), **self._facts())

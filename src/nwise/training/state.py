@@ -42,6 +42,10 @@ def tensors_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -
     names = parameter_names(pipe)
     state: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
     for parameter, entries in state.items():
+        if parameter not in names:
+            raise ValueError(
+                f"The optimizer should be of the pipeline's parameters. Found another one, of shape {tuple(parameter.shape)}."
+            )
         for entry, value in entries.items():
             if value is None:
                 continue
@@ -53,7 +57,12 @@ def tensors_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -
             found[f"optimizer.{names[parameter]}.{entry}"] = value
     stage = 0 if pipe.team is None else pipe.team.stage
     found[f"random.{stage}"] = torch.get_rng_state()
-    return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"The state of a module should consist of tensors to be saved. Found {name!r}, a {type(tensor).__name__}."
+            )
+    return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
 
 
 def facts_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -72,7 +81,7 @@ def facts_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> 
         "strategy": pipe.strategy.name,
         "num_microbatches": pipe.num_microbatches,
         "ends": ends,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": _kind_of(optimizer),
     }
 
 
@@ -128,7 +137,8 @@ def restore(
     Raises:
         ValueError: the checkpoint is of another network; nothing has been changed then.
     """
-    facts, sizes = checkpoint.facts_of(folder), checkpoint.sizes_of(folder)
+    facts, layout = checkpoint.facts_of(folder), checkpoint.layout_of(folder)
+    sizes = {name: tensor.shape for name, tensor in layout.items()}
     _refuse_another_network(folder, pipe, sizes)
     old_stages = _old_stages(pipe, facts)
     targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
@@ -137,12 +147,15 @@ def restore(
     for k, module in pipe.heads.items():
         head = {f"heads.{k}.{name}": tensor for name, tensor in module.state_dict().items()}
         saved = {name: name.replace(f"heads.{k}.", f"heads.{old_stages[int(k)]}.", 1) for name in head}
-        if all(sizes.get(saved[name]) == tensor.shape for name, tensor in head.items()):
+        prefix = f"heads.{old_stages[int(k)]}."
+        there = {name for name in sizes if name.startswith(prefix)}
+        fits = all(sizes.get(saved[name]) == tensor.shape for name, tensor in head.items())
+        if fits and (not head or there == set(saved.values())):
             targets.update({saved[name]: tensor for name, tensor in head.items()})
             renamed.update(saved)
         else:
             new_heads.append(int(k))
-    entries = _optimizer_entries(pipe, optimizer, facts, sizes, renamed)
+    entries = _optimizer_entries(pipe, optimizer, facts, layout, renamed)
     stage = 0 if pipe.team is None else pipe.team.stage
     random = {name: torch.empty(sizes[name], dtype=torch.uint8) for name in (f"random.{stage}",) if name in sizes}
     fresh = {name: torch.empty_like(tensor, device=_cpu(tensor)) for name, tensor in targets.items()}
@@ -152,8 +165,8 @@ def restore(
         for name, tensor in targets.items():
             tensor.copy_(fresh[name])
     for parameter, entry, tensor in entries.values():
-        # As torch does: numbers stay on the CPU.
-        optimizer.state[parameter][entry] = tensor.to(parameter.device) if tensor.ndim else tensor  # type: ignore[union-attr]
+        # As torch does: the number of steps stays on the CPU.
+        optimizer.state[parameter][entry] = tensor if entry == "step" else tensor.to(parameter.device)  # type: ignore[union-attr]
     for state in random.values():
         torch.set_rng_state(state)
     pipe.steps = int(facts["step"])
@@ -165,6 +178,13 @@ def parameter_names(pipe: Pipeline) -> dict[nn.Parameter, str]:
     """Names of this process's parameters in a checkpoint."""
     main = {p: f"model.{name}" for stage in pipe.stages for name, p in stage.named_parameters()}
     return {**main, **{p: f"heads.{name}" for name, p in pipe.heads.named_parameters()}}
+
+
+def _kind_of(optimizer: torch.optim.Optimizer | None) -> str:
+    """Its class, and what makes its state another."""
+    options = {} if optimizer is None else optimizer.defaults
+    extra = [name for name in ("amsgrad", "centered") if options.get(name)]
+    return type(optimizer).__name__ + (f" with {', '.join(extra)}" if extra else "")
 
 
 def _refuse_another_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size]) -> None:
@@ -190,15 +210,15 @@ def _optimizer_entries(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None,
     facts: Mapping[str, Any],
-    sizes: Mapping[str, Size],
+    layout: Mapping[str, Tensor],
     renamed: Mapping[str, str],
 ) -> dict[str, tuple[nn.Parameter, str, Tensor]]:
     """By name in the checkpoint: the parameter, what it is, and a tensor for it."""
     found: dict[str, tuple[nn.Parameter, str, Tensor]] = {}
-    if optimizer is None or facts["optimizer"] != type(optimizer).__name__:
+    if optimizer is None or facts["optimizer"] != _kind_of(optimizer):
         return found
     by_parameter: dict[str, list[str]] = {}
-    for name in sizes:
+    for name in layout:
         if name.startswith("optimizer."):
             parameter, _, entry = name.removeprefix("optimizer.").rpartition(".")
             by_parameter.setdefault(parameter, []).append(entry)
@@ -206,9 +226,11 @@ def _optimizer_entries(
         saved = renamed.get(name, name if name.startswith("model.") else "")
         for entry in by_parameter.get(saved, ()):
             full = f"optimizer.{saved}.{entry}"
-            alike = sizes[full] == p.shape and entry != "step"
-            like = p.detach() if alike else torch.zeros(sizes[full])
-            found[full] = p, entry, torch.empty_like(like, device=_cpu(like))
+            shape, dtype = layout[full].shape, layout[full].dtype
+            if isinstance(p, DTensor) and shape == p.shape and entry != "step":
+                found[full] = p, entry, torch.empty_like(p.detach(), dtype=dtype)
+            else:
+                found[full] = p, entry, torch.empty(shape, dtype=dtype)
     return found
 
 

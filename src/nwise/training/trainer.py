@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,7 @@ class Trainer:
         keeping: Keeping | None = None,
         *,
         resume: bool = False,
+        anew: bool = False,
     ) -> Scores:
         """All steps of the recipe, recording and saving as it says.
 
@@ -106,7 +109,8 @@ class Trainer:
             run: where to write; None to write nothing. Of several processes only rank 0 has one.
             watchers: who is told.
             keeping: when checkpoints are written into the run's folder; None for never.
-            resume: go on from the newest checkpoint of the run, if there is one.
+            resume: go on from the newest checkpoint of the run.
+            anew: begin from the start if it has none, as a run that was lost before it had written one.
 
         Returns:
             The scores after the last step. An interruption (Ctrl-C) saves the weights before it goes on.
@@ -116,15 +120,17 @@ class Trainer:
             nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
         self.run, self.watchers = run, watchers
-        folder = None if run is None else str(run.folder.resolve())
-        self._folder = folder if self.pipe.team is None else self.pipe.team.world.everyone("folder", folder)[0]
+        shared: list[Any] = [None if run is None else str(run.folder.resolve()), resume, anew]
+        if self.pipe.team is not None:
+            shared = self.pipe.team.world.everyone("run", shared)[0]  # what rank 0 knows
+        self._folder, resume, anew = shared
         if self._folder is not None and (keeping is not None or resume):
             self._saver = Saver(
                 Path(self._folder) / "checkpoints", self.pipe, keeping or Keeping(checkpoint_minutes=0), self._facts
             )
         status = "failed"
         self._began = time.perf_counter()
-        found = self._found() if resume else None
+        found = self._found(anew) if resume else None
         self._is_ready = not resume  # before that, nothing in the run's folder should change
         self._tell("started", self)
         try:
@@ -143,8 +149,9 @@ class Trainer:
             raise
         finally:
             if run is not None and self._is_ready:
-                if status != "done" and self.pipe.team is None:  # the last evaluation has saved them otherwise
-                    run.save_weights(weights_of(self.pipe))
+                # Of several processes the last evaluation has saved them; and it should stay if all went wrong since.
+                if status in ("stopped", "interrupted") and self.pipe.team is None:
+                    self._save_weights(run)
                 run.finish(status)
             self._tell("finished", status)
         return scores
@@ -176,10 +183,18 @@ class Trainer:
             )
         self._timeline = Timeline(self.pipe.team, now.name, first, first + steps)
 
-    def _found(self) -> Found | None:
+    def _save_weights(self, run: Run) -> None:
+        try:
+            run.save_weights(weights_of(self.pipe))
+        except OSError as error:
+            warnings.warn(f"The weights should be written. Found: {error}; those before stay.", stacklevel=2)
+
+    def _found(self, anew: bool) -> Found | None:
         """The checkpoint that is gone on from."""
         assert self._saver is not None
         found = self._saver.newest()
+        if found is None and not anew:
+            raise ValueError(f"{self._folder} should hold a checkpoint to go on from. Found none; train again.")
         if found is not None and self.pipe.steps > self.num_steps:
             raise ValueError(
                 f"`epochs` and `max_steps` should give more than the {self.pipe.steps} steps that were done. Found "
@@ -204,7 +219,7 @@ class Trainer:
             if self._saver is not None:
                 self._saver.phase = self._phase
             if found is not None:
-                self._restore(found, midway=begin > first)
+                self._restore(found, done=begin - first)
                 found = None
             for step in range(begin, last):
                 self._keep_appointments(step)
@@ -220,7 +235,7 @@ class Trainer:
                 if self._saver is not None:
                     self._saver.stepped(step + 1, loss, is_last=step + 1 == self.num_steps)
         if found is not None:
-            self._restore(found, midway=False)
+            self._restore(found, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores
 
     def _step(self, step: int) -> None:
@@ -265,9 +280,9 @@ class Trainer:
             "versions": versions(),
         }
 
-    def _restore(self, found: Found, *, midway: bool) -> None:
+    def _restore(self, found: Found, done: int) -> None:
         assert self._saver is not None
-        said = self._saver.restore(found, midway=midway)
+        said = self._saver.restore(found, done)
         self._ready(self.pipe.steps, said)
         self._tell("resumed", self.pipe.steps, said)
 
@@ -281,7 +296,8 @@ class Trainer:
     def _post_mortem(self, facts: dict[str, Any]) -> None:
         if self._folder is not None:
             samples = self._indices(facts["step"]).tolist()
-            write_post_mortem(Path(self._folder), {**facts, "lr": self._phase.rate.value, "samples": samples})
+            with suppress(OSError):  # what it is about is worse
+                write_post_mortem(Path(self._folder), {**facts, "lr": self._phase.rate.value, "samples": samples})
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
