@@ -512,6 +512,18 @@ def test_live_tensors_return_to_the_base() -> None:
     assert len(set(counts[1:])) == 1
 
 
+@pytest.mark.slow
+def test_no_process_grows_in_two_thousand_steps(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "faults" / "soak.py"
+    out = tmp_path / "soak.jsonl"
+    subprocess.run(
+        [sys.executable, str(script), "--out", str(out)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["rank"] for one in records] == [0, 1, 2, 3]
+    assert all(one["deviation"] < 0.01 for one in records)
+
+
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
