@@ -3,7 +3,7 @@
 model.<name>                    parameters and buffers of the main network, named as in the unsplit network
 heads.<stage>.<name>            of the heads
 optimizer.<parameter>.<entry>   of the optimizer, such as ``optimizer.model.blocks.0.weight.exp_avg``
-random.<stage>.<replica>        the state of torch's random numbers, which nothing in a step uses (`nwise.randomness`)
+random.<stage>                  the state of torch's random numbers, which nothing in a step uses (`nwise.randomness`)
 
 The data have no state: which samples a step sees is a function of the seed and its number (`nwise.data.batch_indices`).
 """
@@ -22,7 +22,7 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise.pipeline import Pipeline
 from nwise.training import checkpoint
-from nwise.training.weights import main_state, under
+from nwise.training.weights import main_state, under, weights_here
 
 
 def tensors_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -37,8 +37,7 @@ def tensors_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -
     """
     if pipe.team is not None and pipe.team.world.replica:
         return {}
-    found = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
-    found.update({f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()})
+    found = weights_here(pipe)
     names = parameter_names(pipe)
     state: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
     for parameter, entries in state.items():

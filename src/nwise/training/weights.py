@@ -25,9 +25,14 @@ def weights_of(pipe: Pipeline) -> dict[str, Tensor]:
 
     Of a pipeline of several processes, all of them call it, and those of all stages are on rank 0.
     """
+    here = weights_here(pipe)
+    return here if pipe.team is None else pipe.team.collect(here)
+
+
+def weights_here(pipe: Pipeline) -> dict[str, Tensor]:
+    """Those of `weights_of` that this process holds, where they are."""
     model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
-    heads = {f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}
-    return {**model, **heads} if pipe.team is None else pipe.team.collect({**model, **heads})
+    return {**model, **{f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}}
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:
