@@ -108,7 +108,7 @@ def _parse(name: str, arguments: list[str]) -> Any:
 def _value(arguments: list[str], option: str) -> str | None:
     """What an option is given, as ``--option value`` or ``--option=value``."""
     found = None  # the last one holds
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
         if argument == option and not following.startswith("-"):
             found = following
         if argument.startswith(f"{option}="):
