@@ -18,8 +18,20 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A file may import those of its own rank and below; data flows from strategy to command line.
 RANKS = [
-    ["credit", "hint", "randomness", "microbatch", "batchnorm", "compiled", "layers", "losses", "machine", "reference"],
-    ["strategy", "flow", "heads", "split"],
+    [
+        "credit",
+        "hint",
+        "randomness",
+        "microbatch",
+        "batchnorm",
+        "compiled",
+        "layers",
+        "losses",
+        "machine",
+        "reference",
+        "chain",
+    ],
+    ["strategy", "flow", "heads", "split", "huggingface"],
     ["schedule", "stage", "models"],
     ["hogwild", "runtime", "arguments", "data"],
     ["pipeline", "recipes"],

@@ -79,7 +79,15 @@ class Loose(nn.Module):
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0"], None, r"each once and not the first.*Found \['0'\]"),
         (nn.Sequential(*[nn.Linear(2, 2)] * 3), ["2", "1"], None, r"in the order they run.*Found \['2', '1'\]"),
         (nn.Linear(2, 2), [2, 4], None, r"a list of module names, such as .* Found \[2, 4\]"),
-        (nn.Linear(2, 2), 4, None, "a list of module names.* Found 4"),
+        (nn.Linear(2, 2), 4.0, None, "a list of module names.* or a number of stages. Found 4.0"),
+        (nn.Linear(2, 2), True, None, "a list of module names.* Found True"),
+        (
+            nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))),
+            4,
+            None,
+            "from 1 to the network's 3 Linear modules.* Found 4",
+        ),
+        (nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), 0, None, "from 1 to .* Found 0"),
         (nn.Linear(2, 2), ["x"], None, "should be an nn.Sequential or have child modules.*Found no children"),
         (Loose(), ["b"], None, "Found 'scale' outside of them; move it into a module of its own"),
         (Blocks(twice=True), ["blocks.1"], torch.zeros(2, 3, dtype=torch.long), "Found another output for `example`"),
@@ -99,3 +107,105 @@ def test_refusals(model: nn.Module, at: Any, example: Any, message: str) -> None
 def test_a_chain_needs_a_piece() -> None:
     with pytest.raises(ValueError, match="at least one module. Found none"):
         nwise.Chain({})
+
+
+def test_a_number_of_stages_shares_the_blocks_out() -> None:
+    layers = [layer for _ in range(7) for layer in (nn.Linear(2, 2), nn.ReLU())]
+    stages = nwise.split(nn.Sequential(nn.Flatten(), *layers, nn.Tanh()), at=3)
+    assert [sum(isinstance(p, nn.Linear) for p in stage.pieces().values()) for stage in stages] == [2, 2, 3]
+    assert [next(iter(stage.pieces())) for stage in stages] == ["0", "5", "9"]
+    assert list(stages[2].pieces())[-1] == "15"
+
+
+class TimmLike(nn.Module):
+    """Named as timm's networks with `stages` are: a stem, a sequence of sequences, a norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 2, stride=2)
+        self.stages = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1)) for _ in range(3))
+        )
+        self.norm_pre = nn.Identity()
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm_pre(self.stages(self.stem(x)))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.forward_features(x))
+        return y
+
+
+def test_a_timm_like_network_is_cut_inside_its_stages_and_loaded_back() -> None:
+    model, x = TimmLike(), torch.randn(4, 3, 8, 8)
+    stages = nwise.split(model, at=["stages.1", "stages.2.2"], example=x)
+    assert [list(stage.pieces()) for stage in stages] == [
+        ["stem", "stages.0"],
+        ["stages.1", "stages.2.0", "stages.2.1"],
+        ["stages.2.2", "norm_pre", "head"],
+    ]
+    heads = nwise.heads.fitting(stages, x, 5)
+    assert [head(torch.zeros(2, 8, 4, 4)).shape for head in heads] == [(2, 5), (2, 5)]
+    pipe = nwise.Pipeline(stages, heads, strategy="2-wise")
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        losses.append(pipe.step(x, target=torch.arange(4))[-1].item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    again = TimmLike()
+    again.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(again.eval()(x), pipe.eval()(x))
+
+
+def test_loose_parameters_of_a_vision_transformer_are_refused_by_name() -> None:
+    model = TimmLike()
+    model.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+    with pytest.raises(ValueError, match="Found 'cls_token' outside of them; move it into a module of its own"):
+        nwise.split(model, at=["head"])
+
+
+def test_tied_weights_are_refused_and_untied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"Found that '2.weight' of stage 1 is '0.weight' of stage 0 \(tied\)"):
+        nwise.split(model, at=["2"])
+    assert nwise.untie(model) == ["2.weight"]
+    first, last = model[0], model[2]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(last, nn.Linear)
+    assert torch.equal(last.weight, first.weight)
+    assert last.weight is not first.weight
+    nwise.split(model, at=["2"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_token", "expected"),
+    [((5, 6), False, (2, 3)), ((5, 6), True, (2, 5, 3)), ((6,), False, (2, 3)), ((6, 4, 4), False, (2, 3))],
+)
+def test_heads_fit_what_a_stage_gives(shape: tuple[int, ...], per_token: bool, expected: tuple[int, ...]) -> None:
+    stages = [nn.Dropout(), nn.Identity()]
+    x = torch.randn(2, *shape)
+    [head] = nwise.heads.fitting(stages, x, 3, per_token=per_token)
+    assert head(x).shape == expected
+    assert head(x, torch.ones(2, 5)).shape == expected, "what travels along is not looked at"
+    assert stages[0].training, "modes come back as they were"
+
+
+def test_no_head_fits_what_has_no_shape_for_one() -> None:
+    with pytest.raises(ValueError, match=r"Stage 0 should give .* \[B, T, D\] for a head to fit. Found \[2, 3\]"):
+        nwise.heads.fitting([nn.Identity(), nn.Identity()], torch.zeros(2, 3), 4, per_token=True)
+    with pytest.raises(ValueError, match=r"or \[B, C, H, W\] for a head to fit. Found \[2, 3, 4, 5, 6\]"):
+        nwise.heads.fitting([nn.Identity(), nn.Identity()], torch.zeros(2, 3, 4, 5, 6), 4)
+
+
+def test_a_network_that_ends_in_a_block_has_no_end_to_copy() -> None:
+    stages = nwise.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), at=3)
+    with pytest.raises(ValueError, match="a module behind its last block, '2', to be copied. Found none"):
+        nwise.heads.copied(stages)
+    with pytest.raises(ValueError, match="from 0 to the network's 3 blocks. Found True"):
+        nwise.heads.copied(stages, blocks=True)
+    assert len(nwise.heads.copied(stages, blocks=1)) == 2

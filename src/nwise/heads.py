@@ -5,12 +5,17 @@ B  batch    C  channels    T  sequence length    D  width    V  vocabulary
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
+from nwise.chain import Chain
 from nwise.layers import TransformerBlock, conv_bn_relu, vocabulary
+from nwise.microbatch import Tensors, as_tuple
+from nwise.split import blocks_of
 
 
 def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
@@ -90,3 +95,95 @@ def pooled_tokens(width: int, num_classes: int) -> PooledTokens:
     torch.Size([2, 10])
     """
     return PooledTokens(width, num_classes)
+
+
+def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
+    """Heads that are copies of the network's own end: its last `blocks` blocks and whatever comes behind them.
+
+    With ``blocks=2`` these are the heads of the paper's language models (section 4.3: two Transformer blocks and a
+    vocabulary matrix), for any network whose blocks are all of one shape. Copies begin with the values of the originals.
+
+    Args:
+        stages: of `nwise.split`.
+        blocks: how many of the last blocks, the pieces of the network's commonest class.
+
+    Returns:
+        One for every stage but the last.
+
+    Raises:
+        ValueError: there is nothing to copy, or there are fewer blocks.
+
+    >>> from nwise import split
+    >>> network = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Tanh())
+    >>> [list(head.pieces()) for head in copied(split(network, at=3), blocks=1)]
+    [['3', '4'], ['3', '4']]
+    """
+    pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
+    names, deep = list(pieces), blocks_of(pieces)
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(deep):
+        raise ValueError(f"`blocks` should be an integer from 0 to the network's {len(deep)} blocks. Found {blocks!r}.")
+    first = names.index(deep[-blocks]) if blocks else names.index(deep[-1]) + 1
+    end = {name: pieces[name] for name in names[first:]}
+    if not end:
+        raise ValueError(
+            f"The network should end in a module behind its last block, {deep[-1]!r}, to be copied. Found none; copy that block "
+            "too (`blocks=1`), or use `heads.fitting`."
+        )
+    return [stages[-1].like({name: copy.deepcopy(piece) for name, piece in end.items()}) for _ in stages[:-1]]
+
+
+class OfFirst(nn.Sequential):
+    """Layers on the first of a stage's outputs; masks and the like, which travel with it, are not looked at."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        del others
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def fitting(
+    stages: Sequence[nn.Module], example: Tensor | Tensors, num_outputs: int, *, per_token: bool = False
+) -> list[nn.Module]:
+    """Heads for whatever the stages give: `convolutional` for maps, `pooled_tokens` for sequences, `linear` for vectors.
+
+    Args:
+        stages: the main network, which is run once on the example, without gradient and in evaluation mode.
+        example: an input, or a tuple of them; one sample is enough.
+        num_outputs: classes, or the size of the vocabulary.
+        per_token: for a sequence, an output for every token rather than one for all: layer norm and vocabulary matrix.
+
+    Returns:
+        One for every stage but the last.
+
+    >>> [head[0].classify.in_features for head in fitting([nn.Linear(3, 8), nn.Linear(8, 2)], torch.zeros(1, 5, 3), 2)]
+    [8]
+    """
+    hidden = as_tuple(example, "`example`")
+    modes = {module: module.training for stage in stages for module in stage.modules()}
+    heads: list[nn.Module] = []
+    try:
+        for k, stage in enumerate(stages[:-1]):
+            stage.eval()
+            with torch.no_grad():
+                hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
+            heads.append(OfFirst(_fitting(hidden[0], num_outputs, per_token, k)))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return heads
+
+
+def _fitting(output: Tensor, num_outputs: int, per_token: bool, stage: int) -> nn.Module:
+    shape = output.shape[1:]
+    if per_token and len(shape) == 2:
+        return vocabulary(shape[1], num_outputs)
+    if per_token or not 1 <= len(shape) <= 3:
+        wanted = "[B, T, D]" if per_token else "[B, D], [B, T, D] or [B, C, H, W]"
+        raise ValueError(
+            f"Stage {stage} should give a tensor of shape {wanted} for a head to fit. Found "
+            f"{list(output.shape)}; write one yourself."
+        )
+    if len(shape) == 3:
+        return convolutional(shape[0], num_outputs)
+    return pooled_tokens(shape[1], num_outputs) if len(shape) == 2 else linear(shape, num_outputs)

@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nwise.chain import Chain
 from nwise.microbatch import Tensors, as_tuple
-
-
-class Chain(nn.Module):
-    """Named pieces run one after the other; a dotted name becomes nested modules.
-
-    So ``Chain({"blocks.3": block})`` has the parameters ``blocks.3.<...>``, those of the network the
-    block was taken from, and the state dicts of all stages add up to the network's own.
-
-    A piece that returns a tuple gives the next one its items as arguments, as stages do.
-
-    Args:
-        pieces: modules by name, in the order they run.
-
-    >>> list(Chain({"blocks.3": nn.Linear(2, 2, bias=False)}).state_dict())
-    ['blocks.3.weight']
-    """
-
-    def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        if not pieces:
-            raise ValueError("`pieces` should name at least one module. Found none.")
-        self._names = tuple(pieces)
-        for name, piece in pieces.items():
-            if hasattr(self, name.split(".")[0]) and name.split(".")[0] not in self._modules:
-                raise ValueError(f"A piece should not have the name of a method. Found {name!r}; rename it.")
-            *path, last = name.split(".")
-            parent: nn.Module = self
-            for part in path:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
-            parent.add_module(last, piece)
-
-    def pieces(self) -> dict[str, nn.Module]:
-        """The pieces by name, in order."""
-        return {name: self.get_submodule(name) for name in self._names}
-
-    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
-        output: Tensor | Tensors = inputs
-        for name in self._names:
-            output = self.get_submodule(name)(*inputs)
-            inputs = tuple(output) if isinstance(output, tuple | list) else (output,)
-        return output
 
 
 def cut(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Chain]:
     """Stages from pieces: a new one begins at every name of `at`."""
+    return [Chain(group) for group in groups_of(pieces, at)]
+
+
+def groups_of(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
+    """The pieces of every stage."""
     names = list(pieces)
     for name in at:
         if name not in pieces:
@@ -66,37 +32,50 @@ def cut(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Chain]:
             f"anyway. Found {list(at)}."
         )
     ends = [*starts[1:], len(names)]
-    return [Chain({name: pieces[name] for name in names[a:b]}) for a, b in zip(starts, ends, strict=True)]
+    return [{name: pieces[name] for name in names[a:b]} for a, b in zip(starts, ends, strict=True)]
 
 
-def split(model: nn.Module, at: Sequence[str], *, example: Tensor | Tensors | None = None) -> list[Chain]:
-    """Stages of an `nn.Sequential`, or of a module whose children, lists of blocks unrolled, run in order.
+def blocks_of(pieces: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the pieces of the commonest class, which are what a deep network is deep of."""
+    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
+    return [name for name, piece in pieces.items() if type(piece) is kind]
+
+
+def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensors | None = None) -> list[Chain]:
+    """Stages of an `nn.Sequential`, of a module whose children run in order, or of a network of Hugging Face.
+
+    Nothing is traced. Of a plain module the children, lists of blocks unrolled, are run in the order they were
+    registered; of a network of Hugging Face (GPT-2, Llama and its like, BERT, ViT, ResNet; `nwise.huggingface.FAMILIES`)
+    as its own forward runs them, attention masks and position ids travelling along.
 
     Args:
         model: the network; its modules are used, not copied.
-        at: names of the modules at which a new stage begins, such as ``["3", "6"]`` or ``["blocks.4"]``.
-        example: an input on which the stages are run once, without gradient and in evaluation mode,
-            and compared with the model; give it for a module whose ``forward`` is not plainly its
-            children in order.
+        at: names of the modules at which a new stage begins, such as ``["3", "6"]`` or ``["transformer.h.4"]``; or how
+            many stages, with as equal numbers of blocks as possible, the blocks being the pieces of the commonest class.
+        example: an input, or a tuple of them, on which the stages are run once, without gradient and in evaluation mode,
+            and compared with the model; give it for a module whose ``forward`` is not plainly its children in order.
 
     Returns:
-        ``len(at) + 1`` stages whose parameters keep the names they have in `model`.
+        Stages whose parameters keep the names they have in `model`: ``len(at) + 1``, or `at` of them.
 
     Raises:
-        ValueError: unknown or unordered names, parameters of the model outside its children, or
-            stages that do not compute what the model does.
+        ValueError: unknown or unordered names, parameters of the model outside its children, or in two stages (tied),
+            or stages that do not compute what the model does.
 
     >>> [list(stage.pieces()) for stage in split(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), at=["2"])]
     [['0', '1'], ['2']]
+    >>> len(split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(8))), at=4))
+    4
     """
-    if isinstance(at, str) or not isinstance(at, Sequence) or not all(isinstance(name, str) for name in at):
-        raise TypeError(f"`at` should be a list of module names, such as ['2', 'blocks.4']. Found {at!r}.")
-    pieces = _unrolled(model, {name.rpartition(".")[0] for name in at})
-    if not pieces:
-        raise ValueError(
-            "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
+    named = isinstance(at, Sequence) and not isinstance(at, str) and all(isinstance(name, str) for name in at)
+    counted = isinstance(at, int) and not isinstance(at, bool)
+    if not named and not counted:
+        raise TypeError(
+            f"`at` should be a list of module names, such as ['2', 'blocks.4'], or a number of stages. Found {at!r}."
         )
-    stages = cut(pieces, at)
+    pieces = _pieces(model, [] if isinstance(at, int) else at)
+    groups = groups_of(pieces, _evenly(pieces, at) if isinstance(at, int) else at)
+    stages = _hub().passages(model, groups) if _of_hub(model) else [Chain(group) for group in groups]
     kept = {name for stage in stages for name in stage.state_dict()}
     lost = sorted(set(model.state_dict()) - kept)
     if lost:
@@ -104,9 +83,67 @@ def split(model: nn.Module, at: Sequence[str], *, example: Tensor | Tensors | No
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
             "move it into a module of its own."
         )
+    _refuse_tied(stages)
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
     return stages
+
+
+def untie(model: nn.Module) -> list[str]:
+    """Give every parameter that is in two places, such as GPT-2's embedding and output, a copy for each; in place.
+
+    With losses on several stages a tied value would have several credits, and on two devices two values. A network of
+    Hugging Face is told so in its configuration too, so that it is saved and loaded untied.
+
+    Args:
+        model: the network.
+
+    Returns:
+        Names of the parameters that are new.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> b.weight = a.weight
+    >>> untie(nn.Sequential(a, b))
+    ['1.weight']
+    """
+    seen: set[int] = set()
+    new = []
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                setattr(module, name, parameter)
+                new.append(f"{path}.{name}".removeprefix("."))
+            seen.add(id(parameter))
+    if new and _of_hub(model):
+        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        setattr(model, "all_tied_weights_keys", {})  # noqa: B010 - what save_pretrained leaves out
+    return new
+
+
+def _hub() -> Any:
+    from nwise import huggingface
+
+    return huggingface
+
+
+def _of_hub(model: nn.Module) -> bool:
+    """Whether the network is one of transformers, without importing what only such a network needs."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _pieces(model: nn.Module, at: Sequence[str]) -> dict[str, nn.Module]:
+    if _of_hub(model):
+        return _hub().family_of(model).pieces_of(model)
+    pieces = _unrolled(model, {name.rpartition(".")[0] for name in at})
+    if not pieces:
+        raise ValueError(
+            "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
+        )
+    return pieces
 
 
 def _unrolled(model: nn.Module, opened: set[str], prefix: str = "") -> dict[str, nn.Module]:
@@ -124,12 +161,39 @@ def _unrolled(model: nn.Module, opened: set[str], prefix: str = "") -> dict[str,
     return pieces
 
 
+def _evenly(pieces: Mapping[str, nn.Module], num_stages: int) -> list[str]:
+    """Where stages begin that have as equal numbers of blocks as possible, the later ones one more."""
+    blocks = blocks_of(pieces)
+    if not 1 <= num_stages <= len(blocks):
+        raise ValueError(
+            f"`at` should be from 1 to the network's {len(blocks)} {type(pieces[blocks[0]]).__name__} modules, or name the "
+            f"modules at which stages begin. Found {num_stages}."
+        )
+    return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
+
+
+def _refuse_tied(stages: Sequence[Chain]) -> None:
+    places: dict[int, tuple[int, str]] = {}
+    for k, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            first, other = places.setdefault(id(parameter), (k, name))
+            if first != k:
+                raise ValueError(
+                    f"Every parameter should belong to one stage. Found that {name!r} of stage {k} is {other!r} of stage {first} "
+                    "(tied): with losses on several stages it would have several credits, and on two devices two values. "
+                    "`nwise.untie(model)` gives each a copy of its own."
+                )
+
+
 def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    modes = {module: module.training for part in (model, *stages) for module in part.modules()}
+    for part in (model, *stages):
+        part.eval()
     try:
         with torch.no_grad():
-            expected = as_tuple(model(*(x.clone() for x in example)), "The output of `model`")
+            given = tuple(x.clone() for x in example)
+            output = _hub().outputs_of(model, given) if _of_hub(model) else model(*given)
+            expected = as_tuple(output, "The output of `model`")
             found = tuple(x.clone() for x in example)
             for stage in stages:
                 found = as_tuple(stage(*found), "The output of a stage")

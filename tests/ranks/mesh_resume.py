@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nwise
+from nwise.chain import Chain
 from nwise.runtime.world import start
-from nwise.split import Chain
 from nwise.training import Checkpoints
 from ranks.common import batches, closed, write
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nwise.batchnorm import defer_batchnorm
+from nwise.chain import Chain
 from nwise.compiled import compile_module
 from nwise.data import Images, Tokens
 from nwise.losses import TokenCrossEntropy
@@ -19,7 +20,6 @@ from nwise.models import materialize
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.runtime.world import launched
-from nwise.split import Chain
 from nwise.stage import LossFn
 
 

@@ -1,0 +1,60 @@
+"""Pieces of a network in a row, under the names that they have in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from nwise.microbatch import Tensors
+
+
+class Chain(nn.Module):
+    """Named pieces run one after the other; a dotted name becomes nested modules.
+
+    So ``Chain({"blocks.3": block})`` has the parameters ``blocks.3.<...>``, those of the network the
+    block was taken from, and the state dicts of all stages add up to the network's own.
+
+    A piece that returns a tuple gives the next one its items as arguments, as stages do.
+
+    Args:
+        pieces: modules by name, in the order they run.
+
+    >>> list(Chain({"blocks.3": nn.Linear(2, 2, bias=False)}).state_dict())
+    ['blocks.3.weight']
+    """
+
+    def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        if not pieces:
+            raise ValueError("`pieces` should name at least one module. Found none.")
+        self._names = tuple(pieces)
+        for name, piece in pieces.items():
+            if hasattr(self, name.split(".")[0]) and name.split(".")[0] not in self._modules:
+                raise ValueError(f"A piece should not have the name of a method. Found {name!r}; rename it.")
+            self.place(name, piece)
+
+    def place(self, name: str, module: nn.Module) -> None:
+        """Put a module under a dotted name."""
+        *path, last = name.split(".")
+        parent: nn.Module = self
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, module)
+
+    def pieces(self) -> dict[str, nn.Module]:
+        """The pieces by name, in order."""
+        return {name: self.get_submodule(name) for name in self._names}
+
+    def like(self, pieces: Mapping[str, nn.Module]) -> Chain:
+        """Other pieces, run as these are."""
+        return Chain(pieces)
+
+    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
+        output: Tensor | Tensors = inputs
+        for name in self._names:
+            output = self.get_submodule(name)(*inputs)
+            inputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+        return output

@@ -1,0 +1,54 @@
+"""Llama in three stages, masks and positions given; writes the weights of the whole network, which its own class takes back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import nwise
+from nwise.training import weights_of
+from nwise.training.weights import under
+from ranks.common import RANK, closed, write
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def model() -> Any:
+    """A tiny Llama, the same on every rank."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+def train() -> dict[str, Any]:
+    """Six 2-wise steps of two micro-batches, of other lengths in between."""
+    network = model()
+    stages = nwise.split(network, at=3)
+    heads = nwise.heads.copied(stages, blocks=1)
+    pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise", 2, seed=1)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for length in (9, 9, 5, 9, 9, 7):
+        ids = torch.randint(0, 37, (4, length + 1), generator=generator)
+        mask = torch.ones(4, length, dtype=torch.long)
+        mask[1, 3:] = 0
+        positions = torch.arange(length).expand(4, length).clone()
+        pipe.step(ids[:, :-1], mask, positions, target=ids[:, 1:])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = under(weights_of(pipe), "model.")
+    loaded = False
+    if RANK == 0:
+        model().load_state_dict(weights, strict=True)
+        loaded = True
+    return closed(pipe, {"weights": {name: w.tolist() for name, w in weights.items()}, "loaded": loaded})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write(train())
