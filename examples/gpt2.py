@@ -1,8 +1,8 @@
 """GPT-2 of Hugging Face, 2-wise: padded text with attention masks, checkpoints, resumed, and saved for `from_pretrained`.
 
-    pip install 'nwise[hf]'
-    python examples/gpt2.py                                   # stop it and start it again: it goes on
-    torchrun --nproc-per-node 4 examples/gpt2.py              # a process for every stage, the same numbers
+pip install 'nwise[hf]'
+python examples/gpt2.py                                   # stop it and start it again: it goes on
+torchrun --nproc-per-node 4 examples/gpt2.py              # a process for every stage, the same numbers
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ LENGTH = 48
 
 def network() -> GPT2LMHeadModel:
     """Eight blocks with random weights; `GPT2LMHeadModel.from_pretrained("gpt2")` is cut in the same way."""
-    config = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=8, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=8, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(config)
     nwise.untie(model)  # embedding and output are on different stages, and learn from different losses
     return model

@@ -1,7 +1,7 @@
 """A vision transformer of Hugging Face, 2-wise, with every head scored; saved and loaded back by its own class.
 
-    pip install 'nwise[hf]'
-    python examples/vit.py
+pip install 'nwise[hf]'
+python examples/vit.py
 """
 
 from __future__ import annotations

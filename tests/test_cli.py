@@ -100,13 +100,13 @@ def test_flow_is_drawn() -> None:
 
 def test_tensorboard_events_are_written() -> None:
     pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
-    assert cli.run(["train", "--max-steps", "11", "--tensorboard"]) == 0
+    assert cli.run(["train", "--max-steps", "11", "--log-to", "tensorboard"]) == 0
     assert list(Path("runs/digits-2-wise-001").glob("events.out.tfevents.*"))
 
 
 def test_the_missing_tensorboard_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    assert cli.run(["train", "--tensorboard"]) == 2
+    assert cli.run(["train", "--log-to", "tensorboard"]) == 2
     assert "pip install 'nwise[tensorboard]'" in capsys.readouterr().err
 
 

@@ -15,13 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 import nwise
-from nwise.cli.bench import Bench
-from nwise.cli.drawing import Flow, Schedule
+from nwise.cli.commands import COMMANDS
+from nwise.cli.completion import Completion
 from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK
-from nwise.cli.planning import Plan
-from nwise.cli.report import Report
-from nwise.cli.reproduce import Reproduce
-from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
 from nwise.hint import hint
 from nwise.recipes import recipe
 from nwise.runtime.team import tell_all
@@ -31,19 +27,7 @@ from nwise.training import Run
 
 __all__ = ["main", "run"]
 
-_COMMANDS: dict[str, Any] = {
-    "train": Train,
-    "compare": Compare,
-    "evaluate": Evaluate,
-    "export": Export,
-    "recipes": Recipes,
-    "plan": Plan,
-    "schedule": Schedule,
-    "flow": Flow,
-    "bench": Bench,
-    "report": Report,
-    "reproduce": Reproduce,
-}
+_COMMANDS: dict[str, Any] = {**COMMANDS, "completion": Completion}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,17 +72,17 @@ def _parse(name: str, arguments: list[str]) -> Any:
     kind = _COMMANDS[name]
     # A recipe's name decides the defaults of all other options, so it is looked for first.
     chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
-    folder = _value(arguments, "--resume") if kind is Train else None
+    folder = _value(arguments, "--resume") if name == "train" else None
     if folder is not None:
         config = Run.open(Path(folder)).recipe
-        command = _tyro(kind, name, arguments, Train(recipe=config.name, config=config))
+        command = _tyro(kind, name, arguments, kind(recipe=config.name, config=config))
         if command.recipe != config.name:
             raise ValueError(
                 f"`RECIPE` should be that of the run, {config.name!r}, or be left out. Found {command.recipe!r}."
             )
         return command
     while True:
-        default = kind(recipe=chosen, config=recipe(chosen)) if kind in (Train, Compare) else None
+        default = kind(recipe=chosen, config=recipe(chosen)) if name in ("train", "compare") else None
         command = _tyro(kind, name, arguments, default)
         if default is None or command.recipe == chosen:
             return command

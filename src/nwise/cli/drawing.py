@@ -12,12 +12,14 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
+from rich.progress import Progress
 
 import nwise
 from nwise.cli.output import OK, print_json
-from nwise.report.explorer import explorer
+from nwise.report.explore import METHODS, Choices, explore, listed
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
+from nwise.report.html import check_page
 from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
 from nwise.schedule.costs import costs_of_text
@@ -126,11 +128,47 @@ class Schedule:
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".html":
-            explorer(pictures, out)
+            listed(pictures, out)
         elif out.suffix == ".json":
             out.write_text(json.dumps(chrome_trace(pictures), allow_nan=False) + "\n")
         else:
             schedule_figure(pictures, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explore:
+    """Write a page to explore schedules on: strategy, A, M, costs and latency, to see grid, period, bound, memory, winner."""
+
+    strategy: tuple[str, ...] = METHODS
+    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zero-bubble-lean, zero-bubble."""
+    stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (2, 4, 8)
+    """Numbers of stages, A."""
+    microbatches: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of micro-batches, M."""
+    costs: tuple[str, ...] = ("transformer", "paper")
+    """Of a whole mini-batch in one stage, each as for `nwise schedule --costs`."""
+    latency: tuple[float, ...] = (0.0, 0.25)
+    """Times of a message, in the unit of the costs."""
+    out: Path = Path("explore.html")
+    """File to write."""
+    json: bool = False
+    """Print what is on the page as JSON, without the pictures, and nothing else."""
+
+    def run(self, console: Console) -> int:
+        check_page(self.out)
+        for name in ("strategy", "stages", "microbatches", "costs", "latency"):
+            if not getattr(self, name):
+                raise ValueError(f"`{name}` should have at least one value. Found none.")
+        costs = {text: costs_of_text(text) for text in self.costs}
+        choices = Choices(self.strategy, self.stages, self.microbatches, costs, self.latency)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("timing schedules")
+            found = explore(choices, self.out, lambda done, total: progress.update(task, completed=done, total=total))
+        if self.json:
+            print_json({"file": str(self.out), "schedules": found})
+        else:
+            console.print(f"Page: {self.out}", soft_wrap=True, highlight=False)
+        return OK
 
 
 def _as_json(picture: Picture) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format
-from nwise.report.tensorboard import TensorBoard
+from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.team import tell_all
 from nwise.training import (
     Keeping,
@@ -51,8 +51,8 @@ class Train:
     """A recipe's name (`nwise recipes` lists them)."""
     runs: Path = Path("runs")
     """Folder that the run's own folder is made in."""
-    tensorboard: bool = False
-    """Write TensorBoard events too."""
+    log_to: tuple[LoggerName, ...] = ()
+    """Also to tensorboard (events in the run's folder), wandb (offline unless WANDB_MODE says otherwise), trackio."""
     timeline: int = 0
     """Of a process for every stage (torchrun): record what they do in so many steps, for `nwise report`."""
     json: bool = False
@@ -71,8 +71,8 @@ class Train:
         trainer.record_timeline(self.timeline)
         is_first = trainer.pipe.team is None or not trainer.pipe.team.world.rank
         watchers: list[Any] = [] if self.json or not is_first else [display_for(console)]
-        if self.tensorboard and is_first:
-            watchers.append(TensorBoard())
+        if is_first:
+            watchers += loggers(self.log_to)
         run = (begun or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
         try:
             with stopping(trainer):

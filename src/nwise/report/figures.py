@@ -16,7 +16,7 @@ from nwise.credit import Strategy
 from nwise.flow import flow_of
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 

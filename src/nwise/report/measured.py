@@ -130,11 +130,19 @@ class Comparison:
         return mean(spans) if spans else 0.0
 
     @cached_property
+    def utilisation(self) -> list[float]:
+        """Measured share of the time that each stage computes."""
+        time = self.period * len({e.cycle for e in self.events})
+        busy = [0.0] * len(self.stages)
+        for e in self.events:
+            if e.action.kind in _COMPUTE:
+                busy[e.action.stage] += e.end - e.start
+        return [each / time if time else 0.0 for each in busy]
+
+    @property
     def bubble(self) -> float:
         """Measured share of the time that stages do not compute, the mean over stages."""
-        steps = len({e.cycle for e in self.events})
-        busy = sum(e.end - e.start for e in self.events if e.action.kind in _COMPUTE) / len(self.stages) / max(steps, 1)
-        return 1 - busy / self.period if self.period else 0.0
+        return 1 - mean(self.utilisation) if self.period else 0.0
 
     def deviations(self, count: int = 5) -> list[Deviation]:
         """Actions whose begin within their stage's step differs most from the prediction; medians over the steps."""

@@ -1,0 +1,42 @@
+"""The completion command."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from nwise.cli.commands import COMMANDS
+from nwise.cli.output import OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Print a script that completes commands and options in a shell: `source <(nwise completion bash)`."""
+
+    shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")] = "bash"
+    """bash or zsh."""
+
+    def run(self, console: Console) -> int:
+        del console
+        sys.stdout.write(script(COMMANDS, self.shell))
+        return OK
+
+
+def script(commands: Mapping[str, Any], shell: str) -> str:
+    """What the shell reads, as tyro makes it for all commands at once."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            dict(commands),
+            prog="nwise",
+            args=["--tyro-print-completion", shell],
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+        )
+    return out.getvalue()

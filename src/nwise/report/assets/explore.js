@@ -1,0 +1,136 @@
+// The schedule explorer: every choice is a look-up among schedules that nwise has timed; nothing is computed anew here.
+"use strict";
+const { dimensions, initial, entries, kinds, rivals, compared } = JSON.parse(document.getElementById("schedules").textContent);
+const names = Object.keys(dimensions);
+const chosen = Object.fromEntries(names.map(name => [name, initial[name] ?? 0]));
+const narrow = () => window.innerWidth < 640;
+const key = choice => names.map(name => choice[name]).join(",");
+const at = change => entries[key({ ...chosen, ...change })];
+const show = number => Number(number.toPrecision(4)).toString();
+const isRival = method => rivals.includes(dimensions.method[method]);
+const methods = () => dimensions.method.map((_, i) => i).filter(i => at({ method: i }));
+
+// Of a method at any number of micro-batches, the one with the shortest step.
+function atBestM(method) {
+  const found = dimensions.microbatches
+    .map((m, i) => ({ m, entry: at({ method, microbatches: i }) })).filter(one => one.entry);
+  return found.reduce((a, b) => (b.entry.period < a.entry.period * (1 - 1e-9) ? b : a));
+}
+
+function draw() {
+  const entry = at({});
+  const message = document.getElementById("answer");
+  document.getElementById("absent").hidden = Boolean(entry);
+  document.getElementById("found").hidden = !entry;
+  message.textContent = compared ? answer() : "";
+  message.hidden = !compared;
+  table();
+  if (!entry) { document.getElementById("absent").textContent = absence(); return; }
+  document.getElementById("period").textContent = show(entry.period);
+  document.getElementById("bound").textContent = entry.optimal
+    ? `${show(entry.bound)}: no order is faster` : `${show(entry.bound)} (this is ${((entry.period / entry.bound - 1) * 100).toFixed(1)} % above it)`;
+  document.getElementById("held").textContent = `${entry.held.join(", ")} micro-batches on stages 0 to ${entry.held.length - 1}`;
+  document.getElementById("busy").textContent = `${entry.busy.map(share => Math.round(100 * share)).join(", ")} %`;
+  document.getElementById("order").textContent = entry.order + (entry.runs ? "" : " (needs stored cotangents: nwise's own stages take longer)");
+  grid(entry);
+}
+
+function absence() {
+  const A = dimensions.stages[chosen.stages];
+  return `With ${A} stages ${dimensions.method[chosen.method]} is end-to-end training: N is not smaller than A.`;
+}
+
+function grid(entry) {
+  const stages = entry.held.length;
+  const data = Object.entries(kinds).map(([kind, { name, colour }]) => {
+    const mine = entry.events.filter(event => event[0] === kind);
+    return {
+      type: "bar", orientation: "h", name: `${kind}  ${name}`, visible: mine.length ? true : "legendonly",
+      y: mine.map(event => event[1]), base: mine.map(event => event[5]), x: mine.map(event => event[6]),
+      marker: { color: colour, line: { color: "white", width: 1 },
+        pattern: { shape: mine.map(event => (event[4] % 2 ? "/" : "")), size: 6, solidity: 0.25, fillmode: "overlay", fgcolor: "white" } },
+      text: mine.map(event => `${event[2]}` + (event[3] === null ? "" : `<sub>${event[3]}</sub>`)),
+      textposition: "inside", insidetextanchor: "middle", textangle: 0, hoverinfo: "text",
+      hovertext: mine.map(event => `<b>${kind}</b> ${name}<br>stage ${event[1]}, micro-batch ${event[2]}, mini-batch ${event[4]}` +
+        (event[3] === null ? "" : `<br>gradient of loss ${event[3]}`) + `<br>${show(event[5])} to ${show(event[5] + event[6])}`),
+    };
+  }).filter(trace => trace.y.length);
+  const layout = {
+    barmode: "overlay", bargap: 0.12, height: (narrow() ? 250 : 190) + 36 * stages,
+    margin: { t: narrow() ? 10 : 30, l: 66, r: 10, b: narrow() ? 160 : 95 },
+    template: { layout: { font: { family: "system-ui, sans-serif" } } }, plot_bgcolor: "white",
+    xaxis: { title: { text: "time, in the unit of the costs", standoff: 6 }, rangemode: "tozero", gridcolor: "#e5e5e5" },
+    yaxis: { range: [stages - 0.5, -0.5], dtick: 1, tickprefix: "stage ", fixedrange: true },
+    legend: { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0 }, hoverlabel: { align: "left" },
+  };
+  Plotly.react("grid", data, layout, { displaylogo: false, displayModeBar: !narrow(), responsive: true });
+}
+
+function cell(row, text, kind = "td") {
+  const made = document.createElement(kind);
+  if (kind === "th") made.scope = "row";
+  made.textContent = text;
+  row.append(made);
+}
+
+function table() {
+  const body = document.querySelector("#methods tbody");
+  const rows = methods().map(method => ({ method, entry: at({ method }), best: atBestM(method) }));
+  const shortest = Math.min(...rows.map(row => row.entry.period));
+  rows.sort((a, b) => a.entry.period - b.entry.period);
+  body.replaceChildren(...rows.map(({ method, entry, best }) => {
+    const row = document.createElement("tr");
+    if (method === chosen.method) row.classList.add("chosen");
+    if (entry.period <= shortest * (1 + 1e-9)) row.classList.add("best");
+    cell(row, dimensions.method[method] + (isRival(method) ? " (end-to-end)" : ""), "th");
+    cell(row, show(entry.period));
+    cell(row, show(entry.bound));
+    cell(row, Math.max(...entry.held));
+    cell(row, `${Math.round(100 * entry.busy.reduce((a, b) => a + b) / entry.busy.length)} %`);
+    if (compared) { cell(row, show(best.entry.period)); cell(row, best.m); }
+    cell(row, entry.runs ? "yes" : "slower");
+    return row;
+  }));
+}
+
+// As the planner recommends: end-to-end needs the fewest steps, so it wins wherever its step is not longer.
+function answer() {
+  const all = methods().filter(method => dimensions.method[method] !== "local").map(method => ({ method, ...atBestM(method) }));
+  const first = list => list.reduce((a, b) => (b && (!a || b.entry.period < a.entry.period * (1 - 1e-9)) ? b : a), null);
+  const pipeline = first(all.filter(one => isRival(one.method)));
+  const strategy = first(all.filter(one => !isRival(one.method)));
+  const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)})`;
+  if (!pipeline || !strategy) return pipeline || strategy ? `The shortest step: ${named(pipeline || strategy)}.` : "";
+  const ratio = pipeline.entry.period / strategy.entry.period;
+  if (ratio <= 1.005) return `Winner: ${named(pipeline)}. No strategy between local and end-to-end has a shorter step; ` +
+    `the best of them is ${named(strategy)}, ${Math.round(100 / ratio - 100)} % longer.`;
+  return `Winner: ${named(strategy)}, if it reaches your quality in fewer than ${ratio.toFixed(2)} times the steps of end-to-end; ` +
+    `the best end-to-end pipeline is ${named(pipeline)}.`;
+}
+
+function menus() {
+  const place = document.getElementById("choices");
+  const titles = { method: "strategy or pipeline", stages: "stages, A", microbatches: "micro-batches, M", costs: "costs", latency: "time of a message" };
+  for (const name of names) {
+    if (dimensions[name].length < 2) continue; // nothing to choose
+    const set = document.createElement("fieldset");
+    const legend = document.createElement("legend");
+    legend.textContent = titles[name];
+    set.append(legend);
+    dimensions[name].forEach((value, i) => {
+      const label = document.createElement("label");
+      label.className = "choice";
+      const input = document.createElement("input");
+      Object.assign(input, { type: "radio", name, value: i, checked: i === chosen[name] });
+      input.addEventListener("change", () => { chosen[name] = i; draw(); });
+      label.append(input, String(value));
+      set.append(label);
+    });
+    place.append(set);
+  }
+}
+
+if (!compared) for (const head of document.querySelectorAll(".compared")) head.remove();
+menus();
+draw();
+document.body.dataset.ready = "yes";

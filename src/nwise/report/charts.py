@@ -1,0 +1,145 @@
+"""Charts of a page, as plotly's own JSON: lines of heads, timelines, utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nwise.report.figures import COLOURS
+from nwise.report.grid import KIND_COLOURS, KIND_NAMES
+from nwise.report.summary import AXES, Series
+from nwise.schedule.simulate import Event
+
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "star")
+_FONT = {"family": "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13}
+_GRID = "#e5e5e5"
+
+
+def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str) -> dict[str, Any] | None:
+    """Curves of every head of every run; None if there is none.
+
+    Args:
+        runs: name, number of stages and series of each.
+        title: of the vertical axis.
+    """
+    traces = []
+    for i, (name, num_stages, found) in enumerate(runs):
+        for series in found:
+            output = series.head == num_stages - 1
+            head = f"stage {series.head}" + (" (output)" if output else "")
+            colour = i if len(runs) > 1 else series.head
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": f"{name}, {head}" if len(runs) > 1 else head,
+                    "visible": True if output or len(runs) == 1 else "legendonly",
+                    "along": series.along,
+                    "y": series.values,
+                    "line": {
+                        "color": COLOURS[colour % len(COLOURS)],
+                        "dash": _DASHES[(num_stages - 1 - series.head) % len(_DASHES)],
+                    },
+                    "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
+                }
+            )
+    if not traces:
+        return None
+    layout = _layout(340 + 18 * min(len(traces), 12), title)
+    # The untrained network is far from where runs differ; the chart's own menu shows all of it.
+    late = [value for _, _, found in runs for series in found for value in series.values[1:] if value is not None]
+    if title.endswith("perplexity"):
+        layout["yaxis"]["type"] = "log"
+    elif len(late) > 2:
+        room = 0.06 * (max(late) - min(late)) or 1.0
+        layout["yaxis"]["range"] = [min(late) - room, max(late) + room]
+    return {"axes": AXES, "data": traces, "layout": layout}
+
+
+def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
+    """What each stage does when, in the first mini-batches.
+
+    Args:
+        events: computations.
+        title: of the time axis.
+        batches: how many.
+    """
+    first = min(event.cycle for event in events)
+    shown = [e for e in events if e.cycle < first + batches and e.end > e.start]
+    begin = min(e.start for e in shown)
+    traces = []
+    for kind, name in KIND_NAMES.items():
+        mine = [event for event in shown if event.action.kind is kind]
+        if mine:
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": f"{kind.value}  {name}",
+                    "y": [e.action.stage for e in mine],
+                    "base": [float(f"{e.start - begin:.6g}") for e in mine],
+                    "x": [float(f"{e.end - e.start:.6g}") for e in mine],
+                    "marker": {
+                        "color": KIND_COLOURS[kind],
+                        "line": {"color": "white", "width": 0.5},
+                        "pattern": {
+                            "shape": ["/" if e.cycle % 2 else "" for e in mine],
+                            "fillmode": "overlay",
+                            "fgcolor": "white",
+                            "solidity": 0.25,
+                            "size": 6,
+                        },
+                    },
+                    "text": [str(e.action.microbatch) for e in mine],
+                    "textposition": "inside",
+                    "insidetextanchor": "middle",
+                    "textangle": 0,
+                    "hoverinfo": "text",
+                    "hovertext": [f"{e.action} {name}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in mine],
+                }
+            )
+    stages = 1 + max(e.action.stage for e in shown)
+    layout = _layout(190 + 34 * stages, "")
+    layout |= {"barmode": "overlay", "bargap": 0.12}
+    layout["xaxis"] |= {"title": {"text": title, "standoff": 6}, "rangemode": "tozero"}
+    layout["yaxis"] = {"range": [stages - 0.5, -0.5], "dtick": 1, "tickprefix": "stage ", "fixedrange": True}
+    layout["margin"]["l"] = 66
+    return {"data": traces, "layout": layout}
+
+
+def utilisation(shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Bars of every stage, in per cent; patterns tell measured and predicted apart without colour."""
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": [f"stage {k}" for k in range(len(values))],
+            "y": [100 * value for value in values],
+            "marker": {
+                "color": COLOURS[i],
+                "pattern": {"shape": "/" if i else "", "fillmode": "overlay", "fgcolor": "white", "solidity": 0.25},
+            },
+            "text": [f"{100 * value:.0f} %" for value in values],
+            "textposition": "outside",
+            "cliponaxis": False,
+        }
+        for i, (name, values) in enumerate(shares.items())
+    ]
+    layout = _layout(300, "%") | {"barmode": "group"}
+    layout["yaxis"] |= {"range": [0, 110]}
+    return {"data": traces, "layout": layout}
+
+
+def _layout(height: int, title: str) -> dict[str, Any]:
+    return {
+        "height": height,
+        "font": _FONT,
+        "plot_bgcolor": "white",
+        "margin": {"t": 30, "l": 60, "r": 15, "b": 90},
+        "xaxis": {"gridcolor": _GRID, "zeroline": False, "automargin": True},
+        "yaxis": {"gridcolor": _GRID, "zeroline": False, "title": {"text": title}},
+        "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
+        "hoverlabel": {"align": "left"},
+        "showlegend": True,
+    }

@@ -1,0 +1,80 @@
+"""One HTML file that opens offline: texts, numbers, styles and scripts are all in it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from nwise.training.run import plain
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", kind: str = "") -> str:
+    """A table whose first column names the rows; cells that begin with ``<`` are taken as they are."""
+    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
+    lines = []
+    for first, *others in rows:
+        cells = "".join(cell if cell.startswith("<td") else f"<td>{html.escape(cell)}</td>" for cell in others)
+        lines.append(f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>')
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    style = f' class="{kind}"' if kind else ""
+    inside = f"{title}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="wide" tabindex="0"><table{style}>{inside}</table></div>'
+
+
+def section(name: str, title: str, body: str) -> str:
+    """A part of a page that can be linked to."""
+    return f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{body}</section>\n'
+
+
+def embedded(name: str, value: Any) -> str:
+    """Data for the page's script; ``<`` is written so that no text in it can end the element."""
+    text = json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>\n'
+
+
+def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str, Any]) -> None:
+    """Write the file, aside first.
+
+    Args:
+        path: of the file.
+        title: of the page.
+        body: HTML.
+        script: name of a file in `assets`.
+        data: what the script reads, by the name of an element.
+
+    Raises:
+        ImportError: plotly, whose own script draws the charts, is missing.
+    """
+    assets = files("nwise.report") / "assets"
+    parts = [
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
+        f"<style>{(assets / 'page.css').read_text()}</style></head><body>",
+        f'<a class="skip" href="#content">Skip to the content</a><main id="content">{body}</main>',
+        *(embedded(name, value) for name, value in data.items()),
+        f"<script>{_plotly()}</script>",
+        f"<script>{(assets / script).read_text()}</script></body></html>\n",
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".part")
+    aside.write_text("\n".join(parts), encoding="utf-8")
+    aside.replace(path)
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError("Interactive pages need plotly. Install it with `pip install nwise[html]`.") from error
+    return str(get_plotlyjs())
+
+
+def check_page(path: Path) -> None:
+    """Refuse a file that is no page, and a missing plotly, before the work that leads to it."""
+    if path.suffix != ".html" or path.is_dir():
+        raise ValueError(f"A page should be a file that ends in .html. Found {str(path)!r}.")
+    _plotly()

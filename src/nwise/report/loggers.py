@@ -1,0 +1,129 @@
+"""Losses and scores of every head for the tools that people watch runs with: TensorBoard, Weights & Biases, trackio."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from nwise.recipes import to_json
+from nwise.training import Scores, Trainer, Watcher
+
+LoggerName = Literal["tensorboard", "wandb", "trackio"]
+
+
+class Logger(Watcher):
+    """What is logged, whatever with: ``train_loss/stage_<k>``, ``test_loss/stage_<k>``, ``test_accuracy/stage_<k>``."""
+
+    def started(self, trainer: Trainer) -> None:
+        """Take over the interval of the records."""
+        assert trainer.run is not None
+        self._every = trainer.recipe.log_every
+        self.open(trainer)
+
+    def open(self, trainer: Trainer) -> None:
+        """Begin a log of the run."""
+        raise NotImplementedError
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step."""
+        raise NotImplementedError
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        """Training losses, as often as they are recorded."""
+        if step % self._every == 0:
+            found = {f"train_loss/stage_{k}": loss for k, loss in enumerate(losses.tolist())}
+            self.write(step, {name: loss for name, loss in found.items() if loss == loss})
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        """Test losses and accuracies."""
+        values: dict[str, float] = {}
+        for k, score in enumerate(scores.heads):
+            if score is not None:
+                values |= {f"test_loss/stage_{k}": score.loss, f"test_accuracy/stage_{k}": score.accuracy}
+        self.write(step, values)
+
+
+class TensorBoard(Logger):
+    """Events in the run's folder, for ``tensorboard --logdir runs``.
+
+    Raises:
+        ImportError: the extra ``tensorboard`` is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._new_writer = _imported("torch.utils.tensorboard.writer", "tensorboard").SummaryWriter
+
+    def open(self, trainer: Trainer) -> None:
+        assert trainer.run is not None
+        self._folder = str(trainer.run.folder)
+        self._writer = self._new_writer(self._folder)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def resumed(self, step: int, changes: str) -> None:
+        """What came after the checkpoint is not shown any more."""
+        del changes
+        self._writer.close()
+        self._writer = self._new_writer(self._folder, purge_step=step + 1)
+
+    def finished(self, status: str) -> None:
+        """Close the file."""
+        del status
+        self._writer.close()
+
+
+class Tracker(Logger):
+    """Weights & Biases, or trackio, which has the same calls; a resumed run is a new one there, from its step on.
+
+    Weights & Biases stays offline unless ``WANDB_MODE`` says otherwise: ``wandb sync <folder>/wandb/offline-*`` uploads it.
+
+    Args:
+        name: of the package.
+
+    Raises:
+        ImportError: the extra of that name is not installed.
+    """
+
+    def __init__(self, name: Literal["wandb", "trackio"]) -> None:
+        self._name = name
+        self._package = _imported(name, name)
+
+    def open(self, trainer: Trainer) -> None:
+        assert trainer.run is not None
+        folder = trainer.run.folder
+        options: dict[str, Any] = {"project": "nwise", "name": folder.name, "config": to_json(trainer.recipe)}
+        if self._name == "wandb":
+            options |= {"dir": str(folder), "mode": os.environ.get("WANDB_MODE", "offline")}
+        self._package.init(**options)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._package.log(dict(values), step=step)
+
+    def finished(self, status: str) -> None:
+        """Close the log."""
+        del status
+        self._package.finish()
+
+
+def loggers(names: tuple[LoggerName, ...]) -> list[Logger]:
+    """A logger for each name.
+
+    Raises:
+        ImportError: one's package is missing; the message names the extra.
+    """
+    return [TensorBoard() if name == "tensorboard" else Tracker(name) for name in dict.fromkeys(names)]
+
+
+def _imported(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"`--log-to {extra}` needs a package that is not installed; `pip install 'nwise[{extra}]'`."
+        ) from error

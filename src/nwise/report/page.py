@@ -1,0 +1,174 @@
+"""`nwise report`: runs on one page that opens offline."""
+
+from __future__ import annotations
+
+import base64
+import html
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nwise.report.charts import gantt, lines, utilisation
+from nwise.report.figures import flow_figure
+from nwise.report.grid import Picture
+from nwise.report.html import section, table, write_page
+from nwise.report.summary import AXES, Summary
+from nwise.schedule import PAPER, best
+
+_WIDEST = 16  # stages that a picture of the flow has room for
+_BATCHES = 3  # mini-batches of a timeline
+
+
+def report(folders: Sequence[Path], path: Path) -> None:
+    """Write the page of some runs.
+
+    Args:
+        folders: of runs, as `nwise train` makes them.
+        path: of the page.
+
+    Raises:
+        ImportError: plotly is missing.
+        FileNotFoundError, ValueError: a folder is no run's.
+    """
+    runs = Summary.of(folders)
+    charts: dict[str, Any] = {}
+    parts = {
+        "runs": ("Runs", _overview(runs)),
+        "heads": ("Every head", _heads(runs, charts)),
+        "timelines": ("What each stage does when", "".join(_timeline(i, run, charts) for i, run in enumerate(runs))),
+        "credit": ("Which loss trains which stage", _credit(runs)),
+        "configuration": ("Configuration and versions", _configuration(runs)),
+    }
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, (heading, _) in parts.items())
+    body = f'<h1>{html.escape(title)}</h1><nav aria-label="Parts of this page"><ul>{links}</ul></nav>\n'
+    body += "".join(section(name, heading, text) for name, (heading, text) in parts.items())
+    write_page(path, f"nwise report: {title}", body, "report.js", {"charts": charts})
+
+
+def _overview(runs: Sequence[Summary]) -> str:
+    rows = []
+    for run in runs:
+        last, recipe = run.tests[-1], run.recipe
+        heads = {series.head: series.values for series in run.series("test", run.quality)}
+        scores = [f"{heads[k][-1]:.2f}" if heads.get(k, [None])[-1] is not None else "–" for k in range(run.num_stages)]
+        sizes = [str(run.num_stages), str(recipe.microbatches), str(recipe.batch_size)]
+        done = [f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}"]
+        rows.append(
+            [run.name, recipe.name, recipe.strategy, *sizes, *done, run.run.status, scores[-1], ", ".join(scores)]
+        )
+    score = {"accuracy": "test accuracy, %", "perplexity": "test perplexity"}[runs[0].quality]
+    heads_ = ["run", "recipe", "strategy", "stages", "M", "batch", "steps", "samples", "seconds", "status", score]
+    return table([*heads_, "of every head"], rows)
+
+
+def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
+    buttons = "".join(
+        f'<label class="choice"><input type="radio" name="axis" value="{axis}"{" checked" * (i == 0)}>{text}</label>'
+        for i, (axis, text) in enumerate(AXES.items())
+    )
+    parts, text = "", f'<div class="choices"><fieldset><legend>against</legend>{buttons}</fieldset></div>\n'
+    quality = runs[0].quality
+    wanted = {
+        "quality": ("test", quality, "test accuracy, %" if quality == "accuracy" else "test perplexity"),
+        "test-loss": ("test", "loss", "test loss"),
+        "train-loss": ("train", "loss", "training loss"),
+    }
+    for name, (kind, what, title) in wanted.items():
+        chart = lines([(run.name, run.num_stages, run.series(kind, what)) for run in runs], title)
+        if chart is not None:
+            charts[name] = chart
+            parts += _chart(name, title)
+    text += f'<div class="charts">{parts}</div>'
+    if len(runs) > 1:
+        text += '<p class="note">Of several runs the last head is shown; a click in the legend shows others.</p>'
+    return text
+
+
+def _timeline(number: int, run: Summary, charts: dict[str, Any]) -> str:
+    text = f"<h3>{html.escape(run.name)}</h3>"
+    found = run.measured
+    if found is not None:
+        line = found.predicted
+        rows = [
+            ["time per mini-batch, ms", f"{found.period:.2f}", f"{line.period:.2f}"],
+            ["bubble, %", f"{100 * found.bubble:.1f}", f"{100 * line.bubble:.1f}"],
+            ["overlap of messages with work, %", f"{100 * found.overlap:.1f}", "–"],
+        ]
+        text += table(["", "measured", "predicted"], rows)
+        charts[f"measured-{number}"] = gantt(found.events, "time, ms", _BATCHES)
+        charts[f"predicted-{number}"] = gantt(line.events, "time, ms", _BATCHES)
+        shares = {"measured": found.utilisation, "predicted": line.utilisation}
+        text += "<h3>Measured</h3>" + _chart(f"measured-{number}", f"{run.name}: measured timeline")
+        text += "<h3>Predicted: the same lists, simulated with the medians of the measured times</h3>"
+    else:
+        strategy = run.strategy.in_force(0)
+        timed = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
+        picture = Picture("", timed, _BATCHES)
+        charts[f"predicted-{number}"] = gantt(picture.events, "time, slots", _BATCHES)
+        shares = {"predicted": picture.timeline.utilisation}
+        text += (
+            "<p class='note'>Predicted by the paper's timing model, on one accelerator for every stage: a forward takes one "
+            "slot, each loss's pass through a stage one, heads none. A mini-batch takes "
+            f"{timed.period:.6g} slots. This run was made by one process, or without <code>--timeline</code>, so that there is "
+            "nothing measured to lay beside.</p>"
+        )
+    text += _chart(f"predicted-{number}", f"{run.name}: predicted timeline")
+    charts[f"utilisation-{number}"] = utilisation(shares)
+    return (
+        text
+        + "<h3>Utilisation: share of the time that each stage computes</h3>"
+        + _chart(f"utilisation-{number}", f"{run.name}: utilisation of every stage")
+    )
+
+
+def _chart(name: str, title: str) -> str:
+    return f'<div id="{name}" class="chart" role="img" aria-label="{html.escape(title)}"></div>\n'
+
+
+def _credit(runs: Sequence[Summary]) -> str:
+    text = "<p>Row j, column k: the weight of loss j's gradient in the update of stage k.</p>"
+    for key in dict.fromkeys((run.strategy.name, run.num_stages) for run in runs):
+        names = [run.name for run in runs if (run.strategy.name, run.num_stages) == key]
+        run = next(run for run in runs if run.name == names[0])
+        text += f"<h3>{html.escape(key[0])} <span class='note'>({html.escape(', '.join(names))})</span></h3>"
+        for first, _ in run.strategy.phases():
+            now = run.strategy.in_force(first)
+            for turn in range(now.turns):
+                text += _matrix(now.name, now.credit(run.num_stages, turn).tolist(), turn if now.turns > 1 else None)
+        if run.num_stages <= _WIDEST:
+            text += f'<p class="flow">{_flow_picture(run)}</p>'
+    return text
+
+
+def _matrix(name: str, credit: list[list[float]], turn: int | None) -> str:
+    def cell(weight: float) -> str:
+        share = min(1.0, abs(weight))
+        colour = f"rgba(0,114,178,{0.12 + 0.5 * share:.2f})" if weight > 0 else "#fbe3d6" if weight < 0 else "none"
+        return f'<td style="background:{colour}">{weight:.4g}</td>'
+
+    rows = [[f"loss {j}", *map(cell, row)] for j, row in enumerate(credit)]
+    caption = name if turn is None else f"{name}, turn {turn}"
+    return table(["", *(f"stage {k}" for k in range(len(credit)))], rows, caption)
+
+
+def _flow_picture(run: Summary) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "flow.svg"
+        flow_figure([run.strategy], run.num_stages, path)
+        code = base64.b64encode(path.read_bytes()).decode()
+    words = f"Flow of activations and gradients under {run.strategy.name}"
+    return f'<img alt="{html.escape(words)}" style="max-width:100%" src="data:image/svg+xml;base64,{code}">'
+
+
+def _configuration(runs: Sequence[Summary]) -> str:
+    columns = [run.settings() for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = []
+    for name in names:
+        values = [column.get(name, "–") for column in columns]
+        differs = len(set(values)) > 1
+        rows.append([name, *(f'<td class="other">{html.escape(v)}</td>' if differs else v for v in values)])
+    note = '<p class="note">What differs is bold.</p>' if len(runs) > 1 else ""
+    return note + table(["", *(run.name for run in runs)], rows, kind="words")

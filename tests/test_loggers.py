@@ -1,0 +1,153 @@
+"""What is logged with the tools that people watch runs with is what the run's own records say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nwise import cli
+from nwise.cli.commands import COMMANDS
+from nwise.cli.completion import script
+from nwise.training import Run
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def train(*options: str) -> dict[tuple[str, int], float]:
+    """A run of 24 steps; every number that should be logged, by name and step."""
+    assert cli.run(["train", "digits", "--max-steps", "24", "--log-every", "8", *options]) == 0
+    wanted = {}
+    for record in Run.open(Path("runs/digits-2-wise-001")).metrics():
+        names = {"train": ("loss",), "test": ("loss", "accuracy")}[record["kind"]]
+        for name in names:
+            for k, value in enumerate(record[name]):
+                if value is not None:
+                    wanted[f"{record['kind']}_{name}/stage_{k}", record["step"]] = value
+    assert len(wanted) > 20
+    return wanted
+
+
+def test_tensorboard_has_what_the_records_have() -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wanted = train("--log-to", "tensorboard")
+    events = EventAccumulator("runs/digits-2-wise-001").Reload()
+    found = {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_weights_and_biases_offline_has_what_the_records_have() -> None:
+    """In a process of its own, as it starts others, and really offline: nothing is asked of any network."""
+    pytest.importorskip("wandb", reason="needs the extra 'wandb'")
+    code = "import sys, test_loggers; test_loggers.train('--log-to', 'wandb')"
+    path = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    [offline] = Path("runs/digits-2-wise-001").glob("wandb/offline-run-*/run-*.wandb")
+    wanted = {}
+    for record in Run.open(Path("runs/digits-2-wise-001")).metrics():
+        for k, value in enumerate(record["loss"]):
+            if value is not None:
+                wanted[f"{record['kind']}_loss/stage_{k}", record["step"]] = value
+    found = {key: value for key, value in wandb_history(offline).items() if "_loss/" in key[0]}
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format, behind a header of 7 bytes: blocks of 32 KiB, parts with a type."""
+    at, parts = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # the rest of a block is empty
+            at += 32768 - at % 32768
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def wandb_history(path: Path) -> dict[tuple[str, int], float]:
+    """What an offline file holds."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = {}
+    for data in leveldb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+        for name, value in values.items():
+            if "/" in name:
+                found[name, int(values["_step"])] = value
+    return found
+
+
+def test_trackio_is_given_what_the_records_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls are those of Weights & Biases; the package itself cannot be installed beside today's `datasets`."""
+    calls: list[tuple[str, Any]] = []
+    package = types.ModuleType("trackio")
+    package.init = lambda **options: calls.append(("init", options))  # type: ignore[attr-defined]
+    package.log = lambda values, step: calls.append((step, values))  # type: ignore[attr-defined]
+    package.finish = lambda: calls.append(("finish", None))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    wanted = train("--log-to", "trackio")
+    assert calls[0][0] == "init"
+    assert calls[0][1]["config"]["strategy"] == "2-wise"
+    assert calls[0][1]["name"] == "digits-2-wise-001"
+    assert calls[-1][0] == "finish"
+    found = {(name, step): value for step, values in calls[1:-1] for name, value in values.items()}
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_named(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard.writer"}.get(name, name), None)
+    assert cli.run(["train", "--log-to", name]) == 2
+    assert f"pip install 'nwise[{name}]'" in capsys.readouterr().err
+    assert not Path("runs").exists(), "what is missing shows before a folder is made"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tra"], "train"),
+        (["rep"], "report reproduce"),
+        (["train", "--strat"], "--strategy"),
+        (["bench", "--slo"], "--slot-ms"),
+    ],
+)
+def test_bash_completes_commands_and_options(words: list[str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "completion").write_text(script(COMMANDS, "bash"))
+    line = " ".join(["nwise", *words])
+    place = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; COMP_LINE='{line}'"
+    code = f"source completion; {place}; _tyro_nwise; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert set(expected.split()) <= set(done.stdout.split()), done.stderr
+
+
+def test_completion_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("#compdef nwise")
+    assert cli.run(["completion", "bash"]) == 0
+    assert "reproduce" in capsys.readouterr().out

@@ -1,0 +1,327 @@
+"""`nwise report` and `nwise explore`: pages in a real browser, by mouse and keyboard, wide and narrow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nwise
+from browser import browser, complaints, picture
+from nwise import cli
+from nwise.report.explore import Choices, busy
+from nwise.report.figures import COLOURS
+from nwise.report.grid import KIND_COLOURS, Picture
+from nwise.report.html import embedded
+from nwise.schedule import Costs, best, rival
+from nwise.training import Run
+
+pytest.importorskip("plotly", reason="needs the extra 'html'")
+# `NWISE_SCREENSHOTS=docs pytest tests/test_page.py` takes the pictures of the manual.
+SHOTS = os.environ.get("NWISE_SCREENSHOTS")
+WIDE, PHONE = (1200, 900), (390, 800)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, one of them with a timeline as four processes would record it, their page, and a small explorer."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = folder / "runs"
+    for strategy in ("2-wise", "end-to-end"):
+        options = ["--strategy", strategy, "--epochs", "6", "--heads", "all"]
+        assert cli.run(["train", "digits", *options, "--runs", str(runs)]) == 0
+    (runs / "digits-2-wise-001" / "timeline.json").write_text(json.dumps(recorded()))
+    both = [str(runs / "digits-2-wise-001"), str(runs / "digits-end-to-end-001")]
+    assert cli.run(["report", *both, "--out", str(folder / "report.html")]) == 0
+    sizes = [
+        "--strategy",
+        "local",
+        "2-wise",
+        "3-wise",
+        "end-to-end",
+        "gpipe",
+        "zero-bubble-lean",
+        "zero-bubble",
+        "--stages",
+        "2",
+        "4",
+        "8",
+    ]
+    sizes += ["--microbatches", "1", "2", "4", "--costs", "transformer", "paper", "--latency", "0", "0.25"]
+    assert cli.run(["explore", *sizes, "--out", str(folder / "explore.html")]) == 0
+    return folder
+
+
+def recorded(steps: int = 4) -> dict[str, Any]:
+    """A timeline of the 2-wise lists with stages of unlike speed, as `nwise train --timeline` writes it."""
+    costs = Costs((2e-3, 3e-3, 4e-3, 4e-3), 1e-3, (0, 2e-3, 3e-3, 3e-3), (3e-3, 3e-3, 4e-3, 4e-3), latency=2e-4)
+    strategy = nwise.NWise(2, heads="all")
+    drawn = Picture("", best(strategy, num_stages=4, num_microbatches=1, costs=costs, chains="walked"), steps)
+    events: list[list[Any]] = [[] for _ in range(4)]
+    for e in drawn.timeline.events:
+        a = e.action
+        events[a.stage].append([a.kind.value, a.stage, a.microbatch, a.message, a.turn, e.cycle, e.start, e.end])
+    return {"strategy": "2-wise", "events": events, "bytes": [{"measured": [8.0, 8.0], "predicted": [8.0, 8.0]}] * 4}
+
+
+@pytest.fixture(scope="module", params=[WIDE, PHONE], ids=["wide", "phone"])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
+    with browser(tmp_path_factory.mktemp("profile"), *request.param) as driver:
+
+        def page(path: Path) -> Any:
+            driver.get(path.as_uri())
+            wait(driver, "return document.body.dataset.ready === 'yes'")
+            return driver
+
+        yield page
+
+
+def wait(driver: Any, condition: str) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(driver, 30).until(lambda d: d.execute_script(condition))
+
+
+def shot(driver: Any, name: str, *, whole: bool = True) -> None:
+    if SHOTS is not None:
+        wide = driver.execute_script("return innerWidth") > 600
+        picture(driver, Path(SHOTS) / f"{name}{'' if wide else '-phone'}.png", whole=whole)
+
+
+def fits(driver: Any) -> bool:
+    """Nothing is wider than the window; wide tables scroll by themselves."""
+    width, window = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    return bool(width <= window)
+
+
+def readable(driver: Any) -> bool:
+    sizes = driver.execute_script(
+        "return [...document.querySelectorAll('p, td, th, label, legend')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+    )
+    return min(sizes) >= 12
+
+
+def test_the_report_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> None:
+    driver = opened(pages / "report.html")
+    wait(driver, "return document.querySelectorAll('.chart .main-svg').length >= 8")
+    assert complaints(driver) == []
+    assert fits(driver)
+    assert readable(driver)
+    text = driver.find_element("tag name", "body").text
+    for words in (
+        "digits-2-wise-001",
+        "digits-end-to-end-001",
+        "Which loss trains which stage",
+        "test accuracy, %",
+        "2.13",
+    ):
+        assert words in text
+    shot(driver, "report")
+
+    def along() -> list[float]:
+        found = driver.execute_script("return document.getElementById('quality').data[0].x")
+        return [float(value) for value in found]
+
+    tests = [r for r in Run.open(pages / "runs" / "digits-2-wise-001").metrics() if r["kind"] == "test"]
+    assert along() == [r["step"] for r in tests]
+    shown = driver.execute_script("return document.getElementById('quality').data.map(t => [t.name, t.visible, t.y])")
+    assert shown[3] == ["digits-2-wise-001, stage 3 (output)", True, [100 * r["accuracy"][3] for r in tests]]
+    assert [name for name, visible, _ in shown if visible is True] == [shown[3][0], shown[7][0]]
+    # By keyboard alone: to the radio buttons, and along them.
+    from selenium.webdriver.common.keys import Keys
+
+    button = driver.find_element("css selector", "input[name=axis]:checked")
+    button.send_keys(Keys.ARROW_RIGHT)
+    wait(driver, "return document.querySelector('input[name=axis]:checked').value === 'samples'")
+    assert along() == [r["samples"] for r in tests]
+    driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    assert along() == [r["seconds"] for r in tests]
+    assert complaints(driver) == []
+
+
+def test_the_reports_timelines(pages: Path, opened: Callable[[Path], Any]) -> None:
+    driver = opened(pages / "report.html")
+    for name, unit in (("measured-0", "ms"), ("predicted-0", "ms"), ("predicted-1", "slots")):
+        data = driver.execute_script(f"return document.getElementById('{name}').data")
+        assert {y for trace in data for y in trace["y"]} == {0, 1, 2, 3}
+        title = driver.execute_script(f"return document.getElementById('{name}').layout.xaxis.title.text")
+        assert title == f"time, {unit}"
+    bars = driver.execute_script("return document.getElementById('utilisation-0').data.map(t => t.y)")
+    assert len(bars) == 2
+    assert max(abs(a - b) for a, b in zip(*bars, strict=True)) < 25, (
+        "the measured run is the predicted one but for its begin"
+    )
+    assert driver.execute_script("return document.getElementById('measured-1')") is None, "it was not recorded"
+    credit = driver.find_element("css selector", "#credit table").text.split("\n")
+    assert credit[-1].split() == ["loss", "3", "0", "0", "1", "1"]
+    assert driver.execute_script("return [...document.images].every(i => i.naturalWidth > 100 && i.alt)")
+
+
+def test_the_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> None:
+    driver = opened(pages / "explore.html")
+    assert complaints(driver) == []
+    assert fits(driver)
+    assert readable(driver)
+
+    def choose(name: str, value: str) -> None:
+        [label] = [
+            label
+            for label in driver.find_elements("css selector", "label.choice")
+            if label.text.strip() == value and label.find_element("tag name", "input").get_attribute("name") == name
+        ]
+        label.click()
+
+    def shown() -> dict[str, Any]:
+        names = ("period", "bound", "held", "busy", "order", "answer")
+        return {name: driver.find_element("id", name).text for name in names}
+
+    transformer = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, overhead=0.02)
+    assert "A" not in shown()["period"]
+    for stages, m, latency in ((4, 2, 0), (8, 4, 0.25), (2, 1, 0.25)):
+        choose("stages", str(stages))
+        choose("microbatches", str(m))
+        choose("latency", f"{latency:g}")
+        for method in ("local", "2-wise", "gpipe", "zero-bubble"):
+            if method == "2-wise" and stages == 2:
+                continue
+            choose("method", method)
+            costs = Costs(**{**vars_of(transformer.split_in(m)), "latency": latency})
+            if method in ("gpipe", "zero-bubble"):
+                timed = rival(method, num_stages=stages, num_microbatches=m, costs=costs)
+            else:
+                timed = best(method, num_stages=stages, num_microbatches=m, costs=costs, chains="walked")
+            found = shown()
+            assert float(found["period"]) == pytest.approx(timed.period, rel=1e-3)
+            assert float(re.split(r"[ :]", found["bound"])[0]) == pytest.approx(timed.lower_bound, rel=1e-3)
+            assert found["held"].startswith(", ".join(map(str, timed.in_flight)))
+            drawn = Picture("", timed, 2)
+            assert found["busy"] == ", ".join(str(round(100 * share)) for share in busy(drawn)) + " %"
+            bars = driver.execute_script(
+                "return document.getElementById('grid').data.reduce((n, t) => n + t.y.length, 0)"
+            )
+            assert bars == len(drawn.events)
+    choose("stages", "2")
+    choose("method", "2-wise")
+    assert "is end-to-end training: N is not smaller than A" in driver.find_element("id", "absent").text
+    assert not driver.find_element("id", "found").is_displayed()
+    choose("stages", "4")
+    choose("microbatches", "2")
+    choose("latency", "0")
+    assert driver.find_element("id", "found").is_displayed()
+    shot(driver, "explore")
+    assert complaints(driver) == []
+
+
+def vars_of(costs: Costs) -> dict[str, Any]:
+    return {name: getattr(costs, name) for name in costs.__dataclass_fields__}
+
+
+def test_the_explorer_says_who_wins_as_the_planner_does(
+    pages: Path, opened: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = opened(pages / "explore.html")
+    methods = ["--strategies", "2-wise", "3-wise"]
+    for stages in (4, 8):
+        arguments = ["--costs", "transformer", "--devices", str(stages), "--microbatches", "1", "2", "4", *methods]
+        capsys.readouterr()
+        assert cli.run(["plan", *arguments, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        [m] = [one["microbatches"] for one in plan["options"] if one["method"] == plan["recommended"]]
+        driver.find_element("css selector", f"input[name=stages][value='{[2, 4, 8].index(stages)}']").click()
+        answer = driver.find_element("id", "answer").text
+        assert answer.startswith(f"Winner: {plan['recommended']} with M = {m} (")
+
+
+def test_every_choice_is_reached_by_keyboard(pages: Path, opened: Callable[[Path], Any]) -> None:
+    from selenium.webdriver import ActionChains, Keys
+
+    driver = opened(pages / "explore.html")
+    groups = []
+    for _ in range(9):
+        ActionChains(driver).send_keys(Keys.TAB).perform()
+        name = driver.switch_to.active_element.get_attribute("name")
+        if name:
+            groups.append(name)
+            driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+            assert driver.execute_script("return document.activeElement.checked")
+            outline = driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", "the focus is seen"
+    assert groups == ["method", "stages", "microbatches", "costs", "latency"]
+
+
+def deuteranope(colour: str) -> tuple[float, ...]:
+    """What eyes without the middle cones see of a colour (Machado, Oliveira and Fernandes 2009, severity 1)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    seen = (
+        0.367322 * red + 0.860646 * green - 0.227968 * blue,
+        0.280085 * red + 0.672501 * green + 0.047413 * blue,
+        -0.011820 * red + 0.042940 * green + 0.968881 * blue,
+    )
+    return tuple(max(part, 0.0) ** (1 / 2.2) for part in seen)
+
+
+@pytest.mark.parametrize("colours", [COLOURS, tuple(dict.fromkeys(KIND_COLOURS.values()))], ids=["runs", "kinds"])
+def test_colours_can_be_told_apart_without_middle_cones(colours: tuple[str, ...]) -> None:
+    seen = [deuteranope(colour) for colour in colours]
+    for i, one in enumerate(seen):
+        for other in seen[:i]:
+            assert sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5 > 0.13
+
+
+def test_pages_need_no_network_and_hold_hostile_names(tmp_path: Path) -> None:
+    name = tmp_path / "<img src=x onerror=alert(1)>"
+    assert cli.run(["train", "digits", "--max-steps", "2", "--runs", str(tmp_path)]) == 0
+    (tmp_path / "digits-2-wise-001").rename(name)
+    assert cli.run(["report", str(name), "--out", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert "<img src=x" not in text
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(http|//)", text)
+    assert "</script" not in embedded("x", "</script><script>")[len("<script") : -len("</script>\n")]
+
+
+def test_json_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "A run should be a folder with a run.json" in capsys.readouterr().err
+    assert cli.run(["train", "digits", "--max-steps", "2", "--runs", str(tmp_path)]) == 0
+    run = tmp_path / "digits-2-wise-001"
+    capsys.readouterr()
+    assert cli.run(["report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["page"] == str(run / "report.html")
+    assert found["runs"][0]["last_test"]["step"] == 2
+    assert found["runs"][0]["timeline"] is None
+    assert cli.run(["report", str(run), "--out", "page.txt"]) == 2
+    assert "should be a file that ends in .html. Found 'page.txt'" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("")
+    assert cli.run(["report", str(run)]) == 2
+    assert "should hold the records of at least one test. Found none" in capsys.readouterr().err
+    assert cli.run(["explore", "--stages", "--out", "e.html"]) == 2
+    assert "`stages` should have at least one value" in capsys.readouterr().err
+
+
+def test_the_explorers_numbers_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--strategy", "2-wise", "end-to-end", "--stages", "2", "4", "--microbatches", "2", "--latency", "0"]
+    arguments = [*sizes, "--costs", "paper", "--out", str(tmp_path / "e.html"), "--json"]
+    assert cli.run(["explore", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)["schedules"]
+    assert [(one["method"], one["stages"]) for one in found] == [("2-wise", 4), ("end-to-end", 2), ("end-to-end", 4)]
+    # By the paper's formula: three slots of half a mini-batch for each of two micro-batches.
+    assert found[0]["period"] == 3.0
+    assert "events" not in found[0]
+
+
+def test_one_choice_alone_and_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    assert Choices(("2-wise",), (2,), (1,), {"paper": Costs(1, 0, 1, 0)}, (0.0,)).combinations() == []
+    assert (
+        cli.run(["train", "digits", "--max-steps", "2", "--lr", "1e30", "--on-nan", "ignore", "--runs", str(tmp_path)])
+        == 0
+    )
+    assert cli.run(["report", str(tmp_path / "digits-2-wise-001")]) == 0
+    page = (tmp_path / "digits-2-wise-001" / "report.html").read_text()
+    assert "NaN" not in page.split('id="charts">')[1].split("</script>")[0]
