@@ -1,6 +1,7 @@
 # make train    a virtual environment, the package, and the embedded job
 # make test     ruff, mypy, pytest; ten to twenty minutes on two cores
 # make test-all the slow tests too
+# make docs     the manual, warnings being errors
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 # Several test processes share the cores, so that each should keep to one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all check format docs clean
 
 train: $(STAMP)
 	$(BIN)/nwise train
@@ -34,8 +35,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[data,html,tensorboard,dev]'
+		--editable '.[data,docs,hf,html,tensorboard,wandb,dev]'
 	touch $(STAMP)
 
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going --fail-on-warning -q -b html docs docs/_build/html
+	@echo "Manual: docs/_build/html/index.html"
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

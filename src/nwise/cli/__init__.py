@@ -25,7 +25,7 @@ from nwise.runtime.watch import RankError
 from nwise.runtime.world import launched
 from nwise.training import Run
 
-__all__ = ["main", "run"]
+__all__ = ["main", "parsed", "run"]
 
 _COMMANDS: dict[str, Any] = {**COMMANDS, "completion": Completion}
 
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
-            return int(_parse(name, rest).run(Console()))
+            return int(parsed(name, rest).run(Console()))
     except KeyboardInterrupt as error:
         tell_all(error)
         print(f"nwise {name}: interrupted", file=sys.stderr)
@@ -68,7 +68,8 @@ def run(arguments: list[str]) -> int:
         return BAD_INPUT
 
 
-def _parse(name: str, arguments: list[str]) -> Any:
+def parsed(name: str, arguments: list[str]) -> Any:
+    """The command with its options, not run."""
     kind = _COMMANDS[name]
     # A recipe's name decides the defaults of all other options, so it is looked for first.
     chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"

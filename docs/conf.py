@@ -1,0 +1,52 @@
+"""The manual: Sphinx, MyST and Furo. `make docs` builds it; warnings are errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nwise
+
+project = "nwise"
+author = "the nwise authors"
+copyright = "the nwise authors, Apache-2.0"
+version = release = nwise.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"nwise {release}"
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+default_role = "code"  # `name` in docstrings
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # what an override does not say is said where it is overridden
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+suppress_warnings = [
+    "myst.xref_missing"
+]  # links out of the manual are checked by tests/test_docs.py, with their anchors
+
+ROOT = Path(__file__).parents[1]
+
+
+def _readmes(app: Any, docname: str, source: list[str]) -> None:
+    """Links to folders of the repository go to their README, which the page then offers."""
+    del app
+    here = (ROOT / "docs" / docname).parent
+
+    def target(match: re.Match[str]) -> str:
+        path = (here / match[1]).resolve()
+        return f"]({match[1].rstrip('/')}/README.md)" if path.is_dir() and (path / "README.md").exists() else match[0]
+
+    source[0] = re.sub(r"\]\((\.\./[^)#]+)\)", target, source[0])
+
+
+def setup(app: Any) -> None:
+    """Hooks of the manual."""
+    app.connect("source-read", _readmes)

@@ -1,0 +1,180 @@
+"""The manual: it builds without a warning, its links lead somewhere, its examples and commands are run, all names are in it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nwise
+from nwise import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "experiments").rglob("README.md")])
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+# Pieces that stand for a loop of the reader's own.
+_SKETCHES = ("for x, y in batches", "batch(step)", "init_device_mesh", "found.period", "\nages = ")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of a page in turn, with the names of those before it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "transformers" in page.read_text():
+        pytest.importorskip("transformers").logging.disable_progress_bar()
+    names: dict[str, Any] = {}
+    for i, code in enumerate(blocks(page, "python")):
+        if not any(sketch in code for sketch in _SKETCHES):
+            exec(compile(code, f"{name(page)}, block {i}", "exec"), names)
+
+
+def test_the_sketches_compile() -> None:
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            compile(code, name(page), "exec")
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every ``nwise`` command line of the pages."""
+    for page in PAGES:
+        for text in blocks(page, "console"):
+            for line in text.replace("\\\n", " ").splitlines():
+                match = re.match(
+                    r"\$ (?:torchrun .*? -m |python -m |docker run .*? )?nwise (\w.*?)(?:\s{2,}#.*| # .*)?$", line
+                )
+                if match and "RECIPE" not in match[1] and not match[1].startswith("torchrun"):
+                    yield name(page), shlex.split(match[1].partition(" > ")[0])
+
+
+@pytest.mark.parametrize("words", sorted({tuple(words) for _, words in commands()}), ids=" ".join)
+def test_commands_of_the_manual_are_commands(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    command, *options = [word for word in words if not word.startswith("runs/*")]
+    for option in ("--resume", "--costs"):  # of files that the reader has
+        while option in options and options[options.index(option) + 1].startswith(("runs/", "costs.json")):
+            at = options.index(option)
+            del options[at : at + 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli.parsed(command, options if command != "report" or options else ["runs"])
+
+
+def test_there_are_commands() -> None:
+    assert len(list(commands())) > 60
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+        if target.startswith(("http://", "https://")):
+            assert re.fullmatch(r"https://[\w.\-]+(/[\w.\-/%#?=&@+~:,]*)?", target), target
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def test_tests_that_the_tables_name_exist() -> None:
+    for page in ("asks.md", "comparison.md"):
+        text = (ROOT / "docs" / page).read_text()
+        found = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", text)
+        assert len(found) > 60
+        for function, file in found:
+            assert f"def {function}(" in (ROOT / file).read_text(), (page, function)
+        for case, file in re.findall(r"\[case \"([^\"]+)\"\]\(\.\./(tests/[\w/]+\.py)\)", text):
+            assert f'"{case}"' in (ROOT / file).read_text(), (page, case)
+        assert "MISSING" not in text
+
+
+def test_forty_asks_are_answered() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+) \|$", (ROOT / "docs" / "asks.md").read_text(), re.M)
+    assert [int(row[0]) for row in rows] == list(range(1, 41))
+    assert all(row[1] and row[2] and "](../tests/" in row[3] for row in rows)
+
+
+def test_the_planners_table_is_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    [text] = [block for block in blocks(ROOT / "docs" / "choose.md", "console") if "optimal" in block]
+    tables = re.split(r"^\$ nwise (.*)$", text, flags=re.M)[1:]
+    for command, table in zip(tables[::2], tables[1::2], strict=True):
+        assert cli.run([*command.split()]) == 0
+        lines = [" ".join(re.sub(r"[│┃]", " ", line).split()) for line in capsys.readouterr().out.splitlines()]
+        for row in table.strip().splitlines():
+            assert " ".join(row.split()) in lines, row
+
+
+@pytest.mark.timeout(300)
+def test_the_manual_builds_and_has_every_public_name(tmp_path: Path) -> None:
+    """Strictly, as `make docs` does; every name of every ``__all__`` is in its index."""
+    pytest.importorskip("sphinx", reason="needs the extra 'docs'")
+    pytest.importorskip("transformers", reason="needs the extra 'hf'")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        str(ROOT / "docs"),
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    from sphinx.util.inventory import InventoryFile
+
+    index = InventoryFile.loads((tmp_path / "objects.inv").read_bytes(), uri="").data
+    documented = {entry for kind, entries in index.items() if kind.startswith("py:") for entry in entries}
+    short = {entry.rpartition(".")[2] for entry in documented}
+    modules = ("nwise", "nwise.data", "nwise.models", "nwise.recipes", "nwise.schedule", "nwise.training")
+    names = {(module, public) for module in modules for public in importlib.import_module(module).__all__}
+    assert [f"{m}.{n}" for m, n in sorted(names) if n not in short and f"{m}.{n}" not in documented] == []
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / f"{page.stem}.html").exists()
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells one after the other, as in a kernel that was started anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    notebook = json.loads((ROOT / "examples" / "own_network.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 5
+    names: dict[str, Any] = {"__name__": "__main__", "display": lambda *_: None}
+    for i, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"cell {i}", "exec"), names)
+    assert names["quality"]["2-wise"] > 0.8
+    assert all(cell["outputs"] or "=" in "".join(cell["source"]) for cell in cells), "it is kept with its outputs"
+
+
+def test_the_version_is_one() -> None:
+    assert nwise.__version__ in (ROOT / "CHANGELOG.md").read_text()
