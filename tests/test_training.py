@@ -316,7 +316,7 @@ def test_recipes_are_complete_and_survive_json(name: str) -> None:
 
 
 def test_recipes_are_the_papers() -> None:
-    """Every setting of the full-size experiments that paper.md of the plan lists."""
+    """Every setting of the full-size experiments that the paper prints."""
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 2e-4}
     table: dict[str, dict[str, Any]] = {
         "cifar10-convnet": {

@@ -76,5 +76,5 @@ def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]
             if first[0] != owner:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head. Found {'.'.join(first)} again as {owner}.{name}; "
-                    "untie them, for example by a copy.deepcopy of one."
+                    "untie them, by `nwise.untie(model)` or a copy.deepcopy of one."
                 )

@@ -215,6 +215,8 @@ class Pipeline(nn.Module):
             nwise.runtime.watch.RankError: something went wrong on this rank or on another.
         """
         batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
+        if self.team is not None:
+            self.team.same_target(target)
         norms = self._survey()
         for norm in norms:
             norm.discard()  # of inference in training mode, or of a step that failed

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, NoReturn
 
 import torch
@@ -85,6 +86,7 @@ class Team:
         self._runtime: Distributed | None = None
         self._stale: tuple[Sequence[Sequence[Flow]], Stale] | None = None
         self._open = True
+        self._compared = False
         _teams.append(self)
         self._report_crashes()
         atexit.register(self.close)
@@ -103,6 +105,23 @@ class Team:
         found = self.world.everyone("facts", [self.stage, value])
         by_stage: dict[int, Any] = dict(found)
         return [by_stage[k] for k in range(self.world.num_stages)]
+
+    def same_target(self, target: Tensor | Tensors | None) -> None:
+        """Refuse loaders that differ: the first mini-batch's target should be the same on every rank that is given one."""
+        if self._compared:
+            return
+        self._compared = True
+        parts = () if target is None else (target,) if isinstance(target, Tensor) else target
+        code = "".join(
+            sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for t in parts
+        )
+        found = [(rank, other) for rank, other in enumerate(self.world.everyone("target", code)) if other]
+        for rank, other in found[1:]:
+            if other != found[0][1]:
+                raise ValueError(
+                    f"Every rank should be given the same mini-batches. Found other targets on rank {rank} than on rank "
+                    f"{found[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
+                )
 
     def runtime(self, stage: Stage, inputs: Tensors) -> Distributed:
         """The runtime of this rank's stage; the first call connects, on all ranks.

@@ -1,0 +1,147 @@
+"""What users of other pipelines asked for (docs/asks.md), where no other test shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import nwise
+from launch import results, torchrun
+from nwise.runtime import world
+from ranks.asks import CASES, first_of, second_of, skipping
+from ranks.common import network
+from test_contract import assert_same, gradients
+
+
+def test_many_processes_do_what_one_does_here_too(tmp_path: Path) -> None:
+    ranks = results(3, "asks.py", tmp_path)
+    for name, case in CASES.items():
+        together = {key: value for rank in ranks for key, value in rank[name].items()}
+        assert together == case(), name
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "2-wise-mean", "end-to-end"])
+def test_each_loss_takes_its_own_of_several_targets(strategy: str) -> None:
+    stages, heads = network(3)
+    losses: Any = [first_of, second_of, first_of]
+    for module in (*stages, *heads):
+        module.eval()  # dropout has other numbers in the reference
+    pipe = nwise.Pipeline(stages, heads, losses, strategy, 2)
+    x, target = torch.randn(7, 6), (torch.randint(0, 4, (7,)), torch.randn(7, 4))
+    expected = nwise.reference_grads(stages, heads, losses, x, target, pipe.credit, 2)
+    pipe.step(x, target=target)
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "end-to-end"])
+def test_a_skip_over_a_stage_has_the_gradients_of_the_definition(strategy: str) -> None:
+    stages, heads = skipping()
+    pipe = nwise.Pipeline(stages, heads, functional.cross_entropy, strategy)
+    x, y = torch.randn(5, 6), torch.randint(0, 4, (5,))
+    expected = nwise.reference_grads(stages, heads, functional.cross_entropy, x, y, pipe.credit)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+def script(folder: Path, body: str) -> str:
+    """A script of two ranks: `pipe`, `RANK`, batches, and what the test is about."""
+    path = folder / "script.py"
+    head = "import torch\nfrom ranks.common import RANK, batches, pipeline\npipe = pipeline(2, '2-wise', 1)\n"
+    path.write_text(f"{head}data = batches(40)\n{body}")
+    return str(path)
+
+
+def test_ranks_that_are_given_other_batches_are_told_so(tmp_path: Path) -> None:
+    """Loaders that shuffle by seeds of their own used to go unnoticed: inputs of one sample, labels of another."""
+    body = "x, y = data[RANK]\npipe.step(x, target=y)\nraise SystemExit('not refused')\n"
+    done = torchrun(2, [script(tmp_path, body)])
+    assert done.returncode != 0
+    assert (
+        "Every rank should be given the same mini-batches. Found other targets on rank 1 than on rank 0" in done.stderr
+    )
+    assert "not refused" not in done.stderr
+
+
+def test_a_rank_that_needs_no_target_may_have_none(tmp_path: Path) -> None:
+    """Stage 0's head does not run under 2-wise."""
+    body = "x, y = data[0]\npipe.step(x, target=y if RANK else None)\npipe.team.close()\nprint('done')\n"
+    done = torchrun(2, [script(tmp_path, body)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("done") == 2
+
+
+def test_a_rank_that_skips_an_evaluation_ends_all_within_the_time_limit(tmp_path: Path) -> None:
+    body = """
+for step, (x, y) in enumerate(data):
+    if step == 5 and RANK == 0:
+        pipe(x)
+    pipe.step(x, target=y)
+raise SystemExit("nothing was noticed")
+"""
+    began = time.time()
+    done = torchrun(2, [script(tmp_path, body)], timeout=100, environment={"NWISE_TIMEOUT": "3"})
+    assert done.returncode != 0
+    assert "nothing was noticed" not in done.stderr
+    assert time.time() - began < 90
+    assert re.search(r"nwise: rank \d .*stops: .*[Rr]ank \d", done.stderr), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("local", "total", "given", "expected"),
+    [("2", "2", None, "lo"), ("2", "2", "eth7", "eth7"), ("2", "4", None, None), ("2", "4", "eth7", "eth7")],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback device has another name")
+def test_messages_of_one_machine_stay_on_it(
+    local: str, total: str, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is started: the process group is stopped before it looks for others."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stopped
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("WORLD_SIZE", total)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    monkeypatch.setattr(torch.distributed, "init_process_group", stop)
+    with pytest.raises(Stopped):
+        world.start()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+OFFLINE = """
+import socket, sys
+def refuse(*arguments, **options):
+    raise AssertionError(f"a connection was asked for: {arguments}")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+from nwise import cli
+code = cli.run(sys.argv[1:])
+odd = {"torchvision", "wandb", "trackio", "tensorboard", "transformers", "datasets", "tokenizers", "plotly"} & set(sys.modules)
+assert not odd, odd
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["digits", "source-code"])
+def test_training_asks_no_network_and_imports_no_extra(recipe: str, tmp_path: Path) -> None:
+    options = ["train", recipe, "--max-steps", "2", "--runs", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", OFFLINE, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [run] = tmp_path.iterdir()
+    assert (run / "weights.safetensors").exists()
