@@ -230,6 +230,51 @@ def test_the_papers_heads_are_copies_of_the_last_two_blocks_and_the_vocabulary()
     assert not {id(p) for p in heads[0].parameters()} & {id(p) for p in [*model.parameters(), *heads[1].parameters()]}
 
 
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForSequenceClassification"])
+def test_bert_as_a_decoder_looks_back_only(name: str) -> None:
+    """Its blocks used to see all tokens, without a word unless an example was given."""
+    model = made(name)
+    model.config.is_decoder = True
+    model = type(model)(model.config).eval()
+    stages = nwise.split(model, at=2)
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+    assert torch.equal(stages[1](stages[0](ids)), nwise.huggingface.outputs_of(model, (ids,)))
+    nwise.split(model, at=2, example=ids)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
+def test_eager_attention_is_the_same_network(name: str) -> None:
+    """Attention over a cache rounds otherwise, so that a right cut used to be refused."""
+    model = made(name)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    nwise.split(model, at=3, example=inputs_for(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_heads_have_the_type_of_what_stages_give(dtype: torch.dtype) -> None:
+    model = vit().to(dtype)
+    x = torch.randn(2, 3, 8, 8)  # the model turns images into its own type
+    stages = nwise.split(model, at=3, example=x)
+    heads = nwise.heads.fitting(stages, x, CLASSES)
+    losses = nwise.Pipeline(stages, heads, strategy="local").step(x, target=torch.tensor([0, 1]))
+    assert losses.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
+def test_compiled_models_are_cut_like_others() -> None:
+    model = gpt2()
+    assert nwise.split(torch.compile(model), at=2)[0].pieces()["transformer.h.0"] is model.transformer.h[0]  # type: ignore[arg-type]
+
+
+def test_a_model_inside_another_module_is_untied_too() -> None:
+    model = gpt2(tie_word_embeddings=True)
+    assert nwise.untie(nn.ModuleDict({"inner": model})) == ["inner.lm_head.weight"]
+    assert not model.config.tie_word_embeddings
+
+
 def test_errors_say_what_to_do() -> None:
     unknown = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="should be one of GPT2LMHeadModel.*Found GPT2Model"):

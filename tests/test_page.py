@@ -124,12 +124,14 @@ def test_the_report_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> 
     shot(driver, "report")
 
     def along() -> list[float]:
-        found = driver.execute_script("return document.getElementById('quality').data[0].x")
+        found = driver.execute_script("return document.getElementById('test-accuracy').data[0].x")
         return [float(value) for value in found]
 
     tests = [r for r in Run.open(pages / "runs" / "digits-2-wise-001").metrics() if r["kind"] == "test"]
     assert along() == [r["step"] for r in tests]
-    shown = driver.execute_script("return document.getElementById('quality').data.map(t => [t.name, t.visible, t.y])")
+    shown = driver.execute_script(
+        "return document.getElementById('test-accuracy').data.map(t => [t.name, t.visible, t.y])"
+    )
     assert shown[3] == ["digits-2-wise-001, stage 3 (output)", True, [100 * r["accuracy"][3] for r in tests]]
     assert [name for name, visible, _ in shown if visible is True] == [shown[3][0], shown[7][0]]
     # By keyboard alone: to the radio buttons, and along them.
@@ -325,3 +327,136 @@ def test_one_choice_alone_and_numbers_that_are_not_finite(tmp_path: Path) -> Non
     assert cli.run(["report", str(tmp_path / "digits-2-wise-001")]) == 0
     page = (tmp_path / "digits-2-wise-001" / "report.html").read_text()
     assert "NaN" not in page.split('id="charts">')[1].split("</script>")[0]
+
+
+def trained(tmp_path: Path, *options: str, recipe: str = "digits") -> None:
+    assert cli.run(["train", recipe, "--runs", str(tmp_path), "--log-every", "2", *options]) == 0
+
+
+def charts(page: Path) -> dict[str, Any]:
+    text = page.read_text().split('id="charts">')[1].split("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [("1 1 1 1", "2 2"), ("2 2", "1 1 1 1")])
+def test_a_run_that_went_on_with_other_stages(before: str, after: str, tmp_path: Path) -> None:
+    """It used to end in a traceback one way, and to call an inner stage the output the other way."""
+    trained(tmp_path, "--max-steps", "6", "--cut", *before.split())
+    run = tmp_path / "digits-2-wise-001"
+    assert cli.run(["train", "--resume", str(run), "--cut", *after.split(), "--max-steps", "12"]) == 0
+    assert cli.run(["report", str(run)]) == 0
+    num_stages = len(after.split())
+    found = charts(run / "report.html")
+    records = [r for r in Run.open(run).metrics() if r["kind"] == "test"]
+    last = found["test-accuracy"]["data"][-1]
+    assert last["name"] == f"stage {num_stages - 1} (output)"
+    assert last["y"] == [100 * r["accuracy"][-1] for r in records], "the output is the last head, whatever its number"
+    first = found["test-accuracy"]["data"][0]["y"]
+    assert first[0] is None
+    assert first[-1] == 100 * records[-1]["accuracy"][0]
+    text = (run / "report.html").read_text()
+    assert "up to step 6 there was another number of stages; of that part only the last head is shown" in text
+    assert "gone on from step 6: " in text
+
+
+def test_accuracy_and_perplexity_on_one_page_keep_apart(tmp_path: Path) -> None:
+    """Accuracies used to stand under the heading of the first run, test perplexity."""
+    trained(tmp_path, "--max-steps", "2", recipe="source-code")
+    trained(tmp_path, "--max-steps", "2")
+    folders = [str(next(tmp_path.glob(f"{name}-*"))) for name in ("source-code", "digits")]
+    page = tmp_path / "both.html"
+    assert cli.run(["report", *folders, "--out", str(page)]) == 0
+    found = charts(page)
+    assert {t["name"].split(",")[0] for t in found["test-perplexity"]["data"]} == {Path(folders[0]).name}
+    assert {t["name"].split(",")[0] for t in found["test-accuracy"]["data"]} == {Path(folders[1]).name}
+    assert found["test-perplexity"]["data"][-1]["y"][-1] > 5
+    rows = re.findall(r'<tr><th scope="row">(\S+)</th>(.*?)</tr>', page.read_text())[:2]
+    assert "<td>perplexity</td>" in dict(rows)[Path(folders[0]).name]
+    assert "<td>accuracy, %</td>" in dict(rows)[Path(folders[1]).name]
+
+
+def test_what_a_run_says_of_itself_is_no_html(tmp_path: Path) -> None:
+    """Cells that began like a cell used to be taken as they were."""
+    trained(tmp_path, "--max-steps", "2")
+    run = tmp_path / "digits-2-wise-001"
+    state = json.loads((run / "run.json").read_text())
+    state["status"] = state["versions"]["torch"] = state["config"]["name"] = "<td><script>alert(1)</script>"
+    (run / "run.json").write_text(json.dumps(state))
+    assert cli.run(["report", str(run)]) == 0
+    assert "<script>alert" not in (run / "report.html").read_text()
+
+
+def test_phases_of_a_strategy_are_drawn_each(tmp_path: Path) -> None:
+    trained(tmp_path, "--max-steps", "6", "--strategy", "local@3,end-to-end")
+    [run] = tmp_path.iterdir()
+    assert cli.run(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert "local, from step 0 on: a mini-batch takes 2 slots" in text
+    assert "end-to-end, from step 3 on: a mini-batch takes 8 slots" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "test", "step": 4},
+        {"kind": "test", "step": 4, "samples": 1, "seconds": 1.0, "loss": None, "accuracy": [1.0]},
+        {"kind": "train", "step": 4, "samples": 1, "seconds": 1.0, "loss": ["<b>"]},
+        {"kind": "train", "step": None, "samples": 1, "seconds": 1.0, "loss": [1.0]},
+    ],
+)
+def test_records_that_nobody_wrote_are_refused(
+    line: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, "--max-steps", "2")
+    run = tmp_path / "digits-2-wise-001"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert cli.run(["report", str(run)]) == 2
+    assert "metrics.jsonl should hold records with step, samples, seconds" in capsys.readouterr().err
+
+
+def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, "--max-steps", "2")
+    run = str(tmp_path / "digits-2-wise-001")
+    capsys.readouterr()
+    assert cli.run(["report", run, run + "/", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stages", "10000", "--microbatches", "10000"], "should hold at most 20,000 actions. Found about"),
+        (
+            ["--strategy", "2-wise", "local@5,end-to-end"],
+            "should not change with time here. Found 'local@5,end-to-end'",
+        ),
+        (["--costs", "forward=1,head=0,input_grad=1,weight_grad=1,latency=5"], "should leave the latency to `latency`"),
+        (["--costs", "forward=1:2,head=0,input_grad=1,weight_grad=1"], "forward"),
+        (["--strategy", "2-wise", "--stages", "1", "2"], "should have a number above N"),
+        (["--strategy", "3-wize"], "`strategy` should be one like"),
+        (["--latency", "-1"], "latency"),
+        (["--out", "/proc/x.html"], "should be in a folder that can be written to. Found '/proc/x.html'"),
+    ],
+)
+def test_what_cannot_be_explored_is_said_before_anything_is_timed(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("it was timed")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Choices, "timed", never)
+    assert cli.run(["explore", *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_values_that_are_given_twice_are_one_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--strategy", "2-wise", "2-wise", "--stages", "3", "3", "--microbatches", "1", "--latency", "0", "0"]
+    assert cli.run(["explore", *sizes, "--costs", "paper", "paper", "--out", str(tmp_path / "e.html"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["schedules"]) == 1

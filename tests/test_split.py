@@ -209,3 +209,43 @@ def test_a_network_that_ends_in_a_block_has_no_end_to_copy() -> None:
     with pytest.raises(ValueError, match="from 0 to the network's 3 blocks. Found True"):
         nwise.heads.copied(stages, blocks=True)
     assert len(nwise.heads.copied(stages, blocks=1)) == 2
+
+
+def test_a_module_in_two_places_is_untied_by_a_copy() -> None:
+    """`untie` used to see each module once, and found nothing where `split` sent people to it."""
+    shared, norm = nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
+    model = nn.Sequential(shared, norm, nn.ReLU(), shared, norm, nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="'3.weight' of stage 1 is '0.weight' of stage 0"):
+        nwise.split(model, at=["2"])
+    new = nwise.untie(model)
+    assert {"3.weight", "3.bias", "4.running_mean"} <= set(new)
+    assert nwise.untie(model) == []
+    stages = nwise.split(model, at=["2"], example=torch.randn(3, 4))
+    first, second = ({id(t) for t in (*s.parameters(), *s.buffers())} for s in stages)
+    assert not first & second
+
+
+def test_buffers_in_two_stages_are_refused() -> None:
+    norm = nn.BatchNorm1d(4, affine=False)
+    with pytest.raises(ValueError, match="'3.running_mean' of stage 1 is '1.running_mean' of stage 0"):
+        nwise.split(nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm), at=["2"])
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten, self.a, self.b = nn.Flatten(2), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return y
+
+
+def test_any_error_of_a_stage_on_the_example_is_one_of_the_cut() -> None:
+    with pytest.raises(ValueError, match="in the order they were registered.*Found that they cannot"):
+        nwise.split(Skips(), at=["a"], example=torch.randn(2, 4))
+
+
+def test_only_stages_of_a_cut_have_an_end_to_copy() -> None:
+    with pytest.raises(TypeError, match="should be those of `nwise.split`"):
+        nwise.heads.copied([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]

@@ -118,6 +118,8 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
     >>> [list(head.pieces()) for head in copied(split(network, at=3), blocks=1)]
     [['3', '4'], ['3', '4']]
     """
+    if not all(isinstance(stage, Chain) for stage in stages):
+        raise TypeError("`stages` should be those of `nwise.split`, which know their modules. Found others.")
     pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
     names, deep = list(pieces), blocks_of(pieces)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(deep):
@@ -167,7 +169,8 @@ def fitting(
             stage.eval()
             with torch.no_grad():
                 hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
-            heads.append(OfFirst(_fitting(hidden[0], num_outputs, per_token, k)))
+            head = _fitting(hidden[0], num_outputs, per_token, k)
+            heads.append(OfFirst(head.to(hidden[0].device, hidden[0].dtype)))
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -107,11 +107,17 @@ def _attention_of(block: nn.Module, config: Any) -> str:
 
 
 def _encoder_block(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    return piece(x, around.mask(x, "bidirectional"))
+    decoder = getattr(around.config, "is_decoder", False)
+    return piece(x, around.mask(x, "full_attention" if decoder else "bidirectional"))
 
 
 def _bert_embeddings(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
     return piece(input_ids=x, token_type_ids=around.given.get("token_type_ids"))
+
+
+def _vit_embeddings(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
+    del around
+    return piece(x.to(next(piece.parameters()).dtype))
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ _VIT = Family(
     ("pixel_values",),
     (),
     {
-        "vit.embeddings": _plainly,
+        "vit.embeddings": _vit_embeddings,
         "vit.layers.*": _encoder_block,
         "vit.layernorm": _plainly,
         "classifier": _of_first_token,
@@ -282,7 +288,10 @@ def family_of(model: nn.Module) -> Family:
 
 def outputs_of(model: nn.Module, inputs: Tensors) -> Any:
     """What the model itself makes of the inputs."""
-    return model(**dict(zip(family_of(model).inputs, inputs, strict=False))).logits
+    named: dict[str, Any] = dict(zip(family_of(model).inputs, inputs, strict=False))
+    if "input_ids" in named:
+        named["use_cache"] = False  # which stages do not have, and which rounds otherwise
+    return model(**named, return_dict=True).logits
 
 
 def passages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
         raise TypeError(
             f"`at` should be a list of module names, such as ['2', 'blocks.4'], or a number of stages. Found {at!r}."
         )
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     pieces = _pieces(model, [] if isinstance(at, int) else at)
     groups = groups_of(pieces, _evenly(pieces, at) if isinstance(at, int) else at)
     stages = _hub().passages(model, groups) if _of_hub(model) else [Chain(group) for group in groups]
@@ -106,21 +108,31 @@ def untie(model: nn.Module) -> list[str]:
     >>> untie(nn.Sequential(a, b))
     ['1.weight']
     """
-    seen: set[int] = set()
-    new = []
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) in seen:
-                parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                setattr(module, name, parameter)
-                new.append(f"{path}.{name}".removeprefix("."))
-            seen.add(id(parameter))
-    if new and _of_hub(model):
-        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-        setattr(model, "all_tied_weights_keys", {})  # noqa: B010 - what save_pretrained leaves out
+    new: list[str] = []
+    _copy_second_places(model, "", set(), new)
+    for part in model.modules():
+        if new and _of_hub(part):
+            part.config.tie_word_embeddings = False  # type: ignore[union-attr]
+            setattr(part, "all_tied_weights_keys", {})  # noqa: B010 - what save_pretrained leaves out
     return new
+
+
+def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[str]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) in seen:
+            parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(module, name, parameter)
+            new.append(path + name)
+        seen.add(id(parameter))
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
+        if id(child) in seen and child.state_dict():
+            child = copy.deepcopy(child)
+            module._modules[name] = child
+            new.extend(f"{path}{name}.{inner}" for inner in child.state_dict())
+        seen.add(id(child))
+        _copy_second_places(child, f"{path}{name}.", seen, new)
 
 
 def _hub() -> Any:
@@ -175,17 +187,18 @@ def _evenly(pieces: Mapping[str, nn.Module], num_stages: int) -> list[str]:
 def _refuse_tied(stages: Sequence[Chain]) -> None:
     places: dict[int, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            first, other = places.setdefault(id(parameter), (k, name))
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            first, other = places.setdefault(id(tensor), (k, name))
             if first != k:
                 raise ValueError(
-                    f"Every parameter should belong to one stage. Found that {name!r} of stage {k} is {other!r} of stage {first} "
-                    "(tied): with losses on several stages it would have several credits, and on two devices two values. "
-                    "`nwise.untie(model)` gives each a copy of its own."
+                    f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
+                    f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
+                    "values. `nwise.untie(model)` gives each a copy of its own."
                 )
 
 
 def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
+    rule = _AS_THE_MODEL if _of_hub(model) else _ORDER
     modes = {module: module.training for part in (model, *stages) for module in part.modules()}
     for part in (model, *stages):
         part.eval()
@@ -197,18 +210,22 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
             found = tuple(x.clone() for x in example)
             for stage in stages:
                 found = as_tuple(stage(*found), "The output of a stage")
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{_ORDER} Found that they cannot: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{rule} Found that they cannot: {error}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if len(expected) != len(found) or not all(
-        a.shape == b.shape and torch.allclose(a, b) for a, b in zip(expected, found, strict=True)
-    ):
-        raise ValueError(f"{_ORDER} Found another output for `example`.")
+    try:
+        torch.testing.assert_close(found, expected)  # by as much as numbers of their type round
+    except AssertionError as error:
+        raise ValueError(f"{rule} Found another output for `example`: {error}") from error
 
 
 _ORDER = (
     "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
     "write the stages as modules of your own."
+)
+_AS_THE_MODEL = (
+    "The stages should compute what the model's own forward does with its configuration; otherwise write them as modules of "
+    "your own."
 )

@@ -25,7 +25,7 @@ class Completion:
 
     def run(self, console: Console) -> int:
         del console
-        sys.stdout.write(script(COMMANDS, self.shell))
+        sys.stdout.write(script({**COMMANDS, "completion": Completion}, self.shell))
         return OK
 
 

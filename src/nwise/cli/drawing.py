@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 import nwise
 from nwise.cli.output import OK, print_json
-from nwise.report.explore import METHODS, Choices, explore, listed
+from nwise.report.explore import METHODS, MOST, Choices, explore, listed
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
 from nwise.report.html import check_page
@@ -26,7 +26,6 @@ from nwise.schedule.costs import costs_of_text
 from nwise.schedule.rivals import timed_method
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json")
-_MOST = 20_000  # actions in one picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +111,9 @@ class Schedule:
             timed = self._timed(name, stages, m, costs)
             turns = len(timed.schedule.flows)
             size = sum(map(len, timed.schedule.words)) / turns * self.batches
-            if size > _MOST:
+            if size > MOST:
                 raise ValueError(
-                    f"A picture should hold at most {_MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
+                    f"A picture should hold at most {MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
                     "fewer stages, micro-batches or mini-batches."
                 )
             walked = " (walked)" if name.startswith("zero-bubble") and not self.stored else ""
@@ -160,7 +159,14 @@ class Explore:
             if not getattr(self, name):
                 raise ValueError(f"`{name}` should have at least one value. Found none.")
         costs = {text: costs_of_text(text) for text in self.costs}
-        choices = Choices(self.strategy, self.stages, self.microbatches, costs, self.latency)
+        choices = Choices(
+            tuple(dict.fromkeys(self.strategy)),
+            tuple(dict.fromkeys(self.stages)),
+            tuple(dict.fromkeys(self.microbatches)),
+            costs,
+            tuple(dict.fromkeys(self.latency)),
+        )
+        choices.check()
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("timing schedules")
             found = explore(choices, self.out, lambda done, total: progress.update(task, completed=done, total=total))

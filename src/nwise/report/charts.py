@@ -16,25 +16,26 @@ _FONT = {"family": "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', san
 _GRID = "#e5e5e5"
 
 
-def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str) -> dict[str, Any] | None:
+def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, several: bool) -> dict[str, Any] | None:
     """Curves of every head of every run; None if there is none.
 
     Args:
         runs: name, number of stages and series of each.
         title: of the vertical axis.
+        several: whether the page has several runs, which are then named and have a colour each.
     """
     traces = []
     for i, (name, num_stages, found) in enumerate(runs):
         for series in found:
             output = series.head == num_stages - 1
             head = f"stage {series.head}" + (" (output)" if output else "")
-            colour = i if len(runs) > 1 else series.head
+            colour = i if several else series.head
             traces.append(
                 {
                     "type": "scatter",
                     "mode": "lines+markers",
-                    "name": f"{name}, {head}" if len(runs) > 1 else head,
-                    "visible": True if output or len(runs) == 1 else "legendonly",
+                    "name": f"{name}, {head}" if several else head,
+                    "visible": True if output or not several else "legendonly",
                     "along": series.along,
                     "y": series.values,
                     "line": {

@@ -5,11 +5,14 @@ Every combination is timed here; the page only looks them up.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from nwise.credit import NWise
 from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture, batch_of, farthest_loss
@@ -17,10 +20,13 @@ from nwise.report.html import write_page
 from nwise.schedule import Timed
 from nwise.schedule.costs import Costs
 from nwise.schedule.rivals import RIVALS, timed_method
+from nwise.strategy import Switch
 from nwise.strategy import strategy as strategy_of
 
 METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *RIVALS)
 _END_TO_END = (*RIVALS, "end-to-end")
+MOST = 20_000  # actions in one picture
+_ACTIONS = 5  # of a stage and micro-batch, about
 # Where a schedule is in the lists of methods, stages, micro-batches, costs and latencies.
 Place = tuple[int, ...]
 
@@ -44,6 +50,36 @@ class Choices:
     costs: dict[str, Costs]
     latency: Sequence[float]
     batches: int = 2
+
+    def check(self) -> None:
+        """Refuse what cannot be drawn before anything is timed.
+
+        Raises:
+            ValueError: an odd strategy, costs or latency, or a picture that would be too large.
+        """
+        size = max(self.stages) * max(self.microbatches) * self.batches * _ACTIONS
+        if size > MOST:
+            raise ValueError(
+                f"A picture should hold at most {MOST:,} actions. Found about {size:,} with {max(self.stages)} stages and "
+                f"{max(self.microbatches)} micro-batches; draw fewer."
+            )
+        for name, stages in product(self.methods, self.stages):
+            found = None if name in RIVALS else strategy_of(name)
+            if isinstance(found, Switch):
+                raise ValueError(f"`strategy` should not change with time here. Found {name!r}; give its parts.")
+            if found is not None:
+                _credit(name, stages)
+        for text, costs in self.costs.items():
+            if costs.latency:
+                raise ValueError(f"`costs` should leave the latency to `latency`. Found {text!r}.")
+            for stages in self.stages:
+                costs.of("forward", stages)
+        for latency in self.latency:
+            replace(next(iter(self.costs.values())), latency=latency)
+        if not self.combinations():
+            raise ValueError(
+                "`stages` should have a number above N. Found that all of these strategies are end-to-end; add `end-to-end`."
+            )
 
     def combinations(self) -> list[Place]:
         """All that differ from end-to-end."""
@@ -79,6 +115,7 @@ def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None
     Raises:
         ImportError: plotly is missing.
     """
+    choices.check()
     places = choices.combinations()
     entries: dict[Place, Any] = {}
     for done, place in enumerate(places, start=1):
@@ -126,6 +163,8 @@ def write_schedules(
         entries: every schedule.
         compared: whether the page says which is the best, at any number of micro-batches of the same mini-batch.
     """
+    own = [name for name in dimensions["method"] if compared and name not in _END_TO_END]
+    local = [name for name in own if _is_local(name, max(dimensions["stages"]))]
     numbers = {name for name, values in dimensions.items() if not isinstance(values[0], str)}
     data = {
         "dimensions": dimensions,
@@ -133,9 +172,22 @@ def write_schedules(
         "entries": {",".join(map(str, place)): value for place, value in entries.items()},
         "kinds": {kind.value: {"name": KIND_NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_NAMES},
         "rivals": list(_END_TO_END),
+        "local": local,
         "compared": compared,
     }
     write_page(path, title, _BODY.format(title=title), "explore.js", {"schedules": data})
+
+
+def _is_local(method: str, num_stages: int) -> bool:
+    """Whether no gradient crosses a border; its steps are not compared with others'."""
+    credit = _credit(method, num_stages)
+    return bool(credit.count_nonzero() == credit.diagonal().count_nonzero())
+
+
+def _credit(method: str, num_stages: int) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about an N above A, which the page says in its own words
+        return strategy_of(method).credit(num_stages)
 
 
 def entry(picture: Picture) -> dict[str, Any]:

@@ -12,12 +12,18 @@ from typing import Any
 from nwise.training.run import plain
 
 
+class Cell(str):
+    """A cell of a table that is HTML already; every other text is escaped."""
+
+    __slots__ = ()
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", kind: str = "") -> str:
-    """A table whose first column names the rows; cells that begin with ``<`` are taken as they are."""
+    """A table whose first column names the rows."""
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
     lines = []
     for first, *others in rows:
-        cells = "".join(cell if cell.startswith("<td") else f"<td>{html.escape(cell)}</td>" for cell in others)
+        cells = "".join(cell if isinstance(cell, Cell) else f"<td>{html.escape(cell)}</td>" for cell in others)
         lines.append(f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>')
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     style = f' class="{kind}"' if kind else ""
@@ -77,4 +83,11 @@ def check_page(path: Path) -> None:
     """Refuse a file that is no page, and a missing plotly, before the work that leads to it."""
     if path.suffix != ".html" or path.is_dir():
         raise ValueError(f"A page should be a file that ends in .html. Found {str(path)!r}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".part")
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise OSError(f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}") from error
     _plotly()

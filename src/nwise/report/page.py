@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import html
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nwise.report.charts import gantt, lines, utilisation
 from nwise.report.figures import flow_figure
 from nwise.report.grid import Picture
-from nwise.report.html import section, table, write_page
+from nwise.report.html import Cell, section, table, write_page
 from nwise.report.summary import AXES, Summary
 from nwise.schedule import PAPER, best
 
@@ -51,16 +51,20 @@ def _overview(runs: Sequence[Summary]) -> str:
     rows = []
     for run in runs:
         last, recipe = run.tests[-1], run.recipe
-        heads = {series.head: series.values for series in run.series("test", run.quality)}
-        scores = [f"{heads[k][-1]:.2f}" if heads.get(k, [None])[-1] is not None else "–" for k in range(run.num_stages)]
+        heads = {series.head: series.values[-1] for series in run.series("test", run.quality)}
+        scores = [_number(heads.get(k)) for k in range(run.num_stages)]
+        quality = {"accuracy": "accuracy, %", "perplexity": "perplexity"}[run.quality]
         sizes = [str(run.num_stages), str(recipe.microbatches), str(recipe.batch_size)]
         done = [f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}"]
-        rows.append(
-            [run.name, recipe.name, recipe.strategy, *sizes, *done, run.run.status, scores[-1], ", ".join(scores)]
-        )
-    score = {"accuracy": "test accuracy, %", "perplexity": "test perplexity"}[runs[0].quality]
-    heads_ = ["run", "recipe", "strategy", "stages", "M", "batch", "steps", "samples", "seconds", "status", score]
-    return table([*heads_, "of every head"], rows)
+        scored = [run.run.status, quality, scores[-1], ", ".join(scores)]
+        rows.append([run.name, recipe.name, recipe.strategy, *sizes, *done, *scored])
+    names = ["run", "recipe", "strategy", "stages", "M", "batch", "steps", "samples", "seconds", "status", "test"]
+    notes = "".join(f'<p class="note">{html.escape(f"{run.name}: {text}")}</p>' for run in runs for text in run.history)
+    return table([*names, "last head", "every head"], rows) + notes
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
@@ -69,14 +73,14 @@ def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
         for i, (axis, text) in enumerate(AXES.items())
     )
     parts, text = "", f'<div class="choices"><fieldset><legend>against</legend>{buttons}</fieldset></div>\n'
-    quality = runs[0].quality
-    wanted = {
-        "quality": ("test", quality, "test accuracy, %" if quality == "accuracy" else "test perplexity"),
-        "test-loss": ("test", "loss", "test loss"),
-        "train-loss": ("train", "loss", "training loss"),
-    }
-    for name, (kind, what, title) in wanted.items():
-        chart = lines([(run.name, run.num_stages, run.series(kind, what)) for run in runs], title)
+    qualities = {"accuracy": "test accuracy, %", "perplexity": "test perplexity"}
+    wanted = [(f"test-{quality}", "test", quality, title) for quality, title in qualities.items()]
+    wanted += [("test-loss", "test", "loss", "test loss"), ("train-loss", "train", "loss", "training loss")]
+    for name, kind, what, title in wanted:
+        shown = [run for run in runs if what in ("loss", run.quality)]
+        chart = lines(
+            [(run.name, run.num_stages, run.series(kind, what)) for run in shown], title, several=len(runs) > 1
+        )
         if chart is not None:
             charts[name] = chart
             parts += _chart(name, title)
@@ -102,24 +106,30 @@ def _timeline(number: int, run: Summary, charts: dict[str, Any]) -> str:
         shares = {"measured": found.utilisation, "predicted": line.utilisation}
         text += "<h3>Measured</h3>" + _chart(f"measured-{number}", f"{run.name}: measured timeline")
         text += "<h3>Predicted: the same lists, simulated with the medians of the measured times</h3>"
-    else:
-        strategy = run.strategy.in_force(0)
-        timed = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
-        picture = Picture("", timed, _BATCHES)
-        charts[f"predicted-{number}"] = gantt(picture.events, "time, slots", _BATCHES)
-        shares = {"predicted": picture.timeline.utilisation}
-        text += (
-            "<p class='note'>Predicted by the paper's timing model, on one accelerator for every stage: a forward takes one "
-            "slot, each loss's pass through a stage one, heads none. A mini-batch takes "
-            f"{timed.period:.6g} slots. This run was made by one process, or without <code>--timeline</code>, so that there is "
-            "nothing measured to lay beside.</p>"
-        )
-    text += _chart(f"predicted-{number}", f"{run.name}: predicted timeline")
-    charts[f"utilisation-{number}"] = utilisation(shares)
-    return (
-        text
-        + "<h3>Utilisation: share of the time that each stage computes</h3>"
-        + _chart(f"utilisation-{number}", f"{run.name}: utilisation of every stage")
+        text += _chart(f"predicted-{number}", f"{run.name}: predicted timeline")
+        return text + _busy(f"utilisation-{number}", run.name, shares, charts)
+    text += (
+        "<p class='note'>Predicted by the paper's timing model, on one accelerator for every stage: a forward takes one slot, "
+        "each loss's pass through a stage one, heads none. This run was made by one process, or without "
+        "<code>--timeline</code>, so that there is nothing measured to lay beside.</p>"
+    )
+    phases = list(run.strategy.phases())
+    for i, (first, _) in enumerate(phases):
+        now = run.strategy.in_force(first)
+        timed = best(now, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
+        picture, suffix = Picture("", timed, _BATCHES), f"{number}-{i}" if i else str(number)
+        charts[f"predicted-{suffix}"] = gantt(picture.events, "time, slots", _BATCHES)
+        since = f", from step {first} on" if len(phases) > 1 else ""
+        text += f"<p>{html.escape(now.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
+        text += _chart(f"predicted-{suffix}", f"{run.name}: predicted timeline of {now.name}")
+        text += _busy(f"utilisation-{suffix}", run.name, {"predicted": picture.timeline.utilisation}, charts)
+    return text
+
+
+def _busy(name: str, run: str, shares: Mapping[str, Sequence[float]], charts: dict[str, Any]) -> str:
+    charts[name] = utilisation(shares)
+    return "<h3>Utilisation: share of the time that each stage computes</h3>" + _chart(
+        name, f"{run}: utilisation of every stage"
     )
 
 
@@ -143,10 +153,10 @@ def _credit(runs: Sequence[Summary]) -> str:
 
 
 def _matrix(name: str, credit: list[list[float]], turn: int | None) -> str:
-    def cell(weight: float) -> str:
+    def cell(weight: float) -> Cell:
         share = min(1.0, abs(weight))
         colour = f"rgba(0,114,178,{0.12 + 0.5 * share:.2f})" if weight > 0 else "#fbe3d6" if weight < 0 else "none"
-        return f'<td style="background:{colour}">{weight:.4g}</td>'
+        return Cell(f'<td style="background:{colour}">{weight:.4g}</td>')
 
     rows = [[f"loss {j}", *map(cell, row)] for j, row in enumerate(credit)]
     caption = name if turn is None else f"{name}, turn {turn}"
@@ -169,6 +179,6 @@ def _configuration(runs: Sequence[Summary]) -> str:
     for name in names:
         values = [column.get(name, "–") for column in columns]
         differs = len(set(values)) > 1
-        rows.append([name, *(f'<td class="other">{html.escape(v)}</td>' if differs else v for v in values)])
+        rows.append([name, *(Cell(f'<td class="other">{html.escape(v)}</td>') if differs else v for v in values)])
     note = '<p class="note">What differs is bold.</p>' if len(runs) > 1 else ""
     return note + table(["", *(run.name for run in runs)], rows, kind="words")

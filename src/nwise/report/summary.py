@@ -57,6 +57,7 @@ class Summary:
             FileNotFoundError, ValueError: one of them is no run's folder, or has no records.
         """
         found = []
+        folders = list({folder.resolve(): folder for folder in folders}.values())  # each once
         names = [folder.resolve().name for folder in folders]
         for folder, name in zip(folders, names, strict=True):
             summary = cls(name if names.count(name) == 1 else str(folder), Run.open(folder))
@@ -74,8 +75,19 @@ class Summary:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """All of them."""
-        return self.run.metrics()
+        """Those of training and tests.
+
+        Raises:
+            ValueError: one is not as `nwise train` writes it.
+        """
+        found = [record for record in self.run.metrics() if record["kind"] in ("train", "test")]
+        for record in found:
+            if not _is_whole(record):
+                raise ValueError(
+                    f"{self.run.folder / 'metrics.jsonl'} should hold records with {', '.join(AXES)} and numbers of every head. "
+                    f"Found {str(record)[:60]}; remove the line."
+                )
+        return found
 
     @property
     def tests(self) -> list[dict[str, Any]]:
@@ -84,8 +96,28 @@ class Summary:
 
     @property
     def num_stages(self) -> int:
-        """A."""
-        return len(self.tests[0]["loss"])
+        """A, of the last test: a run may have gone on with another number."""
+        return len(self.tests[-1]["loss"])
+
+    @property
+    def history(self) -> list[str]:
+        """What was changed where the run was gone on from, and what of it the curves cannot show."""
+        notes = [
+            f"gone on from step {one.get('step')}" + (f": {one['changes']}" if one.get("changes") else "")
+            for one in self._state.get("resumed", [])
+            if isinstance(one, dict)
+        ]
+        other = [record["step"] for record in self.records if len(record["loss"]) != self.num_stages]
+        if other:
+            notes.append(
+                f"up to step {max(other)} there was another number of stages; of that part only the last head is shown"
+            )
+        return notes
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        found = json.loads((self.run.folder / "run.json").read_text())
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -117,10 +149,16 @@ class Summary:
         found = []
         for head in range(self.num_stages):
             key = "loss" if name == "perplexity" else name
-            values = [_scaled(record[key][head], name) for record in records]
+            values = [_scaled(self._of(record[key], head), name) for record in records]
             if any(value is not None for value in values):
                 found.append(Series(head, along, values))
         return found
+
+    def _of(self, heads: list[float | None], head: int) -> float | None:
+        """A head's number, where the run had as many stages as it ended with; the last head's everywhere."""
+        if head == self.num_stages - 1:
+            return heads[-1]
+        return heads[head] if len(heads) == self.num_stages else None
 
     @cached_property
     def measured(self) -> Comparison | None:
@@ -137,8 +175,20 @@ class Summary:
 
     def settings(self) -> dict[str, str]:
         """Configuration and versions, flat."""
-        state = json.loads((self.run.folder / "run.json").read_text())
-        return {**_flat(to_json(self.recipe)), **{f"version of {n}": v for n, v in state.get("versions", {}).items()}}
+        versions = self._state.get("versions")
+        found = versions if isinstance(versions, dict) else {}
+        return {**_flat(to_json(self.recipe)), **{f"version of {name}": str(value) for name, value in found.items()}}
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    heads = [record.get(name) for name in ("loss", "accuracy")[: 1 + (record["kind"] == "test")]]
+    return all(number(record.get(axis)) for axis in AXES) and all(
+        isinstance(values, list) and values and all(value is None or number(value) for value in values)
+        for values in heads
+    )
 
 
 def _scaled(value: float | None, name: str) -> float | None:

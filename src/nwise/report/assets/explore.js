@@ -1,6 +1,6 @@
 // The schedule explorer: every choice is a look-up among schedules that nwise has timed; nothing is computed anew here.
 "use strict";
-const { dimensions, initial, entries, kinds, rivals, compared } = JSON.parse(document.getElementById("schedules").textContent);
+const { dimensions, initial, entries, kinds, rivals, local, compared } = JSON.parse(document.getElementById("schedules").textContent);
 const names = Object.keys(dimensions);
 const chosen = Object.fromEntries(names.map(name => [name, initial[name] ?? 0]));
 const narrow = () => window.innerWidth < 640;
@@ -95,13 +95,14 @@ function table() {
 
 // As the planner recommends: end-to-end needs the fewest steps, so it wins wherever its step is not longer.
 function answer() {
-  const all = methods().filter(method => dimensions.method[method] !== "local").map(method => ({ method, ...atBestM(method) }));
+  const all = methods().filter(method => !local.includes(dimensions.method[method])).map(method => ({ method, ...atBestM(method) }));
   const first = list => list.reduce((a, b) => (b && (!a || b.entry.period < a.entry.period * (1 - 1e-9)) ? b : a), null);
   const pipeline = first(all.filter(one => isRival(one.method)));
   const strategy = first(all.filter(one => !isRival(one.method)));
   const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)})`;
   if (!pipeline || !strategy) return pipeline || strategy ? `The shortest step: ${named(pipeline || strategy)}.` : "";
   const ratio = pipeline.entry.period / strategy.entry.period;
+  if (!Number.isFinite(ratio)) return "";
   if (ratio <= 1.005) return `Winner: ${named(pipeline)}. No strategy between local and end-to-end has a shorter step; ` +
     `the best of them is ${named(strategy)}, ${Math.round(100 / ratio - 100)} % longer.`;
   return `Winner: ${named(strategy)}, if it reaches your quality in fewer than ${ratio.toFixed(2)} times the steps of end-to-end; ` +
