@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nwise
-from nwise.training.clip import Clip
 from ranks.common import batches, closed, digests, network, trained, write
+from ranks.edges import clipped
 
 A = 3
 
@@ -110,15 +110,7 @@ def clipped_with_a_rank_without_gradients(by: Any) -> Any:
     """Stage 0 is frozen, and under 2-wise its head does not run."""
     stages, heads = network(A)
     stages[0].requires_grad_(False)
-    pipe = nwise.Pipeline(stages, heads, functional.cross_entropy, "2-wise", seed=0)
-    clip = Clip(pipe, 0.05, by)
-    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
-    for x, y in batches(4):
-        pipe.step(x, target=y)
-        clip()
-        update.step()
-        update.zero_grad()
-    return closed(pipe, digests(pipe))
+    return clipped(by, nwise.Pipeline(stages, heads, functional.cross_entropy, "2-wise", seed=0))
 
 
 CASES: dict[str, Callable[[], Any]] = {

@@ -104,9 +104,9 @@ def untouched_by_shapes() -> Any:
     return closed(pipe, state(pipe))
 
 
-def clipped(by: Any) -> Any:
+def clipped(by: Any, pipe: nwise.Pipeline | None = None) -> Any:
     """Clipping by groups that lie on several ranks."""
-    pipe = pipeline(A, "2-wise", 1)
+    pipe = pipeline(A, "2-wise", 1) if pipe is None else pipe
     clip = Clip(pipe, 0.05, by)
     update = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for x, y in batches(5):
