@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,3 +179,37 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_version_is_one() -> None:
     assert nwise.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_slurm_script_stops_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    """With stand-ins for SLURM's own commands, on one node: the signal comes, and the second start ends the run."""
+    (tmp_path / "bin").mkdir()
+    for stand_in, body in {
+        "srun": 'exec "$@"',
+        "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',
+    }.items():
+        (tmp_path / "bin" / stand_in).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / stand_in).chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "x"}
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **variables, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["bash", str(ROOT / "examples" / "slurm.sh"), "digits", "--cut", "2", "2", "--epochs", "40"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True}
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **options
+    )
+    metrics = tmp_path / "runs" / "job-7" / "digits-2-wise-001" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and '"step": 20' in metrics.read_text():
+            break
+        time.sleep(0.1)
+    subprocess.run(["pkill", "-TERM", "-f", "rdzv-id 7 --rdzv-backend"], check=True)
+    output, _ = first.communicate(timeout=100)
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n", output[-2000:]
+    assert '"status": "stopped"' in (metrics.parent / "run.json").read_text()
+    done = subprocess.run(command, capture_output=True, check=False, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert '"status": "done"' in (metrics.parent / "run.json").read_text()
+    assert [folder.name for folder in metrics.parent.parent.iterdir()] == ["digits-2-wise-001"], "it went on"
