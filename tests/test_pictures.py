@@ -90,7 +90,7 @@ def test_the_page_holds_everything_and_needs_no_network(capsys: pytest.CaptureFi
 def test_the_page_without_plotly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert cli.run(["schedule", "--out", "s.html"]) == 2
-    assert "Install it with `pip install nwise[html]`" in capsys.readouterr().err
+    assert "Install it with `pip install 'nwise[html]'`" in capsys.readouterr().err
 
 
 def test_the_trace_is_the_timeline_with_an_arrow_for_each_message() -> None:

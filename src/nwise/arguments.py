@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from nwise.chain import Chain
 from nwise.stage import LossFn
 
 # A module, or a function that makes it, which is called only in the process that holds it.
@@ -52,10 +54,16 @@ def checked(
             raise TypeError(
                 f"`heads[{k}]` should be an nn.Module, a function that makes it, or None. Found {type(head).__name__}."
             )
-    losses: list[LossFn] = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * num_stages
+    several = isinstance(loss_fn, Sequence) and not isinstance(loss_fn, str)
+    losses: list[LossFn] = list(loss_fn) if several else [loss_fn] * num_stages  # type: ignore[arg-type, list-item]
     if len(losses) != num_stages:
         raise ValueError(f"`loss_fn` should be one function or a list of {num_stages}. Found {len(losses)}.")
     for loss in losses:
+        if isinstance(loss, type):
+            raise TypeError(
+                f"`loss_fn` should be a function of output and target. Found the class {loss.__name__}; make one of it, "
+                f"`{loss.__name__}()`."
+            )
         if not callable(loss):
             raise TypeError(f"`loss_fn` should be callable, `loss_fn(output, target)`. Found {type(loss).__name__}.")
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
@@ -63,6 +71,28 @@ def checked(
                 f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
             )
     return mains, [*sides, None], losses
+
+
+def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
+    """Refuse ``step(x, y)`` where the first stage takes one input: the target is given by name."""
+    if target is None and num_inputs > 1 and not _takes(first, num_inputs):
+        raise TypeError(
+            f"The first stage should be given what its forward takes, and the target by name, `pipe.step(x, target=y)`. Found "
+            f"{num_inputs} inputs and no target."
+        )
+
+
+def _takes(module: nn.Module, count: int) -> bool:
+    """Whether a module's forward can be called with so many inputs, as far as its signature tells."""
+    while isinstance(module, nn.Sequential | Chain):
+        module = next(module.children()) if isinstance(module, nn.Sequential) else next(iter(module.pieces().values()))
+        if not isinstance(module, nn.Sequential | Chain):
+            break
+    try:
+        inspect.signature(module.forward).bind(*[None] * count)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.arguments import Given, Heads, checked, refuse_sharing
+from nwise.arguments import Given, Heads, check_target, checked, refuse_sharing
 from nwise.batchnorm import DeferredBatchNorm, undeferred
 from nwise.compiled import is_compiled, keep_buffers
 from nwise.credit import Strategy
@@ -215,6 +215,7 @@ class Pipeline(nn.Module):
             nwise.runtime.watch.RankError: something went wrong on this rank or on another.
         """
         batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
+        check_target(len(inputs), target, self.stages[0])
         if self.team is not None:
             self.team.same_target(target)
         norms = self._survey()

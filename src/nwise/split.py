@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.chain import Chain
+from nwise.hint import hint
 from nwise.microbatch import Tensors, as_tuple
 
 
@@ -25,7 +26,9 @@ def groups_of(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[s
     names = list(pieces)
     for name in at:
         if name not in pieces:
-            raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.")
+            alike = [other for other in names if other.endswith("." + name)]
+            meant = f" Did you mean {alike[0]!r}?" if alike else hint(name, names)
+            raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{meant}")
     starts = [0, *(names.index(name) for name in at)]
     if sorted(set(starts)) != starts:
         raise ValueError(

@@ -138,6 +138,7 @@ class Stage:
             torch.enable_grad(),
             seeded(seed, leaves[0].device),
             unchanged(leaves, f"The head or loss of stage {self.index}"),
+            told(self.index, leaves, target),
         ):
             output = self.head(*leaves) if self.head is not None else _single(leaves)
             loss = self.loss_fn(output, None if target is None else _single(target))
@@ -246,6 +247,29 @@ def unchanged(inputs: Tensors, who: str) -> Iterator[None]:
         raise
     if counters != _versions(inputs):
         raise ValueError(message)
+
+
+@contextmanager
+def told(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
+    """Say where an error of torch comes from, and of a missing target what to do."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if target is not None:
+            _note(error, index, inputs, target)
+            raise
+        raise TypeError(
+            f"The loss of stage {index} should be given a target by name, `pipe.step(x, target=y)`. Found none: {error}"
+        ) from error
+    except (ValueError, RuntimeError, IndexError) as error:
+        _note(error, index, inputs, target)
+        raise
+
+
+def _note(error: Exception, index: int, inputs: Tensors, target: Tensors | None) -> None:
+    given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"nwise: in the head or loss of stage {index}, given {given}, with a target of {wanted}")
 
 
 def _versions(tensors: Tensors) -> list[int]:

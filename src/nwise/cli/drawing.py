@@ -171,7 +171,7 @@ class Explore:
             task = progress.add_task("timing schedules")
             found = explore(choices, self.out, lambda done, total: progress.update(task, completed=done, total=total))
         if self.json:
-            print_json({"file": str(self.out), "schedules": found})
+            print_json({"page": str(self.out), "schedules": found})
         else:
             console.print(f"Page: {self.out}", soft_wrap=True, highlight=False)
         return OK

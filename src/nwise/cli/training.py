@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +42,8 @@ from nwise.training import (
 from nwise.training.build import device_of
 from nwise.training.run import numbered, plain, versions
 from nwise.training.weights import under
+
+_OF_TORCH = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,15 +238,19 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write the main network alone, heads dropped, as safetensors under the names of the unsplit network."""
+    """Write the main network alone, heads dropped, under the names of the unsplit network: safetensors, or torch's format."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run's folder."""
     out: Path | None = None
-    """The file; default: model.safetensors in the run's folder."""
+    """The file, .safetensors, or .pt, .pth, .bin for `torch.load`; default: model.safetensors in the run's folder."""
 
     def run(self, console: Console) -> int:
         run = Run.open(self.folder)
+        if self.out is not None and self.out.suffix not in (".safetensors", *_OF_TORCH):
+            raise ValueError(
+                f"`out` should end in .safetensors, or for torch.load in {', '.join(_OF_TORCH)}. Found {str(self.out)!r}."
+            )
         main = under(run.weights(), "model.")
         out = self.out or self.folder / "model.safetensors"
         if out.exists() and not out.is_file():
@@ -253,7 +260,10 @@ class Export:
                 f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
             )
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(main, out)
+        if out.suffix in _OF_TORCH:
+            torch.save(main, out)
+        else:
+            save_tensors(main, out)
         size = sum(tensor.numel() for tensor in main.values())
         console.print(f"{out}: {len(main)} tensors, {size:,} values", soft_wrap=True, highlight=False)
         return OK

@@ -27,6 +27,15 @@ class StagedModel:
     heads: list[nn.Module]
     head_of: Callable[[str], nn.Module]
 
+    def whole(self) -> Chain:
+        """The main network as one module, under the names that `nwise export` writes.
+
+        >>> from nwise.models import mlp
+        >>> sorted(mlp(2).whole().state_dict())[0]
+        'blocks.0.0.bias'
+        """
+        return Chain({name: piece for stage in self.stages for name, piece in stage.pieces().items()})
+
 
 def build(
     pieces: Mapping[str, nn.Module], at: Sequence[str], head_of: Callable[[str], nn.Module], seed: int

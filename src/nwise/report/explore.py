@@ -27,6 +27,8 @@ METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *
 _END_TO_END = (*RIVALS, "end-to-end")
 MOST = 20_000  # actions in one picture
 _ACTIONS = 5  # of a stage and micro-batch, about
+# As `nwise plan --json` calls them.
+_KEYS = {"bound": "lower_bound", "held": "in_flight", "runs": "nwise_runs_it", "busy": "utilisation"}
 # Where a schedule is in the lists of methods, stages, micro-batches, costs and latencies.
 Place = tuple[int, ...]
 
@@ -133,7 +135,7 @@ def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None
     return [
         {
             **{name: values[i][place[i]] for i, name in enumerate(dimensions)},
-            **{name: value for name, value in found.items() if name != "events"},
+            **{_KEYS.get(name, name): value for name, value in found.items() if name != "events"},
         }
         for place, found in entries.items()
     ]

@@ -75,7 +75,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("Interactive pages need plotly. Install it with `pip install nwise[html]`.") from error
+        raise ImportError("Interactive pages need plotly. Install it with `pip install 'nwise[html]'`.") from error
     return str(get_plotlyjs())
 
 

@@ -234,7 +234,7 @@ def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
         if size % num_stages:
             raise ValueError(
                 f"`torchrun` should start a multiple of {num_stages} processes, one for each stage. Found {size}; cut the "
-                f"network into another number of stages, or start {num_stages}."
+                f"network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start {num_stages}."
             )
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         return init_device_mesh(kind, (num_stages, size // num_stages, 1), mesh_dim_names=DIMENSIONS)

@@ -18,6 +18,7 @@ import torch
 from nwise.pipeline import Pipeline
 from nwise.training import checkpoint, state
 from nwise.training.checkpoint import DamagedError
+from nwise.training.weights import check_names
 
 _NAME = re.compile(r"step-\d{8,}")
 
@@ -75,6 +76,7 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ValueError(f"`keep` should be at least 1. Found {keep}.")
+        check_names(pipe)
         self.folder, self.optimizer = Path(folder), optimizer
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
         self._team = pipe.team

@@ -41,10 +41,7 @@ def main_state(pipe: Pipeline) -> dict[str, Tensor]:
     for k, stage in enumerate(pipe.stages):
         for name, tensor in stage.state_dict().items():
             if name in state:
-                raise ValueError(
-                    f"Stages should keep the names of the unsplit network (`nwise.Chain`, `nwise.split`). Found {name!r} in "
-                    f"stage {k} and in one before."
-                )
+                raise ValueError(_SAME_NAME.format(name=name, stage=k))
             state[name] = tensor
     return state
 
@@ -70,3 +67,23 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     # safetensors refuses tensors that share memory, as those of a module in two places do.
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
     os.replace(aside, path)
+
+
+def check_names(pipe: Pipeline) -> None:
+    """Refuse stages whose names do not differ before anything is trained; a call for all processes."""
+    state = main_state(pipe)
+    if pipe.team is None:
+        return
+    stages = dict(pipe.team.world.everyone("names", [pipe.team.stage, list(state)]))
+    seen: set[str] = set()
+    for k in range(pipe.num_stages):
+        for name in stages[k]:
+            if name in seen:
+                raise ValueError(_SAME_NAME.format(name=name, stage=k))
+        seen |= set(stages[k])
+
+
+_SAME_NAME = (
+    "Stages should keep the names of the unsplit network, as those of `nwise.split` do; stages of your own get one by "
+    "`nwise.Chain({{'first': stage}})`. Found {name!r} in stage {stage} and in one before."
+)

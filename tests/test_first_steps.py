@@ -1,0 +1,137 @@
+"""What somebody new runs into: a sentence that says what to do, rather than an error of torch from the middle of a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise import cli, models
+from nwise.training import Checkpoints
+
+
+def pipe(strategy: str = "2-wise", head_width: int = 8) -> nwise.Pipeline:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    stages = nwise.split(model, at=["3", "5"])
+    return nwise.Pipeline(stages, [nn.Linear(head_width, 3), nn.Linear(head_width, 3)], strategy=strategy)
+
+
+X, Y = torch.zeros(4, 2, 3), torch.tensor([0, 1, 2, 0])
+
+
+def test_the_target_is_given_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"the target by name, `pipe.step\(x, target=y\)`. Found 2 inputs and no target"
+    ):
+        pipe().step(X, Y)
+
+
+def test_a_forgotten_target_is_named() -> None:
+    with pytest.raises(TypeError, match=r"should be given a target by name, `pipe.step\(x, target=y\)`. Found none"):
+        pipe().step(X)
+
+
+def test_losses_without_targets_and_stages_of_several_inputs_are_fine() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) + shift
+            return y
+
+    def small(output: Tensor, target: None) -> Tensor:
+        return output.square().mean()
+
+    free = nwise.Pipeline([Two(), nn.Linear(3, 3)], [nn.Linear(3, 3)], small, "local")
+    assert free.step(torch.ones(2, 3), torch.ones(2, 3)).isfinite().all()
+    one = nwise.Pipeline([nn.Linear(3, 3), nn.Linear(3, 3)], [nn.Linear(3, 3)], small, "local")
+    assert one.step(torch.ones(2, 3)).isfinite().all()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes from Python 3.11 on")
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [
+        (lambda: pipe("local", head_width=5).step(X, target=Y), 0),
+        (lambda: pipe().step(X, target=torch.tensor([0, 1, 2, 7])), 1),
+        (lambda: pipe("end-to-end").step(X, target=Y[:, None]), 2),
+    ],
+)
+def test_an_error_of_torch_says_which_head_it_was(given: object, stage: int) -> None:
+    with pytest.raises((RuntimeError, IndexError, ValueError)) as error:
+        given()  # type: ignore[operator]
+    [note] = getattr(error.value, "__notes__", [])
+    assert note.startswith(f"nwise: in the head or loss of stage {stage}, given [[4, {3 if stage == 2 else 8}]]")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss, r"Found the class CrossEntropyLoss; make one of it, `CrossEntropyLoss\(\)`"),
+        ("cross_entropy", r"`loss_fn` should be callable.*Found str"),
+    ],
+)
+def test_a_loss_that_is_none(loss: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], loss)  # type: ignore[arg-type]
+
+
+def test_names_that_are_nearly_right() -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(2, 2), "blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
+    with pytest.raises(ValueError, match="Found 'block.1'. Did you mean 'blocks.1'"):
+        nwise.split(model, at=["block.1"])
+    with pytest.raises(ValueError, match="Found '2'. Did you mean 'blocks.2'"):
+        nwise.split(model, at=["2"])
+
+
+def test_stages_of_ones_own_are_named_before_they_are_trained(tmp_path: Path) -> None:
+    """The refusal used to come at the first save, and did not say how to name a stage."""
+    stages = [nn.Linear(3, 3) for _ in range(3)]
+    own = nwise.Pipeline(stages, [nn.Linear(3, 3) for _ in range(2)])
+    with pytest.raises(ValueError, match=r"by `nwise.Chain\({'first': stage}\)`. Found 'weight' in stage 1"):
+        Checkpoints(tmp_path, own)
+    named = nwise.Pipeline(
+        [nwise.Chain({f"part{k}": stage}) for k, stage in enumerate(stages)], None, strategy="end-to-end"
+    )
+    path = Checkpoints(tmp_path, named).save()
+    assert path.is_dir()
+
+
+def test_what_was_exported_is_loaded_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--out m.pt` used to write safetensors, and no module took the names of a recipe's network."""
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["train", "digits", "--max-steps", "2"]) == 0
+    run = "runs/digits-2-wise-001"
+    for out in ("net.safetensors", "net.pt"):
+        assert cli.run(["export", run, "--out", out]) == 0
+    network = models.convnet(4, 10, in_channels=1, image_size=8).whole()
+    for weights in (load_file("net.safetensors"), torch.load("net.pt", weights_only=True)):
+        network.load_state_dict(weights, strict=True)
+    assert network.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert cli.run(["export", run, "--out", "net.onnx"]) == 2
+    assert (
+        "`out` should end in .safetensors, or for torch.load in .pt, .pth, .bin. Found 'net.onnx'"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_optimizer_of_the_network_alone_leaves_heads_as_they_were() -> None:
+    """Which is why the manual says `pipe.parameters()`."""
+    made = pipe()
+    head = made.heads[1]
+    assert isinstance(head, nn.Linear)
+    before = head.weight.detach().clone()
+    update = torch.optim.SGD(made.main_parameters(), lr=1.0)
+    made.step(torch.randn(4, 2, 3), target=Y)
+    update.step()
+    assert torch.equal(head.weight, before)
