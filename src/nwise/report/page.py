@@ -53,14 +53,14 @@ def _overview(runs: Sequence[Summary]) -> str:
         last, recipe = run.tests[-1], run.recipe
         heads = {series.head: series.values[-1] for series in run.series("test", run.quality)}
         scores = [_number(heads.get(k)) for k in range(run.num_stages)]
-        quality = {"accuracy": "accuracy, %", "perplexity": "perplexity"}[run.quality]
+        unit = {"accuracy": " %", "perplexity": " perplexity"}[run.quality]
         sizes = [str(run.num_stages), str(recipe.microbatches), str(recipe.batch_size)]
         done = [f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}"]
-        scored = [run.run.status, quality, scores[-1], ", ".join(scores)]
+        scored = [run.run.status, scores[-1] + unit, ", ".join(scores)]
         rows.append([run.name, recipe.name, recipe.strategy, *sizes, *done, *scored])
-    names = ["run", "recipe", "strategy", "stages", "M", "batch", "steps", "samples", "seconds", "status", "test"]
+    names = ["run", "recipe", "strategy", "stages", "M", "batch", "steps", "samples", "seconds", "status"]
     notes = "".join(f'<p class="note">{html.escape(f"{run.name}: {text}")}</p>' for run in runs for text in run.history)
-    return table([*names, "last head", "every head"], rows) + notes
+    return table([*names, "test, last head", "every head"], rows) + notes
 
 
 def _number(value: float | None) -> str:
