@@ -35,7 +35,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 # Pieces that stand for a loop of the reader's own.
-_SKETCHES = ("for x, y in batches", "batch(step)", "init_device_mesh", "found.period", "ages = nwise.staleness", "next_tokens")
+_SKETCHES = (
+    "for x, y in batches",
+    "batch(step)",
+    "init_device_mesh",
+    "found.period",
+    "ages = nwise.staleness",
+    "next_tokens",
+)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nwise
+from launch import torchrun
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -56,3 +57,35 @@ def test_reconstruction_gradients_are_those_of_the_definition() -> None:
     )
     pipe.step(x, target=x)
     assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_gpt2_goes_on_where_it_stopped_and_is_loaded_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Forty steps at once are the same as twenty and twenty."""
+    gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
+    whole = gpt2.main(tmp_path / "whole", steps=40)
+    assert whole[-1] < whole[0] - 1
+    first = gpt2.main(tmp_path / "parts", steps=20)
+    second = gpt2.main(tmp_path / "parts", steps=40)
+    assert first + second == whole
+    assert capsys.readouterr().out.count("saved and loaded back") == 3
+    saved = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.slow
+def test_gpt2_on_four_processes_saves_what_one_does(tmp_path: Path) -> None:
+    gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
+    done = torchrun(4, [str(Path(gpt2.__file__)), str(tmp_path / "many")])
+    assert done.returncode == 0, done.stderr[-2000:]
+    gpt2.main(tmp_path / "one")
+    saved = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("many", "one")]
+    assert saved[0] == saved[1]
+
+
+def test_the_vision_transformer_is_loaded_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vit = pytest.importorskip("vit", reason="needs the extra 'hf'", exc_type=ImportError)
+    accuracy = vit.main(tmp_path, epochs=3)
+    assert accuracy > 0.15
+    scores, loaded = capsys.readouterr().out.splitlines()
+    assert len(scores.split("%")) == 5, "every head is scored"
+    assert scores.split()[-2] == loaded.split()[-2], "the network that was loaded is the one that was trained"
