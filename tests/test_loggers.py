@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
 import subprocess
 import sys
 import types
@@ -26,17 +28,30 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def train(*options: str) -> dict[tuple[str, int], float]:
-    """A run of 24 steps; every number that should be logged, by name and step."""
+    """A run of 24 steps; every number that should be logged."""
     assert cli.run(["train", "digits", "--max-steps", "24", "--log-every", "8", *options]) == 0
+    return recorded()
+
+
+def recorded() -> dict[tuple[str, int], float]:
+    """The numbers of the run's records, by name and step."""
     wanted = {}
     for record in Run.open(Path("runs/digits-2-wise-001")).metrics():
-        names = {"train": ("loss",), "test": ("loss", "accuracy")}[record["kind"]]
-        for name in names:
+        for name in ("loss", "accuracy")[: 1 + (record["kind"] == "test")]:
             for k, value in enumerate(record[name]):
                 if value is not None:
                     wanted[f"{record['kind']}_{name}/stage_{k}", record["step"]] = value
     assert len(wanted) > 20
     return wanted
+
+
+def train_in_a_process(name: str, **variables: str) -> None:
+    """As trackers start processes and threads of their own."""
+    path = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {path!r}); import test_loggers; test_loggers.train('--log-to', {name!r})"
+    environment = {**os.environ, **variables}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_tensorboard_has_what_the_records_have() -> None:
@@ -53,23 +68,9 @@ def test_tensorboard_has_what_the_records_have() -> None:
 def test_weights_and_biases_offline_has_what_the_records_have() -> None:
     """In a process of its own, as it starts others, and really offline: nothing is asked of any network."""
     pytest.importorskip("wandb", reason="needs the extra 'wandb'")
-    code = "import sys, test_loggers; test_loggers.train('--log-to', 'wandb')"
-    path = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    train_in_a_process("wandb")
     [offline] = Path("runs/digits-2-wise-001").glob("wandb/offline-run-*/run-*.wandb")
-    wanted = {}
-    for record in Run.open(Path("runs/digits-2-wise-001")).metrics():
-        for k, value in enumerate(record["loss"]):
-            if value is not None:
-                wanted[f"{record['kind']}_loss/stage_{k}", record["step"]] = value
-    found = {key: value for key, value in wandb_history(offline).items() if "_loss/" in key[0]}
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert wandb_history(offline) == pytest.approx(recorded(), rel=1e-6)
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
@@ -102,7 +103,7 @@ def wandb_history(path: Path) -> dict[tuple[str, int], float]:
 
 
 def test_trackio_is_given_what_the_records_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its calls are those of Weights & Biases; the package itself cannot be installed beside today's `datasets`."""
+    """Its calls are those of Weights & Biases; the package itself wants an older pillow than the other tests have."""
     calls: list[tuple[str, Any]] = []
     package = types.ModuleType("trackio")
     package.init = lambda **options: calls.append(("init", options))  # type: ignore[attr-defined]
@@ -116,6 +117,16 @@ def test_trackio_is_given_what_the_records_have(monkeypatch: pytest.MonkeyPatch)
     assert calls[-1][0] == "finish"
     found = {(name, step): value for step, values in calls[1:-1] for name, value in values.items()}
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_trackio_itself_has_what_the_records_have(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="needs the extra 'trackio', which asks for pillow below 13")
+    train_in_a_process("trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
+    with sqlite3.connect(tmp_path / "trackio" / "nwise.db") as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    found = {(name, step): value for step, text in rows for name, value in json.loads(text).items()}
+    assert found == pytest.approx(recorded(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
