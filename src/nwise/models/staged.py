@@ -32,7 +32,7 @@ class StagedModel:
 
         >>> from nwise.models import mlp
         >>> sorted(mlp(2).whole().state_dict())[0]
-        'blocks.0.0.bias'
+        'blocks.0.1.bias'
         """
         return Chain({name: piece for stage in self.stages for name, piece in stage.pieces().items()})
 
