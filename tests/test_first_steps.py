@@ -50,6 +50,16 @@ def test_losses_without_targets_and_stages_of_several_inputs_are_fine() -> None:
 
     free = nwise.Pipeline([Two(), nn.Linear(3, 3)], [nn.Linear(3, 3)], small, "local")
     assert free.step(torch.ones(2, 3), torch.ones(2, 3)).isfinite().all()
+
+    class Row(nn.Sequential):
+        """A row of layers whose own forward takes more than the first of them does, as stages with masks do."""
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y: Tensor = self[0](x) * mask
+            return y
+
+    row = nwise.Pipeline([Row(nn.Linear(3, 3)), nn.Linear(3, 3)], [nn.Linear(3, 3)], small, "local")
+    assert row.step(torch.ones(2, 3), torch.ones(2, 1)).isfinite().all()
     one = nwise.Pipeline([nn.Linear(3, 3), nn.Linear(3, 3)], [nn.Linear(3, 3)], small, "local")
     assert one.step(torch.ones(2, 3)).isfinite().all()
 

@@ -84,10 +84,10 @@ def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
 
 def _takes(module: nn.Module, count: int) -> bool:
     """Whether a module's forward can be called with so many inputs, as far as its signature tells."""
-    while isinstance(module, nn.Sequential | Chain):
-        module = next(module.children()) if isinstance(module, nn.Sequential) else next(iter(module.pieces().values()))
-        if not isinstance(module, nn.Sequential | Chain):
-            break
+    # What has a forward of its own, as stages of Hugging Face's networks do, says by that what it takes.
+    while type(module) in (nn.Sequential, Chain):
+        parts = module.pieces() if isinstance(module, Chain) else module._modules
+        module = next(iter(parts.values()), None) or nn.Identity()
     try:
         inspect.signature(module.forward).bind(*[None] * count)
     except (TypeError, ValueError):

@@ -246,6 +246,7 @@ class Passage(Chain):
         self.config = config
         self.begins = begins
         self.ends = ends
+        self._calls = {name: family.call_of(name) for name in pieces}
         self._beside = tuple(beside)
         for name, module in beside.items():
             self.place(name, copy.deepcopy(module))
@@ -266,7 +267,7 @@ class Passage(Chain):
         beside = {name.rpartition(".")[2]: self.get_submodule(name) for name in self._beside}
         around = Around(self.config, given, beside)
         for name, piece in self.pieces().items():
-            x = self.family.call_of(name)(piece, x, around)
+            x = self._calls[name](piece, x, around)
         on = tuple(given[name] for name in self.family.carried if name in given)
         return x if self.ends or not on else (x, *on)
 

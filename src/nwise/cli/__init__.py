@@ -17,7 +17,7 @@ from rich.table import Table
 import nwise
 from nwise.cli.commands import COMMANDS
 from nwise.cli.completion import Completion
-from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK
+from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, PARSING
 from nwise.hint import hint
 from nwise.recipes import recipe
 from nwise.runtime.team import tell_all
@@ -107,7 +107,7 @@ def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: An
         prog=f"nwise {name}",
         args=arguments,
         **({} if default is None else {"default": default}),
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+        config=PARSING,
     )
 
 

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from nwise.cli.commands import COMMANDS
-from nwise.cli.output import OK
+from nwise.cli.output import OK, PARSING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,6 @@ def script(commands: Mapping[str, Any], shell: str) -> str:
             dict(commands),
             prog="nwise",
             args=["--tyro-print-completion", shell],
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+            config=PARSING,
         )
     return out.getvalue()

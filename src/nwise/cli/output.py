@@ -13,6 +13,8 @@ OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130  # 75 is what mai
 
 # `--lr`, not `--config.lr`.
 FLAT = tyro.conf.arg(name="")
+# How every command line is parsed, and completed.
+PARSING = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
 
 
 def print_json(value: Any) -> None:

@@ -36,19 +36,16 @@ class Report:
         out = self.out or self.folders[0] / "report.html"
         check_page(out)
         runs = Summary.of(self.folders)
-        measured = {run.name: run.measured for run in runs}
         for run in runs:
-            found = measured[run.name]
-            if found is not None:
+            if (found := run.measured) is not None:
                 trace = json.dumps(found.trace(run.title), allow_nan=False)
                 (run.run.folder / "trace.json").write_text(trace + "\n")
-        report(self.folders, out)
+        report(runs, out)
         if self.json:
-            print_json({"page": str(out), "runs": [_numbers(run, measured[run.name]) for run in runs]})
+            print_json({"page": str(out), "runs": [_numbers(run, run.measured) for run in runs]})
             return OK
         for run in runs:
-            found = measured[run.name]
-            if found is not None:
+            if (found := run.measured) is not None:
                 _show(console, run, found)
         console.print(f"Page: {out}", soft_wrap=True, highlight=False)
         return OK

@@ -20,18 +20,17 @@ _WIDEST = 16  # stages that a picture of the flow has room for
 _BATCHES = 3  # mini-batches of a timeline
 
 
-def report(folders: Sequence[Path], path: Path) -> None:
+def report(runs: Sequence[Summary], path: Path) -> None:
     """Write the page of some runs.
 
     Args:
-        folders: of runs, as `nwise train` makes them.
+        runs: what their folders tell, from `Summary.of`.
         path: of the page.
 
     Raises:
         ImportError: plotly is missing.
-        FileNotFoundError, ValueError: a folder is no run's.
+        FileNotFoundError, ValueError: a folder's records or timeline are not as `nwise train` writes them.
     """
-    runs = Summary.of(folders)
     charts: dict[str, Any] = {}
     parts = {
         "runs": ("Runs", _overview(runs)),
