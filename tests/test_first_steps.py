@@ -54,7 +54,7 @@ def test_losses_without_targets_and_stages_of_several_inputs_are_fine() -> None:
     class Row(nn.Sequential):
         """A row of layers whose own forward takes more than the first of them does, as stages with masks do."""
 
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
             y: Tensor = self[0](x) * mask
             return y
 
