@@ -25,6 +25,7 @@ RANKS = [
         "microbatch",
         "batchnorm",
         "compiled",
+        "dtensor",
         "layers",
         "losses",
         "machine",

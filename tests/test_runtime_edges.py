@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import nwise
 from launch import RANKS, results, torchrun
 from nwise.cli import run
 from nwise.report.measured import Comparison
-from nwise.runtime.channel import Spec
+from nwise.runtime.channel import NOTHING, Link, Plan, Receiver, Sender, Spec
 from nwise.runtime.distributed import packed, unpacked
 from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.timeline import load
@@ -45,6 +46,45 @@ def test_many_processes_do_what_one_does(name: str, found: list[Any]) -> None:
         assert {key.split(".")[1] for key in here if "." in key} <= {str(rank)}
         together |= here
     assert together == expected
+
+
+class Wire:
+    """A process group that notes what is asked of it; every message is there at once."""
+
+    def __init__(self) -> None:
+        self.received: list[torch.Tensor] = []
+        self.sent: list[torch.Tensor] = []
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        tensors[0].fill_(len(self.received))
+        self.received += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.sent += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_one_receive_is_posted_all_the_time() -> None:
+    """With two, messages that nobody waited for took the copying from others: behind torch with 4 MiB and 16 stages."""
+    wire, spec = Wire(), (Spec((1,), torch.float32),)
+    plan = Plan(((0, None, 0), (1, None, 0), (2, None, 0)), (spec, spec, spec))
+    link = Link(cast(Any, wire), 0, torch.device("cpu"))
+    sender, receiver = Sender(link), Receiver(link)
+    sender.start(plan, 0)
+    receiver.start(plan, 0)
+    assert len(wire.received) == 1, "before anybody asks"
+    order = (0, 2, 1)
+    for taken, m in enumerate(order):
+        sender.send((taken, None, 0), (torch.zeros(1),))
+        assert receiver.take((m, None, 0))[0].item() == m
+    assert len(wire.received) == 1 + len(order), "over the end of the mini-batch too"
+    receiver.start(plan, 0)
+    sender.start(plan, 0)
+    assert (len(wire.received), len(wire.sent)) == (4, 3), "a mini-batch of the same shapes goes on"
+    sender.start(NOTHING, 0)
+    receiver.start(NOTHING, 0)
+    assert len(wire.sent) == len(wire.received), "what was asked for too early is sent"
 
 
 def test_the_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nwise
-from nwise.cli.commands import COMMANDS
-from nwise.cli.completion import Completion
+from nwise.cli.commands import COMMANDS, command_of
 from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, PARSING
 from nwise.hint import hint
 from nwise.recipes import recipe
@@ -26,8 +25,6 @@ from nwise.runtime.world import launched
 from nwise.training import Run
 
 __all__ = ["main", "parsed", "run"]
-
-_COMMANDS: dict[str, Any] = {**COMMANDS, "completion": Completion}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,10 +42,8 @@ def run(arguments: list[str]) -> int:
         return OK
     name, *rest = arguments
     try:
-        if name not in _COMMANDS:
-            raise ValueError(
-                f"A command should be one of {', '.join(_COMMANDS)}. Found {name!r}.{hint(name, _COMMANDS)}"
-            )
+        if name not in COMMANDS:
+            raise ValueError(f"A command should be one of {', '.join(COMMANDS)}. Found {name!r}.{hint(name, COMMANDS)}")
         if name != "train" and launched():
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         with warnings.catch_warnings():
@@ -70,7 +65,7 @@ def run(arguments: list[str]) -> int:
 
 def parsed(name: str, arguments: list[str]) -> Any:
     """The command with its options, not run."""
-    kind = _COMMANDS[name]
+    kind = command_of(name)
     # A recipe's name decides the defaults of all other options, so it is looked for first.
     chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
     folder = _value(arguments, "--resume") if name == "train" else None
@@ -116,7 +111,7 @@ def _help() -> None:
     console.print("[bold]nwise[/] trains networks in stages, each loss's gradient travelling through only N of them.\n")
     console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for name, kind in _COMMANDS.items():
-        table.add_row(name, inspect.getdoc(kind))
+    for name in COMMANDS:
+        table.add_row(name, inspect.getdoc(command_of(name)))
     console.print(table)
     console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

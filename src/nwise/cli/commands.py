@@ -1,27 +1,31 @@
-"""The commands by name."""
+"""The commands by name, each imported when it is asked for: what one of them needs can take a second to load."""
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
-from nwise.cli.bench import Bench
-from nwise.cli.drawing import Explore, Flow, Schedule
-from nwise.cli.planning import Plan
-from nwise.cli.report import Report
-from nwise.cli.reproduce import Reproduce
-from nwise.cli.training import Compare, Evaluate, Export, Recipes, Train
-
-COMMANDS: dict[str, Any] = {
-    "train": Train,
-    "compare": Compare,
-    "evaluate": Evaluate,
-    "export": Export,
-    "recipes": Recipes,
-    "plan": Plan,
-    "schedule": Schedule,
-    "explore": Explore,
-    "flow": Flow,
-    "bench": Bench,
-    "report": Report,
-    "reproduce": Reproduce,
+COMMANDS = {
+    "train": "training:Train",
+    "compare": "training:Compare",
+    "evaluate": "training:Evaluate",
+    "export": "training:Export",
+    "recipes": "training:Recipes",
+    "plan": "planning:Plan",
+    "schedule": "drawing:Schedule",
+    "explore": "drawing:Explore",
+    "flow": "drawing:Flow",
+    "bench": "bench:Bench",
+    "report": "report:Report",
+    "reproduce": "reproduce:Reproduce",
+    "completion": "completion:Completion",
 }
+
+
+def command_of(name: str) -> Any:
+    """A command's class.
+
+    >>> command_of("train").__name__
+    'Train'
+    """
+    return resolve_name(f"nwise.cli.{COMMANDS[name]}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from nwise.cli.commands import COMMANDS
+from nwise.cli.commands import COMMANDS, command_of
 from nwise.cli.output import OK, PARSING
 
 
@@ -25,7 +25,7 @@ class Completion:
 
     def run(self, console: Console) -> int:
         del console
-        sys.stdout.write(script({**COMMANDS, "completion": Completion}, self.shell))
+        sys.stdout.write(script({name: command_of(name) for name in COMMANDS}, self.shell))
         return OK
 
 

@@ -1,19 +1,22 @@
-"""Figures for papers and documents: quality of several runs, and the flow of gradients."""
+"""Figures for papers and documents: quality of several runs, and the flow of gradients.
+
+matplotlib is imported when something is drawn, since it takes half a second.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from torch import Tensor
 
 from nwise.credit import Strategy
 from nwise.flow import flow_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
@@ -43,6 +46,9 @@ def check_format(path: Path | None) -> None:
 
 def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
     """Quality against steps, and against the time that A accelerators would take by the timing model."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
         figure = Figure(figsize=(8.2, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
@@ -74,6 +80,9 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
     each its head and loss if it runs; black arrows are activations, coloured ones gradients, in the
     colour of the farthest loss that they carry.
     """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
         phases = [strategy.in_force(first) for strategy in strategies for first, _ in strategy.phases()]
         turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
@@ -124,6 +133,8 @@ def _draw_flow(axes: Axes, credit: Tensor) -> None:
 
 
 def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, edge: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
     corner = (x - width / 2, y - height / 2)
     box = FancyBboxPatch(
         corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge
@@ -133,6 +144,8 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str,
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
     axes.add_patch(
         FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=colour, lw=1.4, shrinkA=0, shrinkB=0)
     )

@@ -1,4 +1,7 @@
-"""Schedules as grids of time: in the terminal, and as figures like the paper's. Drawn from a simulated schedule."""
+"""Schedules as grids of time: in the terminal, and as figures like the paper's. Drawn from a simulated schedule.
+
+matplotlib is imported when a figure is drawn, since it takes half a second.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
 from rich.text import Text
 
 from nwise.report.figures import COLOURS
 from nwise.schedule import Kind, Timed, Timeline, simulate
 from nwise.schedule.simulate import Event
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Forward, head, gradient to the input, to the weights, both at once, update.
 KIND_COLOURS = {
@@ -153,6 +155,10 @@ def legend(pictures: Sequence[Picture]) -> Text:
 
 def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     """Grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
         drawn = [picture.events for picture in pictures]
         if not all(drawn):
@@ -177,6 +183,9 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
 
 
 def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float, width: float) -> None:
+    from matplotlib.patches import Rectangle
+    from matplotlib.ticker import MaxNLocator
+
     num_stages = picture.timed.schedule.num_stages
     inch = width / longest
     for event in events:

@@ -1,17 +1,17 @@
 """Channels: one direction between two neighbours, activations forward or gradients back.
 
 A channel carries, mini-batch after mini-batch, the messages of its plan in the order in which they are sent; so nothing
-has to be tagged, which nccl could not. The receiver always has the next few receives posted, over the end of a
-mini-batch too, so that what is sent travels at once while both sides compute. A sender does not wait, but for the same
-message of the mini-batch before, so that no more than a mini-batch of them is ever kept.
+has to be tagged, which nccl could not. The receiver always has its next receive posted, over the end of a mini-batch too,
+so that what is sent travels at once while both sides compute; with more than one posted, messages that nobody waits for yet
+take the copying from those that somebody does (`benchmarks/runtime`). A sender does not wait, but for the same message of the
+mini-batch before, so that no more than a mini-batch of them is ever kept.
 
-When the plan changes (another batch size, another strategy), the receives that were posted too early are filled by messages
+When the plan changes (another batch size, another strategy), the receive that was posted too early is filled by a message
 that nobody looks at.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,6 @@ from nwise.microbatch import Tensors
 
 # Which message: micro-batch, message (None for an activation), turn.
 Key = tuple[int, int | None, int]
-_AHEAD = 2  # receives that are posted before anybody asks for them: one that travels, and one after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,8 @@ class Sender:
         self._place = (place + 1) % len(self._plan.keys)
 
     def flush(self) -> None:
-        """Fill the receives that the other end has posted, and wait until everything has been taken over."""
-        for _ in range(_AHEAD if self._plan.keys else 0):
+        """Fill the receive that the other end has posted, and wait until everything has been taken over."""
+        if self._plan.keys:
             specs = self._plan.specs[self._place]
             self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
         for _, works in self._on_the_way.values():
@@ -168,55 +167,40 @@ class Receiver:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._plan = NOTHING
-        self._next = 0
-        self._place = 0
-        self._posted: deque[tuple[Key, Tensors, list[Any]]] = deque()
+        self._place = 0  # of the message that is posted
+        self._posted: tuple[Tensors, list[Any]] = ((), [])
         self._arrived: dict[Key, Tensors] = {}
-
-    def prepare(self, plan: Plan, turn: int) -> None:
-        """Before any sender starts: if the plan changes, post all receives that the other end will fill."""
-        if (plan, plan.first_of(turn)) != (self._plan, self._place):
-            self._post()
 
     def start(self, plan: Plan, turn: int) -> None:
         """Begin a mini-batch."""
         first = plan.first_of(turn)
         if (plan, first) != (self._plan, self._place):
             self.flush()
-            self._plan, self._place, self._next = plan, first, first
-            self._post()
+            self._plan, self._place = plan, first
+            if plan.keys:
+                self._post()
 
     def _post(self) -> None:
-        """Post receives up to the number that there should be."""
-        while self._plan.keys and len(self._posted) < _AHEAD:
-            tensors = tuple(spec.empty(self._link.device) for spec in self._plan.specs[self._next])
-            works = [self._link.group.recv([t], self._link.peer, 0) for t in tensors if t.numel()]
-            self._posted.append((self._plan.keys[self._next], tensors, works))
-            self._next = (self._next + 1) % len(self._plan.keys)
+        tensors = tuple(spec.empty(self._link.device) for spec in self._plan.specs[self._place])
+        works = [self._link.group.recv([t], self._link.peer, 0) for t in tensors if t.numel()]
+        self._posted = tensors, works
 
     def take(self, key: Key) -> Tensors:
         """A message, once it is there; others that were sent before it are kept for later."""
-        # Here, and not after the last message was taken, since computation should not wait for it; one is posted all the time.
-        self._post()
         while key not in self._arrived:
-            if self._accept() != key:
-                self._post()
+            tensors, works = self._posted
+            _wait(works, self._link.peer)
+            self._arrived[self._plan.keys[self._place]] = tensors
+            self._place = (self._place + 1) % len(self._plan.keys)
+            self._post()
         return self._arrived.pop(key)
 
-    def _accept(self) -> Key:
-        """The oldest that is posted, once it is there; which message it was."""
-        found, tensors, works = self._posted.popleft()
-        _wait(works, self._link.peer)
-        self._arrived[found] = tensors
-        self._place = (self._place + 1) % len(self._plan.keys)
-        return found
-
     def flush(self) -> None:
-        """Wait for everything that was posted, and throw it away."""
-        while self._posted:
-            _wait(self._posted.popleft()[2], self._link.peer)
+        """Wait for what is posted, and throw it away."""
+        _wait(self._posted[1], self._link.peer)
+        self._posted = (), []
         self._arrived.clear()
-        self._plan, self._place, self._next = NOTHING, 0, 0
+        self._plan, self._place = NOTHING, 0
 
 
 def _wait(works: list[Any], peer: int) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from nwise.dtensor import is_dtensor
 from nwise.microbatch import Tensors
 from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of
 from nwise.runtime.replicas import Replicas
@@ -210,9 +210,6 @@ class Distributed:
         ends = self._ends
         incoming = [(ends.activations_in, plans.activations_in), (ends.gradients_in, plans.gradients_in)]
         outgoing = [(ends.activations_out, plans.activations_out), (ends.gradients_out, plans.gradients_out)]
-        for receiver, plan in incoming:
-            if receiver is not None:
-                receiver.prepare(plan, turn)
         for sender, plan in outgoing:
             if sender is not None:
                 sender.start(plan, turn)
@@ -222,7 +219,7 @@ class Distributed:
         if ends.activations_out is not None:
             # Memory that a message should not share: an optimizer changes parameters, the caller may fill a batch anew.
             tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
-            self._owned = {t.untyped_storage().data_ptr() for t in tensors if not isinstance(t, DTensor)}
+            self._owned = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
 
     def _apart(self, tensors: Tensors) -> Tensors:
         """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from nwise.dtensor import is_dtensor
 
 
 class Replicas:
@@ -78,4 +79,4 @@ class Replicas:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that tensor parallelism has cut up."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

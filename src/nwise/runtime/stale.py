@@ -118,8 +118,6 @@ class Stale:
         k = self._stage.index
         out = [NOTHING if script is None else self._plan(q, k, script.inputs) for q in range(len(self._out))]
         into = [NOTHING if script is None else self._plan(q, k + 1, script.outputs) for q in range(len(self._in))]
-        for receiver, plan in zip(self._in, into, strict=True):
-            receiver.prepare(plan, turn)
         for sender, plan in zip(self._out, out, strict=True):
             sender.start(plan, turn)
         for receiver, plan in zip(self._in, into, strict=True):

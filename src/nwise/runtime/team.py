@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from nwise.dtensor import is_dtensor
 from nwise.flow import Flow
 from nwise.microbatch import Tensors
 from nwise.randomness import derive, seeded
@@ -246,7 +246,7 @@ class Team:
             tensors: of this rank's stage.
         """
         world = self.world
-        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
         header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
         with self.telling():

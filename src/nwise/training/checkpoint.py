@@ -5,6 +5,8 @@ checkpoint.json    facts on one line, with size and SHA-256 of every other file;
 
 It is written under another name, flushed to the disk, and renamed once everything is there. Nothing in it is a pickle, so
 that reading one runs nobody's code.
+
+`torch.distributed.checkpoint` is imported when there is something to write or to read, since it takes a second.
 """
 
 from __future__ import annotations
@@ -21,10 +23,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 FORMAT = 1
 _FACTS = "checkpoint.json"
@@ -51,6 +49,10 @@ def write(
     Raises:
         OSError: it could not be written; nothing has changed then but a folder that ends in ``.part``.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     aside = folder.with_name(folder.name + _ASIDE)
     try:
         _together(group, lambda: _fresh(aside) if _rank(group) == 0 else None)
@@ -104,6 +106,8 @@ def layout_of(folder: Path) -> dict[str, Tensor]:
     Raises:
         DamagedError: the files are not what `write` makes.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except Exception as error:  # of many kinds, from the readers of three formats
@@ -122,6 +126,10 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
         tensors: of this process, with the shapes of `layout_of`; DTensors may be cut up otherwise than they were.
         group: see `write`.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     _ignore_no_dist()
     reader = HuggingFaceStorageReader(str(folder))
     try:

@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 
 ClipBy = Literal["global", "stage", "loss"]
@@ -59,7 +59,7 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for kind in _by_kind(parameters):
         norm = nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        whole = norm.full_tensor() if is_dtensor(norm) else norm
         total += whole.detach().double().cpu().square()
     return total
 
@@ -120,5 +120,5 @@ def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Those that tensor parallelism has cut up apart from the others, since no operation takes both."""
     kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
     for p in parameters:
-        kinds[isinstance(p, DTensor)].append(p)
+        kinds[is_dtensor(p)].append(p)
     return list(kinds.values())

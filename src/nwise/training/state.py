@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
-from torch.distributed.tensor import DTensor
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
+from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.training import checkpoint
 from nwise.training.weights import main_state, under, weights_here
@@ -226,10 +226,9 @@ def _optimizer_entries(
         for entry in by_parameter.get(saved, ()):
             full = f"optimizer.{saved}.{entry}"
             shape, dtype = layout[full].shape, layout[full].dtype
-            if isinstance(p, DTensor) and shape == p.shape and entry != "step":
-                found[full] = p, entry, torch.empty_like(p.detach(), dtype=dtype)
-            else:
-                found[full] = p, entry, torch.empty(shape, dtype=dtype)
+            cut_up = is_dtensor(p) and shape == p.shape and entry != "step"
+            empty = torch.empty_like(p.detach(), dtype=dtype) if cut_up else torch.empty(shape, dtype=dtype)
+            found[full] = p, entry, empty
     return found
 
 
@@ -267,4 +266,4 @@ def _differences(
 
 def _cpu(tensor: Tensor) -> torch.device | None:
     """Where it is read to; parts of a DTensor stay where its mesh is."""
-    return None if isinstance(tensor, DTensor) else torch.device("cpu")
+    return None if is_dtensor(tensor) else torch.device("cpu")
