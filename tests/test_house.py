@@ -27,6 +27,7 @@ RANKS = [
         "compiled",
         "dtensor",
         "layers",
+        "modes",
         "losses",
         "machine",
         "reference",

@@ -9,12 +9,12 @@ import copy
 from collections.abc import Sequence
 from math import prod
 
-import torch
 from torch import Tensor, nn
 
 from nwise.chain import Chain
 from nwise.layers import TransformerBlock, conv_bn_relu, vocabulary
 from nwise.microbatch import Tensors, as_tuple
+from nwise.modes import evaluating
 from nwise.split import blocks_of
 
 
@@ -158,22 +158,17 @@ def fitting(
     Returns:
         One for every stage but the last.
 
+    >>> import torch
     >>> [head[0].classify.in_features for head in fitting([nn.Linear(3, 8), nn.Linear(8, 2)], torch.zeros(1, 5, 3), 2)]
     [8]
     """
     hidden = as_tuple(example, "`example`")
-    modes = {module: module.training for stage in stages for module in stage.modules()}
     heads: list[nn.Module] = []
-    try:
-        for k, stage in enumerate(stages[:-1]):
-            stage.eval()
-            with torch.no_grad():
-                hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
-            head = _fitting(hidden[0], num_outputs, per_token, k)
-            heads.append(OfFirst(head.to(hidden[0].device, hidden[0].dtype)))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    for k, stage in enumerate(stages[:-1]):
+        with evaluating(stage):
+            hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
+        head = _fitting(hidden[0], num_outputs, per_token, k)
+        heads.append(OfFirst(head.to(hidden[0].device, hidden[0].dtype)))
     return heads
 
 

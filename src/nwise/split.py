@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nwise.chain import Chain
 from nwise.hint import hint
 from nwise.microbatch import Tensors, as_tuple
+from nwise.modes import evaluating
 
 
 def cut(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Chain]:
@@ -202,11 +203,8 @@ def _refuse_tied(stages: Sequence[Chain]) -> None:
 
 def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
     rule = _AS_THE_MODEL if _of_hub(model) else _ORDER
-    modes = {module: module.training for part in (model, *stages) for module in part.modules()}
-    for part in (model, *stages):
-        part.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model, *stages):
             given = tuple(x.clone() for x in example)
             output = _hub().outputs_of(model, given) if _of_hub(model) else model(*given)
             expected = as_tuple(output, "The output of `model`")
@@ -215,9 +213,6 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
                 found = as_tuple(stage(*found), "The output of a stage")
     except Exception as error:
         raise ValueError(f"{rule} Found that they cannot: {error}") from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     try:
         torch.testing.assert_close(found, expected)  # by as much as numbers of their type round
     except AssertionError as error:

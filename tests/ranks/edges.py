@@ -14,10 +14,10 @@ from torch import nn
 
 import nwise
 from nets import ZOO
+from nwise.modes import evaluating
 from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
-from nwise.training.evaluate import evaluating
 from ranks.common import RANK, batches, closed, digests, network, optimizer_of, pipeline, trained, write
 
 A = 3

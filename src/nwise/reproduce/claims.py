@@ -77,6 +77,11 @@ def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, un
     return Claim(text, source, effect, effect, effect, unit, 0, "holds" if holds else "does not hold", wanted)
 
 
+def measured(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
+    """A claim about what was measured once, of whose spread nothing is known."""
+    return Claim(text, source, effect, effect, effect, unit, 1, "holds" if holds else "does not hold", wanted)
+
+
 def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:
     """Mean of the paired differences, its 95 % interval by Student's t, and how many pairs there are.
 

@@ -1,8 +1,9 @@
 """How long a mini-batch takes on one accelerator a stage, by the timing model.
 
-``"paper"``    the paper's costs without micro-batches: end-to-end 2A slots, N-wise 2N
-``"honest"``   F = I = W, a head of half a stage, a price for every action; every method with its best M and its best order, so
-               that end-to-end is zero-bubble, which keeps the cotangents of all layers; nwise's own stages walk the chain again
+``PAPER``             the paper's costs without micro-batches: end-to-end 2A slots, N-wise 2N
+`network_costs`       honest: F = I = W, heads for what they multiply, a price for every action; every method with its best M and
+                      its best order, so that end-to-end is zero-bubble, which keeps the cotangents of all layers, while nwise's
+                      own stages walk the chain again
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from statistics import mean
 
-from nwise.schedule import PAPER
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nwise import models
+from nwise.recipes import Gpt, ResNet
+from nwise.schedule import PAPER, Costs
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, prices
 from nwise.schedule.rivals import timed_method
 
-Clock = Literal["paper", "honest"]
 _SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
 
 
@@ -37,28 +42,77 @@ class StepTime:
 
 
 @cache
-def step_time(method: str, num_stages: int, clock: Clock, memory: float | None = None) -> StepTime:
+def network_costs(model: Gpt | ResNet, num_stages: int = 4) -> Costs:
+    """Honest costs of a network: every head, with its backward, takes three times what it multiplies going forward.
+
+    Args:
+        model: a slot is the forward of its mean stage, the layers that make the network's own output not counted: they are the
+            last head.
+        num_stages: A.
+
+    >>> model = Gpt(blocks_per_stage=2, width=64, sequence_length=32, head_blocks=1, vocabulary_size=832)
+    >>> network_costs(model, 3).head
+    (3.0, 3.0, 1.5)
+    """
+    if isinstance(model, Gpt):
+        # Multiplications for a token: four matrices of attention, two of four times the width, scores and their use.
+        block = 12 * model.width**2 + 2 * model.sequence_length * model.width
+        vocabulary = model.width * (model.vocabulary_size or 256)
+        stages = [model.blocks_per_stage * block] * num_stages
+        heads = [model.head_blocks * block + vocabulary] * (num_stages - 1) + [vocabulary]
+    else:
+        stages, heads = _multiplied(models.resnet(model.variant, 10, 32, width_factor=model.width_factor))
+    return replace(TRANSFORMER, head=tuple(round(3 * head / mean(stages), 2) for head in heads))
+
+
+def described(costs: Costs) -> str:
+    """What `network_costs` and `step_time` assume, for the note below a table."""
+    heads = costs.head if isinstance(costs.head, tuple) else (costs.head,)
+    return (
+        f"Honest costs: F = I = W = 1 slot, heads with their backward {', '.join(f'{head:g}' for head in heads)} (by what they "
+        "multiply), 0.02 an action; every method at its best M; end-to-end is zero-bubble, whose weight gradients find the "
+        "cotangents of all layers kept, while those of nwise walk the chain again. Memory: mini-batches' activations that a "
+        "stage keeps at once; the cotangents that zero-bubble keeps besides are not counted."
+    )
+
+
+@torch.no_grad()
+def _multiplied(network: models.StagedModel) -> tuple[list[int], list[int]]:
+    """By every stage and every head for an image of 32 pixels; the linear layer at the end is next to nothing."""
+    hidden, stages, heads = torch.zeros(1, 3, 32, 32), [], []
+    for k, stage in enumerate(network.stages):
+        with FlopCounterMode(display=False) as counter:
+            hidden = stage.eval()(hidden)
+        stages.append(counter.get_total_flops())
+        with FlopCounterMode(display=False) as counter:
+            if k < len(network.heads):
+                network.heads[k].eval()(hidden)
+        heads.append(counter.get_total_flops())
+    return stages, heads
+
+
+@cache
+def step_time(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> StepTime:
     """The fastest way to run a method.
 
     Args:
         method: a strategy, or a pipeline of `nwise.schedule.rivals`.
         num_stages: A.
-        clock: whose costs.
+        costs: of a whole mini-batch; the paper's are without micro-batches.
         memory: most activations that a stage may keep, in mini-batches' of one stage; default: any.
 
     Raises:
         DoesNotFit: no M fits the memory.
     """
-    if clock == "paper":
-        found = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=PAPER)
+    if costs == PAPER:
+        found = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs)
         return StepTime(found.period, 1, max(found.in_flight))
     options = []
     name, chains = ("zero-bubble", "stored") if method == "end-to-end" else (method, "walked")
     for m in _SIZES:
-        costs = TRANSFORMER.split_in(m)
         with suppress(DoesNotFit):
             found = timed_method(
-                name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains, memory=memory
+                name, num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), chains=chains, memory=memory
             )
             options.append(StepTime(found.period, m, max(found.peak_bytes)))
     if not options:
@@ -66,18 +120,18 @@ def step_time(method: str, num_stages: int, clock: Clock, memory: float | None =
     return min(options, key=lambda option: (round(option.slots, 9), option.num_microbatches))
 
 
-def slots_text(method: str, num_stages: int, memory: float | None = None) -> str:
-    """Slots a step by the honest clock and M, as text; – if nothing fits."""
+def slots_text(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> str:
+    """Slots a step by honest costs and M, as text; – if nothing fits."""
     try:
-        found = step_time(method, num_stages, "honest", memory)
+        found = step_time(method, num_stages, costs, memory)
     except DoesNotFit:
         return "–"
     return f"{found.slots:.2f} ({found.num_microbatches})"
 
 
-def work(method: str, num_stages: int) -> float:
-    """What all stages compute in a step, in forwards of a stage, by the honest costs without micro-batches."""
-    costs = replace(TRANSFORMER, overhead=0.0)
+def work(method: str, num_stages: int, costs: Costs) -> float:
+    """What all stages compute in a step, in forwards of a stage, by honest costs without micro-batches."""
+    costs = replace(costs, overhead=0.0)
     schedule = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs).schedule
     total = 0.0
     for k, (word, price) in enumerate(zip(schedule.words, prices(costs, num_stages), strict=True)):

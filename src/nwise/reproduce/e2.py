@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from nwise.recipes import Recipe, recipe
+from nwise.recipes import Recipe, ResNet, recipe
 from nwise.reproduce import markdown
 from nwise.reproduce.cell import Cell
 from nwise.reproduce.claims import Claim, equal, exact, greater
-from nwise.reproduce.clock import slots_text, work
+from nwise.reproduce.clock import described, network_costs, slots_text, work
 from nwise.reproduce.experiment import Size
 from nwise.reproduce.plots import accuracy_and_step_time
 from nwise.reproduce.runs import Runs, accuracy
 from nwise.reproduce.trained import Parts, Trained, on_a_gpu
+from nwise.schedule import Costs
 
 PAPER = ("end-to-end", "1-wise", "2-wise", "3-wise")
 BEYOND = ("2-wise-mean", "rotating-2", "geometric-0.5", "deep-supervision")
@@ -29,6 +30,13 @@ _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 def base(size: Size, source: str = "cifar10") -> Recipe:
     """Everything but strategy and seed."""
     return recipe("cifar10-resnet-small") if size == "small" else on_a_gpu(recipe(f"{source}-resnet"))
+
+
+def costs(runs: Runs) -> Costs:
+    """Honest costs of the network."""
+    model = base("small" if runs.size == "small" else "full", runs.source).model
+    assert isinstance(model, ResNet)
+    return network_costs(model)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
@@ -51,13 +59,14 @@ def claims(runs: Runs) -> list[Claim]:
         greater("end-to-end above 1-wise", "table 11", of("end-to-end"), of("1-wise")),
         greater("2-wise above 1-wise", "table 11", of("2-wise"), of("1-wise")),
         greater("3-wise above 1-wise", "table 11", of("3-wise"), of("1-wise")),
-        equal("2-wise equals end-to-end", "table 11", of("2-wise"), of("end-to-end"), within=1),
         greater("3-wise above end-to-end", "table 11", of("3-wise"), of("end-to-end")),
     ]
+    if runs.source == "cifar10":  # on CIFAR-100 it is above, on ImageNet below, by more than a point
+        found.append(equal("2-wise equals end-to-end", "table 11", of("2-wise"), of("end-to-end"), within=1))
     found += [greater(f"{method} above 2-wise", "ours", of(method), of("2-wise")) for method in BEYOND]
     for method in ("2-wise", "3-wise"):
-        more = 100 * (work(method, 4) / work("end-to-end", 4) - 1)
-        text = f"{method} computes more in total than end-to-end, four stages"
+        more = 100 * (work(method, 4, costs(runs)) / work("end-to-end", 4, costs(runs)) - 1)
+        text = f"{method} computes more in total than end-to-end, four stages, by what is multiplied"
         found.append(exact(text, "section T", more, holds=more > 0, wanted="> 0", unit="%"))
     return found
 
@@ -67,12 +76,14 @@ def tables(runs: Runs) -> str:
     name, printed = PRINTED[runs.source]
     rows = [[f"**ours**: {name}", *(runs.shown(accuracy, m) for m in PAPER)], [f"paper: {name}", *printed]]
     headings = ("", "accuracy at equal steps, %", "slots a step (M)", f"slots a step with memory {_LEAN:g} (M)")
-    beyond = [[m, runs.shown(accuracy, m), slots_text(m, 4), slots_text(m, 4, _LEAN)] for m in (*PAPER, *BEYOND)]
+    honest = costs(runs)
+    beyond = [
+        [m, runs.shown(accuracy, m), slots_text(m, 4, honest), slots_text(m, 4, honest, _LEAN)]
+        for m in (*PAPER, *BEYOND)
+    ]
     note = (
-        "Slots are forwards of a mini-batch through a stage; F = I = W, a head of half a stage, 0.02 an action; every method has "
-        "its best M, end-to-end is zero-bubble. Memory: mini-batches' activations that a stage keeps at once; zero-bubble's "
-        "cotangents, which it keeps besides, are not counted. Accuracy at equal time is E4's: rates drop at shares of a run, so "
-        "that a curve cut off is not what a shorter run reaches."
+        f"Slots are forwards of a mini-batch through a stage. {described(honest)} Accuracy at equal time is E4's: rates drop at "
+        "shares of a run, so that a curve cut off is not what a shorter run reaches."
     )
     parts = [
         markdown.table(["test accuracy, %", *PAPER], rows),
@@ -85,7 +96,7 @@ def tables(runs: Runs) -> str:
 
 def draw(runs: Runs, path: Path) -> None:
     """Accuracy against steps, and at the end against the time of a step."""
-    accuracy_and_step_time(runs, [*PAPER, *BEYOND], 4, path.with_suffix(".png"))
+    accuracy_and_step_time(runs, [*PAPER, *BEYOND], 4, costs(runs), path.with_suffix(".png"))
 
 
 E2 = Trained("e2", "E2, residual networks in four stages", Parts(cells=cells, claims=claims, tables=tables, draw=draw))

@@ -10,7 +10,7 @@ from statistics import mean
 from nwise.recipes import ImageSource, Recipe, Sgd
 from nwise.reproduce import e2, markdown
 from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, equal, greater
+from nwise.reproduce.claims import Claim, difference, equal, greater, mean_of
 from nwise.reproduce.experiment import Size
 from nwise.reproduce.plots import grid_of_fine_tuning
 from nwise.reproduce.runs import Runs, accuracy, shown
@@ -165,6 +165,7 @@ def claims(runs: Runs) -> list[Claim]:
         greater("2-wise above end-to-end at equal time", "table 12", of("2-wise"), of("end-to-end")),
         greater("1-wise above end-to-end at equal time", "table 12", of("1-wise"), of("end-to-end")),
         greater("fine-tuning above end-to-end at equal time", "table 12", of("fine-tuning"), of("end-to-end")),
+        greater("2-wise above 1-wise at equal time", "table 12", of("2-wise"), of("1-wise")),
         equal(text, "table 12", of("fine-tuning"), of("2-wise"), within=1),
         greater("fine-tuning above 1-wise at equal time", "table 12", of("fine-tuning"), of("1-wise")),
     ]
@@ -174,14 +175,12 @@ def claims(runs: Runs) -> list[Claim]:
 def _grid_claims(setting: Setting, grid: Mapping[Point, Mapping[int, float]]) -> list[Claim]:
     high, low = setting.high, setting.high / 10
     both = sorted({first for first, rate in grid if rate == high} & {first for first, rate in grid if rate == low})
-    pairs = [(first, seed) for first in both for seed in sorted(grid[first, high].keys() & grid[first, low].keys())]
-    text = f"after 1-wise, end-to-end at rate {high:g} is above {low:g} (pairs of one seed and T1)"
-    sides = ({i: grid[first, rate][seed] for i, (first, seed) in enumerate(pairs)} for rate in (high, low))
-    found = [greater(text, "table 15", *sides)]
+    text = f"after 1-wise, end-to-end at rate {high:g} is above {low:g} (mean over T1)"
+    found = [greater(text, "table 15", mean_of([difference(grid[first, high], grid[first, low]) for first in both]))]
     others = [point for point in grid if point != setting.best]
     if others:
         rival = max(others, key=lambda point: mean(grid[point].values()))
-        text = f"T1 = {setting.best[0]} at rate {high:g} is above the best of the other points"
+        text = f"T1 = {setting.best[0]} at rate {high:g} is above the best of the other points (chosen afterwards)"
         found.append(greater(text, "table 15", grid.get(setting.best, {}), grid[rival]))
     return found
 

@@ -16,6 +16,7 @@ from nwise.reproduce.e5 import E5
 from nwise.reproduce.e6 import E6
 from nwise.reproduce.e7 import E7
 from nwise.reproduce.experiment import Experiment, Job, Size
+from nwise.reproduce.store import Store
 from nwise.reproduce.t import T
 
 # In the order in which they are run: pictures first, then what later ones look at.
@@ -50,6 +51,13 @@ _FURTHER: tuple[tuple[str, str, str, str], ...] = (
     ("", "text: the mean variant for language models", "e6", "section 4"),
     ("", "ours: other strategies for residual networks", "e2", "ours"),
     ("", "ours: other strategies and honest costs for Transformers", "e6", "ours"),
+)
+
+# Rows of the paper's tables for which other data are needed.
+_OTHER_DATA: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("11", "table: residual networks on CIFAR-100 and ImageNet", "e2", ("cifar100", "imagenet")),
+    ("6, 13", "every head, and ensembles, on ImageNet", "e2", ("imagenet",)),
+    ("12, 15", "tables: equal time, and grid of fine-tuning, on CIFAR-100", "e4", ("cifar100",)),
 )
 
 
@@ -108,7 +116,7 @@ def table(folder: Path) -> str:
         for name, one in EXPERIMENTS.items()
         for size, job in jobs.items()
     }
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for number, what, name, source in (*RESULTS, *_FURTHER):
         status, verdicts = [], []
         for size in jobs:
@@ -117,4 +125,11 @@ def table(folder: Path) -> str:
                 status.append(size if done == total else f"{size} ({done} of {total} runs)")
                 verdicts.append(f"{size}: {verdict([c for c in claims if c.source.startswith(source)])}")
         rows.append((number, what, f"[{name}]({name}/)", ", ".join(status) or "not run", "; ".join(verdicts) or "–"))
+    for number, what, name, sources in _OTHER_DATA:
+        records = Store(folder / name / "full.jsonl").read()
+        runs = sum(record["config"]["data"].get("source") in sources for record in records)
+        verdict_of = "see full" if runs else "–"
+        rows.append(
+            (number, what, f"[{name}]({name}/)", f"full: {runs} runs" if runs else "not run: no data", verdict_of)
+        )
     return markdown.table(("", "result", "experiment", "status", "verdict"), rows)

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 
 from nwise.report.figures import COLOURS, MARKERS
 from nwise.reproduce.cell import Record
-from nwise.reproduce.clock import Clock, step_time
+from nwise.reproduce.clock import step_time
 from nwise.reproduce.runs import Runs, Score, accuracy, ensemble_of, head_of, perplexity
+from nwise.schedule import PAPER, Costs
 
 styled = mpl.rc_context({"font.size": 9, "axes.titlesize": 10})
 
@@ -75,6 +76,11 @@ def _error_bars(axes: Axes, xs: Sequence[float], columns: Sequence[Sequence[floa
         axes.errorbar([x for x, _ in kept], means, errors, capsize=2, **look)
 
 
+def _beside(xs: Sequence[float], i: int, count: int, by: float = 0.05) -> list[float]:
+    """Where the i-th of so many curves has its points, so that their bars can be told apart."""
+    return [x + by * (i - (count - 1) / 2) for x in xs]
+
+
 @styled
 def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[str]], quality: str, path: Path) -> None:
     """A score against the number of stages."""
@@ -83,8 +89,7 @@ def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[st
     for axes, (title, methods) in zip(axes_of, panels.items(), strict=True):
         for i, method in enumerate(methods):
             columns = [list(runs.scores(score, method, a).values()) for a in stages]
-            beside = 0.08 * (i - (len(methods) - 1) / 2)  # so that the bars can be told apart
-            _error_bars(axes, [a + beside for a in stages], columns, style(method))
+            _error_bars(axes, _beside(stages, i, len(methods), by=0.08), columns, style(method))
         axes.set(title=title, xlabel="stages", xticks=stages)
         legend(axes, 8)
     axes_of[0].set_ylabel(quality)
@@ -106,14 +111,14 @@ def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list
 
 
 @styled
-def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
+def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, costs: Costs, path: Path) -> None:
     """Accuracy against steps; and at the end against the slots that a step takes."""
     figure, (left, right) = panels_of(2, share=True)
     for method in methods:
         steps, values = _mean_curve(runs, method, stages, "accuracy")
         left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
         column = [list(runs.scores(accuracy, method, stages).values())]
-        _error_bars(right, [step_time(method, stages, "honest").slots], column, {**style(method), "markersize": 6})
+        _error_bars(right, [step_time(method, stages, costs).slots], column, {**style(method), "markersize": 6})
     left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
     right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
     if runs.records:
@@ -124,12 +129,12 @@ def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, path
 
 
 @styled
-def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) -> None:
+def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, clocks: Mapping[str, Costs], path: Path) -> None:
     """Test loss against steps (dotted: in training), and against time by both clocks, until the first has ended."""
-    clocks: dict[str, Clock | None] = {"equal steps (dotted: in training)": None}
-    clocks |= {"equal time, paper's costs": "paper", "equal time, honest costs": "honest"}
+    titles: dict[str, Costs | None] = {"equal steps (dotted: in training)": None}
+    titles |= {f"equal time, {name} costs": costs for name, costs in clocks.items()}
     figure, panels = panels_of(3, width=3.7, share=True)
-    for axes, (title, clock) in zip(panels, clocks.items(), strict=True):
+    for axes, (title, clock) in zip(panels, titles.items(), strict=True):
         ends = []
         for method in methods:
             each = 1.0 if clock is None else step_time(method, stages, clock).slots
@@ -137,7 +142,7 @@ def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) 
             axes.plot([step * each for step in steps], values, **{**style(method), "markersize": 2.5})
             if clock is None:
                 steps, values = _mean_curve(runs, method, stages, "train")
-                axes.plot(steps, values, ":", color=style(method)["color"], lw=1, alpha=0.6)
+                axes.plot(steps, values, ":", color=style(method)["color"], lw=1.2)
             ends += [step * each for step in steps[-1:]]
         axes.set(title=title, xlabel="steps" if clock is None else "slots")
         axes.set_xlim(0, 1.02 * min(ends, default=1.0))
@@ -150,9 +155,9 @@ def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, path: Path) 
 def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path: Path) -> None:
     """Accuracy of the head of every stage."""
     figure, (axes,) = panels_of(1, width=5.4, height=3.8)
-    for method in methods:
+    for i, method in enumerate(methods):
         columns = [[v for v in runs.scores(head_of(k), method).values() if v == v] for k in range(num_stages)]
-        _error_bars(axes, range(1, num_stages + 1), columns, style(method))
+        _error_bars(axes, _beside(range(1, num_stages + 1), i, len(methods)), columns, style(method))
     axes.set(xlabel="head of stage", ylabel="test accuracy, %", xticks=range(1, num_stages + 1))
     legend(axes, 8)
     figure.savefig(path, dpi=150)
@@ -162,9 +167,9 @@ def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path:
 def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, path: Path) -> None:
     """Accuracy of the mean of the top heads' probabilities."""
     figure, (axes,) = panels_of(1, width=5.4)
-    for method in methods:
+    for i, method in enumerate(methods):
         columns = [list(runs.scores(ensemble_of(n), method).values()) for n in range(1, num_heads + 1)]
-        _error_bars(axes, range(1, num_heads + 1), columns, style(method))
+        _error_bars(axes, _beside(range(1, num_heads + 1), i, len(methods)), columns, style(method))
     axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
     legend(axes, 8)
     figure.savefig(path, dpi=150)
@@ -186,7 +191,8 @@ def grid_of_fine_tuning(
         columns = [list(grid[first, rate].values()) for first in points]
         look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
         _error_bars(right, points, columns, look)
-    right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %")
+    firsts = sorted({first for first, _ in grid})
+    right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
     legend(right, 8)
     figure.savefig(path, dpi=150)
 
@@ -195,9 +201,10 @@ def grid_of_fine_tuning(
 def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], path: Path) -> None:
     """Perplexity and slots a step against the number of stages."""
     figure, (left, right) = panels_of(2)
-    for method in methods:
-        _error_bars(left, stages, [list(runs.scores(perplexity, method, a).values()) for a in stages], style(method))
-        right.plot(stages, [step_time(method, a, "paper").slots for a in stages], **style(method))
+    for i, method in enumerate(methods):
+        columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
+        _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))
+        right.plot(stages, [step_time(method, a, PAPER).slots for a in stages], **style(method))
     left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
     right.set(xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time")
     legend(left, 8)

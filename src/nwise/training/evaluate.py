@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nwise.data import Images, Tokens
+from nwise.modes import evaluating
 from nwise.pipeline import Pipeline
 from nwise.runtime.team import Team
 
@@ -42,19 +42,6 @@ class Scores:
 
     heads: tuple[Score | None, ...]
     ensembles: tuple[Score, ...] = ()
-
-
-@contextmanager
-def evaluating(pipe: Pipeline) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; every module's mode as before outside."""
-    modes = {module: module.training for module in pipe.modules()}
-    pipe.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def evaluate(

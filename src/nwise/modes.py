@@ -1,0 +1,31 @@
+"""Training and evaluation modes of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; the mode of every module inside them as before outside.
+
+    >>> layer = nn.Sequential(nn.Dropout())
+    >>> with evaluating(layer):
+    ...     layer[0].training
+    False
+    >>> layer[0].training
+    True
+    """
+    modes = {inner: inner.training for module in modules for inner in module.modules()}
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for inner, mode in modes.items():
+            inner.training = mode
