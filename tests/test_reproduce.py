@@ -57,6 +57,16 @@ def numbers(record: Record) -> Record:
 # Cells
 
 
+def test_a_run_within_its_warm_up_is_refused() -> None:
+    """The full size on a piece of One Billion Word would have been three steps at a hundredth of the rate, recorded as full."""
+    cell = tiny("1-wise")
+    cell = dataclasses.replace(cell, recipe=dataclasses.replace(cell.recipe, optimizer=Adam(warmup_steps=7)))
+    with pytest.raises(
+        ValueError, match=r"longer than its warm-up of 7 steps. Found 6 steps of digits, 3 stages, 1-wise"
+    ):
+        measure(cell)
+
+
 def test_a_cell_again_gives_the_same_numbers_in_other_processes_too() -> None:
     cells = [tiny("1-wise"), tiny("2-wise"), tiny("2-wise", seed=1)]
     told: list[tuple[str, int, int]] = []

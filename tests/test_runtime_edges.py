@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import nwise
 from launch import RANKS, results, torchrun
 from nwise.cli import run
 from nwise.report.measured import Comparison
-from nwise.runtime.channel import NOTHING, Link, Plan, Receiver, Sender, Spec
+from nwise.runtime.channel import Spec
 from nwise.runtime.distributed import packed, unpacked
 from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.timeline import load
@@ -48,45 +47,6 @@ def test_many_processes_do_what_one_does(name: str, found: list[Any]) -> None:
     assert together == expected
 
 
-class Wire:
-    """A process group that notes what is asked of it; every message is there at once."""
-
-    def __init__(self) -> None:
-        self.received: list[torch.Tensor] = []
-        self.sent: list[torch.Tensor] = []
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        tensors[0].fill_(len(self.received))
-        self.received += tensors
-        return SimpleNamespace(wait=lambda: None)
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        self.sent += tensors
-        return SimpleNamespace(wait=lambda: None)
-
-
-def test_one_receive_is_posted_all_the_time() -> None:
-    """With two, messages that nobody waited for took the copying from others: behind torch with 4 MiB and 16 stages."""
-    wire, spec = Wire(), (Spec((1,), torch.float32),)
-    plan = Plan(((0, None, 0), (1, None, 0), (2, None, 0)), (spec, spec, spec))
-    link = Link(cast(Any, wire), 0, torch.device("cpu"))
-    sender, receiver = Sender(link), Receiver(link)
-    sender.start(plan, 0)
-    receiver.start(plan, 0)
-    assert len(wire.received) == 1, "before anybody asks"
-    order = (0, 2, 1)
-    for taken, m in enumerate(order):
-        sender.send((taken, None, 0), (torch.zeros(1),))
-        assert receiver.take((m, None, 0))[0].item() == m
-    assert len(wire.received) == 1 + len(order), "over the end of the mini-batch too"
-    receiver.start(plan, 0)
-    sender.start(plan, 0)
-    assert (len(wire.received), len(wire.sent)) == (4, 3), "a mini-batch of the same shapes goes on"
-    sender.start(NOTHING, 0)
-    receiver.start(NOTHING, 0)
-    assert len(wire.sent) == len(wire.received), "what was asked for too early is sent"
-
-
 def test_the_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     done = torchrun(2, ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2"])
     assert done.returncode != 0
@@ -105,6 +65,21 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
         "`strategy` should be the same on every rank. Found 'local' on rank 0 and '2-wise-mean' on rank 1"
         in done.stderr
     )
+
+
+def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
+    """Lists of the same shapes in another order once trained a micro-batch with the gradient of another."""
+    script = tmp_path / "schedules.py"
+    script.write_text(
+        "import os\n"
+        "from ranks.common import batches, pipeline\n"
+        "order = ['skewed', 'depth-first'][int(os.environ['RANK'])]\n"
+        "pipe = pipeline(2, '2-wise', 2, schedule=order)\n"
+        "for x, y in batches(1):\n    pipe.step(x, target=y)\n"
+    )
+    done = torchrun(2, [str(script)])
+    assert done.returncode != 0
+    assert "Every rank should have the same schedule. Found other lists than on the rank before" in done.stderr
 
 
 def test_training_on_the_command_line_is_that_of_one_process(

@@ -10,7 +10,7 @@ import torch
 from ranks.common import batches, closed, digests, optimizer_of, pipeline, write
 
 STRATEGIES = ("hogwild", "2-wise-hogwild", "3-wise-mean-hogwild", "rotating-2-hogwild")
-CASES = [(name, m, optimizer) for name in STRATEGIES for m, optimizer in ((1, "sgd"), (2, "adam"))]
+CASES = [(name, m, optimizer) for name in STRATEGIES for m, optimizer in ((1, "sgd"), (2, "adam"), (4, "sgd"))]
 
 
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str) -> Any:

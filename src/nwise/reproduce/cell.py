@@ -15,7 +15,7 @@ from torch import Tensor
 from nwise.data import Images, Tokens
 from nwise.data.sources import tables
 from nwise.machine import machine
-from nwise.recipes import ImageSource, Recipe, TextSource, from_json, to_json
+from nwise.recipes import Adam, ImageSource, Recipe, TextSource, from_json, to_json
 from nwise.training import Scores, Trainer, Watcher, evaluate
 from nwise.training.build import autocast
 from nwise.training.run import versions
@@ -100,6 +100,16 @@ class _History(Watcher):
         self.tests.append({"step": step, "train": train, "loss": loss, "accuracy": accuracy})
 
 
+def _check_length(cell: Cell, steps: int) -> None:
+    """Refuse a run that ends while its rate still rises, as with a piece of the text that the recipe is meant for."""
+    optimizer = cell.recipe.optimizer
+    if isinstance(optimizer, Adam) and optimizer.warmup_steps > steps:
+        raise ValueError(
+            f"A run should be longer than its warm-up of {optimizer.warmup_steps} steps. Found {steps} steps of {cell.name}; is "
+            "there only a piece of the data?"
+        )
+
+
 def measure(
     cell: Cell, data: Data | None = None, told: Callable[[int, int], None] = lambda done, total: None
 ) -> Record:
@@ -113,9 +123,13 @@ def measure(
     Returns:
         The record: what it is of, every test of every head, the ensembles of the top heads at the end, seconds of this run
         (one process doing all stages), machine, versions.
+
+    Raises:
+        ValueError: the run would end within its warm-up.
     """
     began = time.perf_counter()
     trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
+    _check_length(cell, trainer.num_steps)
     history = _History(told)
     trainer.train(watchers=(history,))
     seconds = time.perf_counter() - began

@@ -4,7 +4,7 @@ A channel carries, mini-batch after mini-batch, the messages of its plan in the 
 has to be tagged, which nccl could not. The receiver always has its next receive posted, over the end of a mini-batch too,
 so that what is sent travels at once while both sides compute; with more than one posted, messages that nobody waits for yet
 take the copying from those that somebody does (`benchmarks/runtime`). A sender does not wait, but for the same message of the
-mini-batch before, so that no more than a mini-batch of them is ever kept.
+cycle of mini-batches before, so that no more than a cycle of them is ever kept.
 
 When the plan changes (another batch size, another strategy), the receive that was posted too early is filled by a message
 that nobody looks at.
@@ -12,7 +12,9 @@ that nobody looks at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -82,11 +84,19 @@ class Link:
         group: the process group of one direction.
         peer: rank of the other end.
         device: where tensors are.
+        depth: cycles of mini-batches whose messages a sender keeps at most before it waits.
     """
 
     group: ProcessGroup
     peer: int
     device: torch.device
+    depth: int = 1
+
+    @property
+    def early(self) -> bool:
+        """Whether a receive is posted before anybody asks for it. With nccl it is a kernel that waits on the device, and whoever
+        synchronizes the device would wait for a message that may need this very process."""
+        return self.device.type == "cpu"
 
 
 class LostPeer(RuntimeError):
@@ -114,7 +124,7 @@ class Sender:
         self._link = link
         self._plan = NOTHING
         self._place = 0
-        self._on_the_way: dict[int, tuple[Tensors, list[Any]]] = {}
+        self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
 
     def start(self, plan: Plan, turn: int) -> None:
         """Begin a mini-batch."""
@@ -137,25 +147,25 @@ class Sender:
                 "stage's output depend on more than the shapes of its input?"
             )
         self._send(tensors)
-        self.num_bytes += self._plan.sizes[place]
+        self.num_bytes += sum(t.nbytes for t in tensors)
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
-        place = self._place
-        before = self._on_the_way.pop(place, None)
-        if before is not None:
-            _wait(before[1], self._link.peer)
+        link, size = self._link, len(self._plan.keys)
+        if len(self._on_the_way) == link.depth * size:
+            _wait(self._on_the_way.popleft()[1], link.peer)
         kept = tuple(t.contiguous() for t in tensors if t.numel())
-        # The group's own call, since `dist.isend` looks up again what is known here.
-        works = [self._link.group.send([t], self._link.peer, 0) for t in kept]
-        self._on_the_way[place] = kept, works
-        self._place = (place + 1) % len(self._plan.keys)
+        with _lost(link.peer):
+            # The group's own call, since `dist.isend` looks up again what is known here.
+            works = [link.group.send([t], link.peer, 0) for t in kept]
+        self._on_the_way.append((kept, works))
+        self._place = (self._place + 1) % size
 
     def flush(self) -> None:
         """Fill the receive that the other end has posted, and wait until everything has been taken over."""
-        if self._plan.keys:
+        if self._plan.keys and self._link.early:
             specs = self._plan.specs[self._place]
             self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
-        for _, works in self._on_the_way.values():
+        for _, works in self._on_the_way:
             _wait(works, self._link.peer)
         self._on_the_way.clear()
         self._plan, self._place = NOTHING, 0
@@ -168,7 +178,7 @@ class Receiver:
         self._link = link
         self._plan = NOTHING
         self._place = 0  # of the message that is posted
-        self._posted: tuple[Tensors, list[Any]] = ((), [])
+        self._posted: tuple[Tensors, list[Any]] | None = None
         self._arrived: dict[Key, Tensors] = {}
 
     def start(self, plan: Plan, turn: int) -> None:
@@ -177,35 +187,62 @@ class Receiver:
         if (plan, first) != (self._plan, self._place):
             self.flush()
             self._plan, self._place = plan, first
-            if plan.keys:
-                self._post()
+            if plan.keys and self._link.early:
+                self._posted = self._post()
 
-    def _post(self) -> None:
-        tensors = tuple(spec.empty(self._link.device) for spec in self._plan.specs[self._place])
-        works = [self._link.group.recv([t], self._link.peer, 0) for t in tensors if t.numel()]
-        self._posted = tensors, works
+    def _post(self) -> tuple[Tensors, list[Any]]:
+        link = self._link
+        tensors = tuple(spec.empty(link.device) for spec in self._plan.specs[self._place])
+        with _lost(link.peer):
+            return tensors, [link.group.recv([t], link.peer, 0) for t in tensors if t.numel()]
 
     def take(self, key: Key) -> Tensors:
         """A message, once it is there; others that were sent before it are kept for later."""
         while key not in self._arrived:
-            tensors, works = self._posted
+            tensors, works = self._posted or self._post()
             _wait(works, self._link.peer)
             self._arrived[self._plan.keys[self._place]] = tensors
             self._place = (self._place + 1) % len(self._plan.keys)
-            self._post()
+            self._posted = self._post() if self._link.early else None
         return self._arrived.pop(key)
 
     def flush(self) -> None:
         """Wait for what is posted, and throw it away."""
-        _wait(self._posted[1], self._link.peer)
-        self._posted = (), []
+        if self._posted is not None:
+            _wait(self._posted[1], self._link.peer)
+        self._posted = None
         self._arrived.clear()
         self._plan, self._place = NOTHING, 0
 
 
+def introduce(group: ProcessGroup, before: int | None, after: int | None, device: torch.device) -> None:
+    """Send a number through all ranks of one direction. A connection of nccl is made when it is first used and waits for the
+    other end, so that two neighbours whose first uses are of different directions would wait for each other for ever.
+
+    Args:
+        group: of the direction.
+        before, after: ranks that this one receives from and sends to.
+        device: of the tensors that will be sent.
+    """
+    number = torch.zeros(1, device=device)
+    for peer, call in ((before, group.recv), (after, group.send)):
+        if peer is not None:
+            with _lost(peer):
+                call([number], peer, 0).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _wait(works: list[Any], peer: int) -> None:
-    try:
+    with _lost(peer):
         for work in works:
             work.wait()
+
+
+@contextmanager
+def _lost(peer: int) -> Iterator[None]:
+    """An error of the transport is one of the other end."""
+    try:
+        yield
     except RuntimeError as error:
         raise LostPeer(peer, str(error)) from error

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, TypeVar, cast
 
 import torch
@@ -285,12 +286,18 @@ class Distributed:
 
     def _new_script(self, schedule: Schedule | None, turn: int, shapes: Sequence[Specs]) -> Script:
         here: list[tuple[Specs, ...]] = []
+        lists_here = "" if schedule is None else sha256(repr(schedule.lists).encode()).hexdigest()
 
         def outputs(before: Any) -> Any:
-            here.append(tuple(shapes) if before is None else tuple(map(from_json, before)))
+            if before is not None and before["lists"] != lists_here:
+                raise ValueError(
+                    "Every rank should have the same schedule. Found other lists than on the rank before; were they made of "
+                    "costs that each rank has measured for itself?"
+                )
+            here.append(tuple(shapes) if before is None else tuple(map(from_json, before["shapes"])))
             made = {specs: self._shapes(specs) for specs in dict.fromkeys(here[0])}
             here.append(tuple(made[specs] for specs in here[0]))
-            return [to_json(specs) for specs in here[1]]
+            return {"lists": lists_here, "shapes": [to_json(specs) for specs in here[1]]}
 
         self._world.hand_on("shapes", outputs)
         k, size = self._world.stage, self._world.num_stages

@@ -70,7 +70,10 @@ class Stale:
         self._updates = 0
         self._script: Script | None = None
         many = max(len(s.messages) for batch in cycle for flow in batch for s in flow.stages)
-        self._out, self._in = world.gradient_channels(many, runtime.device)
+        # A stage sends what it can before it finishes what others wait for, so that it must never have to wait for them; none is
+        # ahead of another by more mini-batches than gradients may be old.
+        depth = size + 1
+        self._out, self._in = world.gradient_channels(many, runtime.device, depth)
 
     def run(self, turn: int, batch: Batch, step: int) -> Worker:
         """One mini-batch's forwards, and the gradients of the oldest one that can be finished, if there is one.
@@ -188,6 +191,7 @@ class Stale:
         made = entry.worker.run(action)
         entry.left.remove(action)
         if q is not None:
+            self._runtime.at(entry.step, Kind.SEND_GRADIENT, m, q)
             self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m], self._runtime.device))
 
     def _finish(self) -> None:

@@ -89,7 +89,7 @@ class Team:
         self._compared = False
         _teams.append(self)
         self._report_crashes()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def stage(self) -> int:
@@ -307,6 +307,16 @@ class Team:
         self.world.everyone("closed", None)
         self._watch.close()
         self.world.close()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """What is raised while an interpreter ends, it prints and forgets: a launcher would take this process for a good one."""
+        try:
+            self.close()
+        except RankError:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _report_crashes(self) -> None:
         """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""

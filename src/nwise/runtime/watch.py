@@ -22,7 +22,7 @@ from typing import Any
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind
 
-_WAITS = (*SENDS.keys(), *SENDS.values())
+_WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # in the place of an error, when all is well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and the others to hear of it
@@ -115,28 +115,30 @@ class Watch:
         for thread in self._threads:
             thread.join(timeout=_GRACE)
 
-    def _tell(self, what: str, kill: int | None = None) -> None:
+    def _tell(self, what: str, kill: int | None = None, store: Any = None) -> None:
         """Make it the first error unless there is one, and give the others time to say so.
 
         Args:
             what: that happened to this rank.
             kill: a process of this machine that stands still; it could not end, and a launcher would wait for it.
+            store: of the thread that tells; default: the main thread's, which nobody else can use while that waits in it.
         """
+        store = store or self._main
         self._tells = True
         sentence = f"{self._name.capitalize()} {what}"
         self._failure = sentence
         with suppress(RuntimeError):  # the store is gone, and with it all other ranks
-            self._failure = self._main.compare_set("error", "", sentence).decode()
+            self._failure = store.compare_set("error", "", sentence).decode()
         _say(f"nwise: {self._name} stops: {self._failure}")
         if kill is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(kill, signal.SIGKILL)
         # A launcher stops all ranks as soon as one has ended.
         with suppress(RuntimeError):
-            told, deadline = self._main.add("told", 1), time.monotonic() + _GRACE
+            told, deadline = store.add("told", 1), time.monotonic() + _GRACE
             while told < self._size and time.monotonic() < deadline:
                 time.sleep(0.02)
-                told = self._main.add("told", 0)
+                told = store.add("told", 0)
 
     def _where(self) -> str:
         doing = self.doing
@@ -188,21 +190,23 @@ class Watch:
         # Whoever waits is seldom to blame, so that the one who computes has the time to say so first.
         limit = 2 * self._limit if doing[1].kind in _WAITS else self._limit
         if time.perf_counter() - doing[2] > limit:
-            self._tell(f"has been {self._where()} for more than {limit:g} seconds")
+            self._tell(f"has been {self._where()} for more than {limit:g} seconds", store=self._store)
 
     def _look_at_next(self) -> None:
         other, now = (self._rank + 1) % self._size, time.monotonic()
         key = f"beat/{other}"
         found = self._store.get(key).decode() if self._store.check([key]) else ""
         left = json.loads(found)["left"] if found else None
-        if left is not None and self.doing is not None and self.calls > left:
-            self._tell(f"waits for rank {other}, which has left after {left} steps, {self._where()}")
+        if left is not None and self.calls > left:  # also where it waits before its first action
+            self._tell(f"waits for rank {other}, which has left after {left} steps, {self._where()}", store=self._store)
         elif found != self._heard[0]:
             self._heard = found, now
         elif found and now - self._heard[1] > self._limit and not self._failure:
             beat = json.loads(found)
             pid = beat["pid"] if beat["host"] == platform.node() else None
-            self._tell(f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid)
+            self._tell(
+                f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
+            )
 
 
 def describe(action: Action) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from nwise.runtime.channel import Link, Receiver, Sender
+from nwise.runtime.channel import Link, Receiver, Sender, introduce
 
 DIMENSIONS = ("pp", "dp", "tp")
 _numbers = itertools.count()  # of worlds; the same on every rank, since all run the same script
@@ -83,13 +83,21 @@ class World:
         self._ends: dict[torch.device, Ends] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def gradient_channels(self, count: int, device: torch.device) -> tuple[list[Sender], list[Receiver]]:
-        """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there."""
+    def gradient_channels(self, count: int, device: torch.device, depth: int) -> tuple[list[Sender], list[Receiver]]:
+        """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there.
+
+        Args:
+            count: how many.
+            device: of the tensors.
+            depth: cycles of mini-batches whose messages are kept before a sender waits.
+        """
         groups = [self.new_group() for _ in range(count)]
         below, above = self._neighbours()
+        for group in groups:
+            introduce(group, above, below, device)
         return (
-            [] if below is None else [Sender(Link(group, below, device)) for group in groups],
-            [] if above is None else [Receiver(Link(group, above, device)) for group in groups],
+            [] if below is None else [Sender(Link(group, below, device, depth)) for group in groups],
+            [] if above is None else [Receiver(Link(group, above, device, depth)) for group in groups],
         )
 
     def _neighbours(self) -> tuple[int | None, int | None]:
@@ -182,6 +190,8 @@ class World:
             # A group of its own for each direction, so that neither waits behind the other.
             forward, back = (self.new_group() for _ in range(2))
             below, above = self._neighbours()
+            introduce(forward, below, above, device)
+            introduce(back, above, below, device)
             self._ends[device] = Ends(
                 None if below is None else Receiver(Link(forward, below, device)),
                 None if above is None else Sender(Link(forward, above, device)),
