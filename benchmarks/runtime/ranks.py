@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 from nwise.runtime.bench import Case, join, measure
 from nwise.runtime.virtual import Device
@@ -27,6 +27,7 @@ from nwise.schedule.costs import costs_of_text
 from nwise.schedule.rivals import timed_method
 
 BATCHES = 12
+SPLIT = "forward=1,head=0,input_grad=1,weight_grad=1,chain_share=0"  # of zero-bubble, with cotangents kept
 WHOLE_MS = 100.0  # a forward of a whole mini-batch, where methods are compared at equal batches
 
 
@@ -46,6 +47,22 @@ class Wait(torch.autograd.Function):
         """B, after what was received unless it is the last stage."""
         ctx.module.device.work(ctx.module.slots[1], received=not ctx.module.last)
         return gradient, torch.zeros(1), None
+
+
+class WaitForWeights(torch.autograd.Function):
+    """The part of a virtual stage whose backward is its weight gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, module: SplitModule) -> Tensor:
+        """Nothing."""
+        ctx.module = module
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """W."""
+        ctx.module.device.work(ctx.module.weight_slots, received=False)
+        return torch.zeros(1), None
 
 
 class Loss(torch.autograd.Function):
@@ -78,17 +95,41 @@ class VirtualModule(nn.Module):
         return wait(x, self.parameter, self)
 
 
+class SplitModule(VirtualModule):
+    """A stage whose backward can be cut into I and W, as zero-bubble does."""
+
+    def __init__(self, device: Device, slots: tuple[float, float, float], first: bool, last: bool) -> None:
+        super().__init__(device, slots[:2], first, last)
+        self.weight_slots = slots[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """F; the sum is what I and W have in common."""
+        wait, weights = cast(Any, Wait.apply), cast(Any, WaitForWeights.apply)
+        unused = torch.zeros(1)  # has no gradient, so that W is not waited for twice
+        return cast(Tensor, wait(x, unused, self) + weights(self.parameter, self))
+
+
 def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
     """One mini-batch of torch's GPipe or 1F1B."""
     stages, costs = world.num_stages, case.timed().costs
     first, last = world.stage == 0, world.stage == stages - 1
     forward, chain, weights = (costs.of(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
-    slots = forward + costs.overhead, chain + weights + costs.overhead
-    stage = PipelineStage(VirtualModule(device, slots, first, last), world.stage, stages, torch.device("cpu"))
+    module: VirtualModule
+    if case.method == "zero-bubble-lean":
+        module = SplitModule(device, (forward, chain, weights), first, last)
+    else:
+        slots = forward + costs.overhead, chain + weights + costs.overhead
+        module = VirtualModule(device, slots, first, last)
+    stage = PipelineStage(module, world.stage, stages, torch.device("cpu"))
     loss: Any = Loss.apply
     size = case.microbatches
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.method]
-    schedule = kind(stage, size, loss_fn=lambda y, _: loss(y), scale_grads=False)
+    options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
+    schedule: Any
+    if case.method == "zero-bubble-lean":
+        schedule = ScheduleInterleavedZeroBubble([stage], size, **options)
+    else:
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.method]
+        schedule = kind(stage, size, **options)
     x, target = torch.zeros(size, case.message.numel()), torch.zeros(size)
 
     def step() -> None:
@@ -139,7 +180,8 @@ def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
     for m in (4, 16) if not mib else (4,):
         methods = ["gpipe", "1f1b"] if m >= stages else ["gpipe"]  # torch's 1F1B wants a micro-batch for every stage
         found += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
-    found += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2)), ("nwise", case("zero-bubble-lean", 4))]
+    found += [(library, case("zero-bubble-lean", 4, costs=SPLIT)) for library in ("nwise", "torch")]
+    found += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2))]
     if not mib:
         for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zero-bubble-lean"):
             m = 1 if method == "end-to-end" else best_m(method, stages)

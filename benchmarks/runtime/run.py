@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from nwise.machine import processor
-from nwise.schedule import PAPER
+from nwise.schedule.costs import costs_of_text
 from nwise.schedule.rivals import RIVALS, timed_method
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
+SLOT_MS = 20.0  # where every micro-batch has a slot
 Record = dict[str, Any]
 
 
@@ -98,7 +99,7 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
         for r in read("messages")
         for alone in (True, False)
     }
-    slots = [r for r in records if r["costs"] == "paper"]
+    slots = [r for r in records if r["slot_ms"] == SLOT_MS]
     for (stages, mib, method, m), found in grouped(slots, "stages", "message_mib", "method", "microbatches").items():
         cells = [str(stages), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{found[0]['predicted_slots']:g}"]
         by_library = grouped(found, "library")
@@ -108,33 +109,46 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
                 cells.append(spread(one, key, digits) if one else "–")
         cells.append(f"{statistics.median(r['ceiling'] for r in by_library[('nwise',)]):.4f}")
         travel = one_way.get((stages, mib, method in RIVALS))
-        cells.append("–" if travel is None else f"{limit(stages, method, m, travel / found[0]['slot_ms']):.3f}")
+        cells.append("–" if travel is None else f"{limit(found[0], travel):.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def limit(stages: int, method: str, m: int, latency: float) -> float:
-    """Efficiency if nothing but messages took time, each so many slots, on the best order for that."""
-    options: dict[str, Any] = {"num_stages": stages, "num_microbatches": m, "chains": "walked"}
-    free = timed_method(method, costs=PAPER, **options)
-    return free.period / timed_method(method, costs=replace(PAPER, latency=latency), **options).period
+def limit(case: Record, travel: float) -> float:
+    """Efficiency if nothing but messages took time, each so many milliseconds, on the best order for that."""
+    method, costs = case["method"], costs_of_text(case["costs"])
+    options: dict[str, Any] = {
+        "num_stages": case["stages"],
+        "num_microbatches": case["microbatches"],
+        "chains": "walked",
+    }
+    free = timed_method(method, costs=costs, **options)
+    return free.period / timed_method(method, costs=replace(costs, latency=travel / SLOT_MS), **options).period
 
 
 def equal_batches(records: Sequence[Record]) -> list[str]:
     """Step times of one mini-batch of one size, every method at the M with the shortest predicted step."""
-    lines = ["| A | library | method | M | ms a step | / end-to-end, M = 1 |", "|---|---|---|---|---|---|"]
-    whole = [r for r in records if r["costs"] != "paper"]
+    lines = [
+        "| A | library | method | M | ms a step | / end-to-end, M = 1 | / GPipe | / 1F1B |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    whole = [r for r in records if r["slot_ms"] != SLOT_MS]
     for (stages,), found in grouped(whole, "stages").items():
-        base = statistics.median(r["measured_slots"] for r in found if r["method"] == "end-to-end")
+        own = [r for r in found if r["library"] == "nwise"]
+        bases = [
+            statistics.median(r["measured_slots"] for r in own if r["method"] == rival)
+            for rival in ("end-to-end", "gpipe", "1f1b")
+        ]
         for (method, library, m), one in grouped(found, "method", "library", "microbatches").items():
-            times = [{"ms": r["measured_slots"] * r["slot_ms"], "ratio": r["measured_slots"] / base} for r in one]
+            times = [{"ms": r["measured_slots"] * r["slot_ms"]} for r in one]
+            slots = statistics.median(r["measured_slots"] for r in one)
             cells = [
                 str(stages),
                 library,
                 method,
                 str(m),
                 spread(times, "ms", 0),
-                f"{statistics.median(t['ratio'] for t in times):.3f}",
+                *(f"{slots / base:.3f}" for base in bases),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -73,7 +73,8 @@ def speed_up(rows: Sequence[Row], path: Path) -> None:
     over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
     for i in range(1, 6):
         own = sorted((a, value) for (a, n), value in over.items() if n == i)
-        left.plot([a for a, _ in own], [value for _, value in own], color=COLOURS[i - 1], label=f"{i}-wise")
+        colour = style(f"{i}-wise")["color"] if i < 5 else COLOURS[5]
+        left.plot([a for a, _ in own], [value for _, value in own], color=colour, label=f"{i}-wise")
     slot = Slot()
     for a in (2, 4, 8, 15, 24, 30):  # the best M of 2-wise at each point, as in the paper's figure
         if (a, 2) not in over:
@@ -84,11 +85,10 @@ def speed_up(rows: Sequence[Row], path: Path) -> None:
     times = {(r["method"], r["A"]): r["time"] for r in rows if r["kind"] == "honest"}
     stages = sorted({a for _, a in times})
     for i, (rival, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
-        for j, name in enumerate(("2-wise", "3-wise")):
+        for name in ("2-wise", "3-wise"):
             ratios = [times[rival, a] / times[name, a] for a in stages]
-            right.plot(
-                stages, ratios, line, color=COLOURS[j + 1], label=f"{name} over {rival}", marker="os"[i], markersize=3
-            )
+            look = {"color": style(name)["color"], "marker": "os"[i], "markersize": 3}
+            right.plot(stages, ratios, line, label=f"{name} over {rival}", **look)
     right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
     for axes in (left, right):
         axes.axhline(1, color="#555555", lw=0.8)
