@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,18 @@ def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
     done = torchrun(2, [str(script)])
     assert done.returncode != 0
     assert "Every rank should have the same schedule. Found other lists than on the rank before" in done.stderr
+
+
+def test_a_rank_that_makes_fewer_steps_fails_all(tmp_path: Path) -> None:
+    """In local training nobody waits for the last stage, so that only the end can tell; it did, and the exit code was 0."""
+    script = tmp_path / "fewer.py"
+    script.write_text(
+        "import os\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, 'local', 1)\n"
+        "for x, y in batches(3 - int(os.environ['RANK'])):\n    pipe.step(x, target=y)\n"
+    )
+    done = torchrun(2, [str(script)])
+    assert done.returncode != 0
+    assert re.search(r"All ranks should make as many steps. Found \[3, 2\]|has left after 2 steps", done.stderr)
 
 
 def test_training_on_the_command_line_is_that_of_one_process(
