@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_a_rank_that_makes_fewer_steps_fails_all(tmp_path: Path) -> None:
     done = torchrun(2, [str(script)])
     assert done.returncode != 0
     assert re.search(r"All ranks should make as many steps. Found \[3, 2\]|has left after 2 steps", done.stderr)
+
+
+def test_a_rank_that_leaves_before_a_ragged_batch_ends_all(tmp_path: Path) -> None:
+    """Where shapes change, ranks wait before their first action, and nobody looked: it took twenty minutes."""
+    script = tmp_path / "ragged.py"
+    script.write_text(
+        "import os\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, '2-wise', 1)\n"
+        "for x, y in batches(2):\n    pipe.step(x, target=y)\n"
+        "if os.environ['RANK'] == '0':\n    pipe.step(x[:3], target=y[:3])\n"
+    )
+    began = time.monotonic()
+    done = torchrun(2, [str(script)])
+    assert done.returncode != 0
+    assert "waits for rank 1, which has left after 2 steps" in done.stderr
+    assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
 
 
 def test_training_on_the_command_line_is_that_of_one_process(
