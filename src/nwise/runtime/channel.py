@@ -2,8 +2,9 @@
 
 A channel carries, mini-batch after mini-batch, the messages of its plan in the order in which they are sent; so nothing
 has to be tagged, which nccl could not. The receiver always has its next receive posted, over the end of a mini-batch too,
-so that what is sent travels at once while both sides compute; a second one would gain nothing (`benchmarks/runtime`). A sender does not wait, but for the same message of the
-cycle of mini-batches before, so that no more than a cycle of them is ever kept.
+so that what is sent travels at once while both sides compute; a second one would gain nothing (`benchmarks/runtime`). A
+sender does not wait, but for the same message of the cycle of mini-batches before, so that no more than a cycle of them is
+ever kept.
 
 When the plan changes (another batch size, another strategy), the receive that was posted too early is filled by a message
 that nobody looks at.
