@@ -40,7 +40,7 @@ KIND_NAMES = {
 }
 _LONGEST = 300  # times as long as the shortest action that is drawn in a terminal
 EXPLANATION = (
-    "time, in the unit of the costs; numbers are micro-batches, small ones the loss that a gradient comes from; "
+    "time, in the unit of the costs; numbers are {numbers}, small ones the loss that a gradient comes from; "
     "every other mini-batch is hatched"
 )
 
@@ -178,8 +178,16 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         ]
         columns = min(len(kinds), max(2, int(width // 1.9)))
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
-        panels[-1].set_xlabel(textwrap.fill(EXPLANATION, int(15 * width)), fontsize=8, color="#555555")
+        whole = [_is_whole(picture) for picture in pictures]
+        numbers = "mini-batches" if all(whole) else "micro-batches" + (" (mini-batches if M = 1)" if any(whole) else "")
+        explanation = textwrap.fill(EXPLANATION.format(numbers=numbers), int(15 * width), break_on_hyphens=False)
+        panels[-1].set_xlabel(explanation, fontsize=8, color="#555555")
         figure.savefig(path, dpi=150)
+
+
+def _is_whole(picture: Picture) -> bool:
+    """Whether mini-batches are not cut up, so that their own numbers say more than zeros."""
+    return picture.timed.schedule.num_microbatches == 1
 
 
 def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float, width: float) -> None:
@@ -200,7 +208,8 @@ def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float,
         if inch * length > 0.13 and event.action.kind is not Kind.UPDATE:
             loss = farthest_loss(event, picture)
             small = inch * length < 0.24 or loss is None
-            name = f"{event.action.microbatch}" + ("" if small else f"$_{{{loss}}}$")
+            number = batch_of(event, picture) if _is_whole(picture) else event.action.microbatch
+            name = f"{number}" + ("" if small else f"$_{{{loss}}}$")
             axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set(xlim=(0, longest), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages))
     axes.set_yticklabels([f"stage {k}" for k in range(num_stages)])
