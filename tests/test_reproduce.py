@@ -468,6 +468,7 @@ def test_e6_and_e7_of_made_up_records(tmp_path: Path) -> None:
     assert (tmp_path / "e6" / "small-time.png").exists()
     found = reproduced("e7", tmp_path / "other", lambda cell: losses.get(cell.method, 4.25) + cell.num_stages)
     assert found["Hogwild is worse than end-to-end at equal steps, 3 stages"] == "holds"
+    assert (tmp_path / "other" / "e7" / "small.png").exists()
     claim = EXPERIMENTS["e7"].claims(Job(folder=tmp_path / "other"))[-1]
     assert claim.verdict == "holds"
     assert claim.effect == pytest.approx(1)

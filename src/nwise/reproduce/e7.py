@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 from nwise.reproduce import e6, markdown
 from nwise.reproduce.cell import Cell
 from nwise.reproduce.claims import Claim, greater
 from nwise.reproduce.experiment import Size
+from nwise.reproduce.plots import lines_over_stages
 from nwise.reproduce.runs import Runs, loss, perplexity
 from nwise.reproduce.trained import Parts, Trained
 
@@ -46,9 +48,16 @@ def tables(runs: Runs) -> str:
     return markdown.table(["test perplexity", *markdown.stages(e6.HOGWILD)], rows)
 
 
+def draw(runs: Runs, path: Path) -> None:
+    """The table as a figure; the paper has none."""
+    lines_over_stages(
+        runs, perplexity, {"equal steps": _METHODS}, "test perplexity per token", path.with_suffix(".png")
+    )
+
+
 E7 = Trained(
     "e7",
     "E7, Hogwild on Transformers",
-    Parts(cells=cells, claims=claims, tables=tables, seeds=e6.E6.parts.seeds),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.E6.parts.seeds),
     of="e6",
 )
