@@ -110,26 +110,24 @@ class SplitModule(VirtualModule):
 
 
 def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
-    """One mini-batch of torch's GPipe or 1F1B."""
+    """One mini-batch of torch's GPipe, 1F1B or zero-bubble."""
     stages, costs = world.num_stages, case.timed().costs
     first, last = world.stage == 0, world.stage == stages - 1
     forward, chain, weights = (costs.of(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
-    module: VirtualModule
-    if case.method == "zero-bubble-lean":
-        module = SplitModule(device, (forward, chain, weights), first, last)
-    else:
-        slots = forward + costs.overhead, chain + weights + costs.overhead
-        module = VirtualModule(device, slots, first, last)
-    stage = PipelineStage(module, world.stage, stages, torch.device("cpu"))
-    loss: Any = Loss.apply
-    size = case.microbatches
+    begin, size, loss = costs.overhead, case.microbatches, cast(Any, Loss.apply)
     options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
+
+    def stage(module: VirtualModule) -> PipelineStage:
+        return PipelineStage(module, world.stage, stages, torch.device("cpu"))
+
     schedule: Any
     if case.method == "zero-bubble-lean":
-        schedule = ScheduleInterleavedZeroBubble([stage], size, **options)
+        split = SplitModule(device, (forward + begin, chain + begin, weights + begin), first, last)
+        schedule = ScheduleInterleavedZeroBubble([stage(split)], size, **options)
     else:
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.method]
-        schedule = kind(stage, size, **options)
+        module = VirtualModule(device, (forward + begin, chain + weights + begin), first, last)
+        schedule = kind(stage(module), size, **options)
     x, target = torch.zeros(size, case.message.numel()), torch.zeros(size)
 
     def step() -> None:

@@ -27,12 +27,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from nwise.machine import processor
+from nwise.runtime.bench import Case
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.rivals import RIVALS, timed_method
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
-SLOT_MS = 20.0  # where every micro-batch has a slot
+SLOT_MS = Case.slot_ms  # where every micro-batch has a slot
 Record = dict[str, Any]
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -25,16 +24,16 @@ class Completion:
 
     def run(self, console: Console) -> int:
         del console
-        sys.stdout.write(script({name: command_of(name) for name in COMMANDS}, self.shell))
+        sys.stdout.write(script(self.shell))
         return OK
 
 
-def script(commands: Mapping[str, Any], shell: str) -> str:
+def script(shell: str) -> str:
     """What the shell reads, as tyro makes it for all commands at once."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
-            dict(commands),
+            {name: command_of(name) for name in COMMANDS},
             prog="nwise",
             args=["--tyro-print-completion", shell],
             config=PARSING,

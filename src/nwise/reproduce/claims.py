@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isnan, sqrt
 from statistics import mean, stdev
 from typing import Literal
@@ -79,7 +79,7 @@ def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, un
 
 def measured(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
     """A claim about what was measured once, of whose spread nothing is known."""
-    return Claim(text, source, effect, effect, effect, unit, 1, "holds" if holds else "does not hold", wanted)
+    return replace(exact(text, source, effect, holds=holds, wanted=wanted, unit=unit), seeds=1)
 
 
 def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:

@@ -20,7 +20,7 @@ from nwise import models
 from nwise.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, Costs
 from nwise.schedule.best import DoesNotFit
-from nwise.schedule.costs import TRANSFORMER, prices
+from nwise.schedule.costs import TRANSFORMER, Chains, prices
 from nwise.schedule.rivals import timed_method
 
 _SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
@@ -91,6 +91,11 @@ def _multiplied(network: models.StagedModel) -> tuple[list[int], list[int]]:
     return stages, heads
 
 
+def chains_of(name: str) -> Chains:
+    """How a method's weight gradients come by the cotangents of all layers, as it really runs."""
+    return "stored" if name == "zero-bubble" else "walked"
+
+
 @cache
 def step_time(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> StepTime:
     """The fastest way to run a method.
@@ -108,11 +113,16 @@ def step_time(method: str, num_stages: int, costs: Costs, memory: float | None =
         found = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs)
         return StepTime(found.period, 1, max(found.in_flight))
     options = []
-    name, chains = ("zero-bubble", "stored") if method == "end-to-end" else (method, "walked")
+    name = "zero-bubble" if method == "end-to-end" else method
     for m in _SIZES:
         with suppress(DoesNotFit):
             found = timed_method(
-                name, num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), chains=chains, memory=memory
+                name,
+                num_stages=num_stages,
+                num_microbatches=m,
+                costs=costs.split_in(m),
+                chains=chains_of(name),
+                memory=memory,
             )
             options.append(StepTime(found.period, m, max(found.peak_bytes)))
     if not options:

@@ -28,6 +28,7 @@ BEYOND = ("2-wise", "3-wise", "rotating-2", "geometric-0.5", "deep-supervision")
 HOGWILD = (3, 4, 5)
 _STAGES = (3, 4, 5, 6)
 _FOUR = 4  # stages of figure 8, and of what goes beyond the paper
+_MOMENTS = 8  # of equal time
 _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 
 
@@ -104,7 +105,7 @@ def _about_time(runs: Runs) -> list[Claim]:
     return found
 
 
-def moments(runs: Runs, costs: Costs, count: int = 8) -> list[float]:
+def moments(runs: Runs, costs: Costs, count: int = _MOMENTS) -> list[float]:
     """Times, in slots, at which all methods of figure 8 can be compared: until the fastest has ended."""
     ends = [
         runs.of(method, _FOUR)[0]["steps"] * step_time(method, _FOUR, costs).slots
@@ -124,9 +125,7 @@ def _at_every_moment(runs: Runs, clock: str, source: str, methods: Sequence[str]
                 runs.scores(loss_at(moment / step_time(m, _FOUR, costs).slots), m, _FOUR)
                 for m in ("end-to-end", method)
             ]
-            text = (
-                f"{method} is better than end-to-end at all of 8 moments of equal time, {clock} costs (least certain)"
-            )
+            text = f"{method} is better than end-to-end at all of {_MOMENTS} moments of equal time, {clock} costs (least certain)"
             leads.append(greater(text, source, *scores, unit="nats"))
         wrong = [claim for claim in leads if claim.verdict == "does not hold"]
         found += [min(wrong or leads, key=lambda claim: claim.low)] if leads else []

@@ -128,8 +128,6 @@ def table(folder: Path) -> str:
     for number, what, name, sources in _OTHER_DATA:
         records = Store(folder / name / "full.jsonl").read()
         runs = sum(record["config"]["data"].get("source") in sources for record in records)
-        verdict_of = "see full" if runs else "–"
-        rows.append(
-            (number, what, f"[{name}]({name}/)", f"full: {runs} runs" if runs else "not run: no data", verdict_of)
-        )
+        said = (f"full: {runs} runs", "see full") if runs else ("not run: no data", "–")
+        rows.append((number, what, f"[{name}]({name}/)", *said))
     return markdown.table(("", "result", "experiment", "status", "verdict"), rows)

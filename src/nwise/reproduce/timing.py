@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nwise.machine import machine
+from nwise.reproduce.clock import chains_of
 from nwise.runtime.bench import Case, start_all
 from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
 from nwise.schedule.costs import TRANSFORMER
@@ -102,8 +103,7 @@ def cell(a: int, n: int, m: int) -> Row:
 def honest(name: str, num_stages: int) -> Row:
     """Time at the best M with F = I = W = 1, a head of 0.5, and 0.02 for every action; chains are walked as nwise's stages do,
     while zero-bubble has its cotangents kept."""
-    chains: Chains = "stored" if name == "zero-bubble" else "walked"
-    times = {m: find(name, num_stages, m, TRANSFORMER.split_in(m), chains).period for m in POWERS}
+    times = {m: find(name, num_stages, m, TRANSFORMER.split_in(m), chains_of(name)).period for m in POWERS}
     m = min(times, key=lambda m: (round(times[m], 9), m))
     return {"kind": "honest", "method": name, "A": num_stages, "M": m, "time": times[m]}
 

@@ -84,13 +84,11 @@ class Link:
         group: the process group of one direction.
         peer: rank of the other end.
         device: where tensors are.
-        depth: cycles of mini-batches whose messages a sender keeps at most before it waits.
     """
 
     group: ProcessGroup
     peer: int
     device: torch.device
-    depth: int = 1
 
     @property
     def early(self) -> bool:
@@ -115,13 +113,17 @@ class LostPeer(RuntimeError):
 class Sender:
     """The end that sends.
 
+    Args:
+        link: where to.
+        depth: cycles of mini-batches whose messages are kept at most before it waits.
+
     Attributes:
         num_bytes: sent so far.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, depth: int = 1) -> None:
         self.num_bytes = 0
-        self._link = link
+        self._link, self._depth = link, depth
         self._plan = NOTHING
         self._place = 0
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
@@ -151,7 +153,7 @@ class Sender:
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
         link, size = self._link, len(self._plan.keys)
-        if len(self._on_the_way) == link.depth * size:
+        if len(self._on_the_way) == self._depth * size:
             _wait(self._on_the_way.popleft()[1], link.peer)
         kept = tuple(t.contiguous() for t in tensors if t.numel())
         with _lost(link.peer):

@@ -96,8 +96,8 @@ class World:
         for group in groups:
             introduce(group, above, below, device)
         return (
-            [] if below is None else [Sender(Link(group, below, device, depth)) for group in groups],
-            [] if above is None else [Receiver(Link(group, above, device, depth)) for group in groups],
+            [] if below is None else [Sender(Link(group, below, device), depth) for group in groups],
+            [] if above is None else [Receiver(Link(group, above, device)) for group in groups],
         )
 
     def _neighbours(self) -> tuple[int | None, int | None]:
