@@ -121,7 +121,7 @@ def test_another_seed_gives_other_values() -> None:
     [
         (lambda: models.convnet(0), "`num_stages` should be an integer of at least 1. Found 0"),
         (lambda: models.convnet(3, image_size=2), "`image_size` should be an integer of at least 3. Found 2"),
-        (lambda: models.resnet("18"), "`name` should be one of 'paper-32', '32', '50'. Found '18'"),  # type: ignore[arg-type]
+        (lambda: models.resnet("20"), "`name` should be one of 'paper-32', '18', '32', '50'. Found '20'"),  # type: ignore[arg-type]
         (lambda: models.resnet("32", width_factor=0), "`width_factor` should be above 0. Found 0"),
         (lambda: models.resnet("32", image_size=4), "`image_size` should be an integer of at least 8. Found 4"),
         (lambda: models.gpt(2, num_heads=3), "`width` should be a multiple of `num_heads = 3`. Found 1024"),

@@ -440,7 +440,7 @@ def test_e4_of_made_up_records(tmp_path: Path) -> None:
     order = {"end-to-end": 4.0, "1-wise": 4.2, "2-wise": 4.3, "fine-tuning": 4.35}
 
     def of(cell: Cell) -> float:
-        return 4.5 if cell.part == "grid T1 = 4, rate 0.05" else 4.4 if "0.05" in cell.part else order[cell.method]
+        return 4.5 if cell.part == "grid T1 = 4, rate 0.1" else 4.4 if "rate 0.1" in cell.part else order[cell.method]
 
     found = reproduced("e4", tmp_path, of)
     assert len(found) == 8

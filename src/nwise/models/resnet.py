@@ -78,13 +78,14 @@ _Block = Callable[[int, int, int], tuple[Residual, int]]
 # name: block, channels and number of blocks of each group, channels of the stem
 _SHAPES: dict[str, tuple[_Block, list[tuple[int, int]], int]] = {
     "paper-32": (_basic, [(64, 3), (128, 4), (256, 6), (512, 3)], 64),
+    "18": (_basic, [(64, 2), (128, 2), (256, 2), (512, 2)], 64),
     "32": (_basic_unprojected, [(16, 5), (32, 5), (64, 5)], 16),
     "50": (_bottleneck, [(64, 3), (128, 4), (256, 6), (512, 3)], 64),
 }
 
 
 def resnet(
-    name: Literal["paper-32", "32", "50"] = "paper-32",
+    name: Literal["paper-32", "18", "32", "50"] = "paper-32",
     num_classes: int | None = None,
     image_size: int | None = None,
     *,
@@ -95,7 +96,7 @@ def resnet(
 
     Args:
         name: ``"paper-32"`` is what the paper calls ResNet-32: basic blocks 64x3, 128x4, 256x6,
-            512x3 behind a 3x3 stem, the shape of ResNet-34. ``"32"`` is He's CIFAR ResNet-32 (16, 32,
+            512x3 behind a 3x3 stem, the shape of ResNet-34; ``"18"`` has two of each. ``"32"`` is He's CIFAR ResNet-32 (16, 32,
             64 channels, 5 blocks each), which has only three sizes and so three stages. ``"50"`` is
             ResNet-50 (stride in the 3x3 convolution).
         num_classes: number of outputs; by default 10, for ``"50"`` 1000.

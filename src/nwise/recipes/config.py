@@ -142,8 +142,8 @@ class ConvNet:
 class ResNet:
     """A residual network (`nwise.models.resnet`)."""
 
-    variant: Literal["paper-32", "32", "50"] = "paper-32"
-    """Which one: paper-32 is the paper's, 32 He's."""
+    variant: Literal["paper-32", "18", "32", "50"] = "paper-32"
+    """Which one: paper-32 is the paper's, 18 the same with two blocks a stage, 32 He's."""
     width_factor: float = 1.0
     """Multiplies all channels."""
 

@@ -102,11 +102,11 @@ class Setting:
 
 _PRINTED_10 = ("92.86 (0.15)", "94.06 (0.12)", "93.98 (0.07)", "94.21 (0.07)")
 _PRINTED_100 = ("73.98 (0.13)", "76.85 (0.14)", "74.33 (0.09)", "76.40 (0.16)")
-# The small size has a twentieth of the epochs, T1 of the same shares, and half the rates since it has half the batch.
-_SMALL_POINTS = tuple((first, rate) for rate in (0.05, 0.005) for first in (2, 4, 6))
+# The small size has a twentieth of the epochs, and T1 of the same shares.
+_SMALL_POINTS = tuple((first, rate) for rate in (0.1, 0.01) for first in (2, 4, 6))
 SETTINGS: dict[tuple[Size, str], Setting] = {
     ("small", "cifar10"): Setting(
-        e2.base("small"), 4, 0.05, (4, 0.05), _SMALL_POINTS, grid_seeds=2, grid={}, printed=_PRINTED_10
+        e2.base("small"), 4, 0.1, (4, 0.1), _SMALL_POINTS, grid_seeds=2, grid={}, printed=_PRINTED_10
     ),
     ("full", "cifar10"): Setting(
         e2.base("full"), 80, 0.1, (80, 0.1), tuple(_CIFAR10), grid_seeds=1, grid=_CIFAR10, printed=_PRINTED_10

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Sgd
 
@@ -46,10 +47,15 @@ def optimizer_of(
     given = list(parameters)
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    # One pass over a parameter instead of one for every operation: an eighth of a small Transformer's step.
+    fused = not any(is_dtensor(p) for group in kept for p in group["params"])
     if isinstance(config, Sgd):
-        return torch.optim.SGD(kept, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        return torch.optim.SGD(
+            kept, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
+        )
+    betas = (config.beta1, config.beta2)
     return torch.optim.Adam(
-        kept, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
+        kept, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
     )
 
 
