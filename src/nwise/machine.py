@@ -10,15 +10,16 @@ import torch
 
 
 def machine() -> dict[str, str]:
-    """Processor, cores that this process may use, and GPU if there is one."""
-    found = {"processor": processor(), "cores": str(num_cores())}
+    """Processor, the instructions that torch uses of it (other ones give other last digits), cores, and GPU if there is one."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    found = {"processor": processor(), "instructions": instructions, "cores": str(num_cores())}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -144,4 +144,5 @@ def _made(records: Sequence[Record]) -> str:
 
 
 def _machine(found: dict[str, str]) -> list[str]:
-    return [found["processor"], f"{found['cores']} cores", *([found["gpu"]] if "gpu" in found else [])]
+    parts = [found["processor"], found.get("instructions", ""), f"{found['cores']} cores", found.get("gpu", "")]
+    return [part for part in parts if part]
