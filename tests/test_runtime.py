@@ -6,10 +6,15 @@ import random
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from launch import RANKS, results, torchrun
+from nwise.runtime import replicas
 from ranks import hogwild, mesh
 from ranks.equality import CASES, case
 
@@ -117,6 +122,42 @@ def test_replicas_of_stages_compute_what_as_many_more_micro_batches_do(tmp_path:
             for what in ("values", "gradients"):
                 for name, numbers in one[what].items():
                     assert numbers == pytest.approx(expected[what][name], rel=1e-4, abs=1e-6), (settings, what, name)
+
+
+def test_gradients_of_last_layers_travel_while_those_of_first_layers_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums once began after the last pass, with nothing left to compute meanwhile."""
+    events: list[str] = []
+    really = dist.all_reduce
+
+    def all_reduce(flat: Tensor, **settings: Any) -> Any:
+        events.append(f"sum of {flat.numel() - 1}")
+        return really(flat, **settings)
+
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    unused = nn.Parameter(torch.ones(7))
+    module[0].weight.register_hook(lambda _: events.append("first weight"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for learns in ([*module.parameters()], [unused, *module.parameters()]):
+            events.clear()
+            module.zero_grad()
+            sums = replicas.Replicas(dist.group.WORLD, lambda learns=learns: learns, list)
+            for _ in range(2):
+                sums.start()
+                with sums.summing(head=False):
+                    module(torch.ones(2, 4)).sum().backward()
+                sums.finish()
+            assert len(events) == 2 * (len(learns) + 1)
+            assert max(events.index("sum of 5"), events.index("sum of 15")) < events.index("first weight")
+            assert torch.equal(module[1].bias.grad, torch.full((5,), 4.0)), "two steps of two samples"
+            assert unused.grad is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_stages_may_be_cut_by_tensor_parallelism(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nwise
+import nwise.runtime.replicas
 from nwise.runtime.world import start
 from ranks.common import RANK, batches, closed, network, trained, write
 
@@ -27,8 +28,9 @@ def values(pipe: nwise.Pipeline) -> dict[str, list[float]]:
     return found
 
 
-def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> Any:
+def replicas(strategy: str, num_microbatches: int, bucket_bytes: int, *, alone: bool = False) -> Any:
     """Two stages in two replicas, each with half of every mini-batch; or alone, with twice the micro-batches."""
+    nwise.runtime.replicas.BUCKET_BYTES = bucket_bytes
     stages, heads = network(2)
     if not alone and RANK % 2:  # replicas that start otherwise are made equal
         for part in (*stages, *heads):
@@ -64,7 +66,7 @@ def tensor_parallel(*, alone: bool = False) -> Any:
     return closed(pipe, found)
 
 
-CASES = [("local", 1), ("2-wise", 2), ("2-wise-mean", 1)]
+CASES = [("local", 1, 2**22), ("2-wise", 2, 1), ("2-wise-mean", 1, 200)]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar, cast
@@ -35,6 +35,7 @@ Shapes = Callable[[Specs], Specs]
 Recorder = Callable[[int, Action, float, float], None]
 EndT = TypeVar("EndT", Sender, Receiver)
 
+_ALONE = nullcontext()
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 
 
@@ -261,13 +262,13 @@ class Distributed:
                 if replicas is not None:
                     replicas.finish()
             elif kind is not Kind.DROP:
-                made = worker.run(action)
+                final = i in last.values()  # no pass after it adds to these gradients
+                with replicas.summing(head=kind is Kind.HEAD) if replicas is not None and final else _ALONE:
+                    made = worker.run(action)
                 if q is not None:
                     outbox[m, q, turn] = packed(made, script.inputs[m], self.device)
                 elif kind is Kind.FORWARD and ends.activations_out is not None:
                     outbox[m, None, turn] = self._apart(cast(Tensors, made))
-                if replicas is not None and i in last.values():
-                    replicas.begin(head=kind is Kind.HEAD)
             if self.recorder is not None:
                 self.recorder(step, action, begin, time.perf_counter())
             if on_action is not None:

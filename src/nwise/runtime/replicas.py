@@ -1,9 +1,10 @@
-"""Replicas: sums a stage's gradients over all that hold it (data parallel), while its other actions go on."""
+"""Replicas: sums a stage's gradients over all that hold it (data parallel), while others are still computed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from nwise.dtensor import is_dtensor
 
+BUCKET_BYTES = 2**22  # that travel together: enough to pay for a sum's latency, little enough to begin early
+
 
 class Replicas:
     """The gradients of this rank's stage and head.
 
     Every replica has a part of the mini-batch, whose losses are weighted by its share, so that the sum over replicas is the
-    gradient of the whole. It is begun with the last pass that adds to it and waited for at the update.
+    gradient of the whole. Within the last pass that adds to them, the gradients of a layer are sent off while those of the
+    layers before it are computed; they are waited for at the update.
 
     Args:
         group: the ranks that hold the stage.
@@ -46,17 +50,39 @@ class Replicas:
         for p, _ in self._before:
             p.grad = None
 
-    def begin(self, *, head: bool) -> None:
-        """Begin to sum the gradients of the main part or of the head."""
-        groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for p in self._parameters[head]():
-            groups[p.dtype].append(p)
-        for parameters in groups.values():
-            # Which parameters have a gradient travels with it: a sum must not wait for what one replica lacks.
-            present = [float(p.grad is not None) for p in parameters]
-            parts = [_local(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
-            flat = torch.cat([*parts, parts[0].new_tensor(present)])
-            self._begun.append((parameters, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+    @contextmanager
+    def summing(self, *, head: bool) -> Iterator[None]:
+        """Around the last pass of the main part or of the head: begin to sum its gradients, bucket after bucket.
+
+        All replicas begin them in the same order, whatever gradients one of them lacks.
+        """
+        buckets = list(_buckets(self._parameters[head]()))
+        missing = [len(bucket) for bucket in buckets]
+        place = {p: i for i, bucket in enumerate(buckets) for p in bucket}
+        begun = 0
+
+        def arrived(parameter: Tensor) -> None:
+            nonlocal begun
+            missing[place[parameter]] -= 1
+            while begun < len(buckets) and not missing[begun]:
+                self._begin(buckets[begun])
+                begun += 1
+
+        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in place]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for bucket in buckets[begun:]:
+            self._begin(bucket)
+
+    def _begin(self, parameters: list[Tensor]) -> None:
+        # Which parameters have a gradient travels with it: a sum must not wait for what one replica lacks.
+        present = [float(p.grad is not None) for p in parameters]
+        parts = [_local(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
+        flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        self._begun.append((parameters, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def finish(self) -> None:
         """Wait for the sums, and put them where the optimizer looks."""
@@ -75,6 +101,17 @@ class Replicas:
         for parameter, gradient in self._before:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._before = []
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters that travel together, the last ones first, since their gradients are the first that are there."""
+    kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for p in reversed(list(parameters)):
+        bucket = kinds[p.dtype]
+        bucket.append(p)
+        if sum(_local(q.detach()).nbytes for q in bucket) >= BUCKET_BYTES:
+            yield kinds.pop(p.dtype)
+    yield from kinds.values()
 
 
 def _local(tensor: Tensor) -> Tensor:
