@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_replicas_of_stages_compute_what_as_many_more_micro_batches_do(tmp_path:
 
 
 def test_gradients_of_last_layers_travel_while_those_of_first_layers_are_computed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Sums once began after the last pass, with nothing left to compute meanwhile."""
     events: list[str] = []
@@ -138,23 +139,28 @@ def test_gradients_of_last_layers_travel_while_those_of_first_layers_are_compute
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 1)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    first, last = nn.Linear(4, 3), nn.Linear(3, 5)
     unused = nn.Parameter(torch.ones(7))
-    module[0].weight.register_hook(lambda _: events.append("first weight"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    first.weight.register_hook(lambda _: events.append("first weight"))
+    learns: list[Tensor] = [*first.parameters(), *last.parameters()]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        for learns in ([*module.parameters()], [unused, *module.parameters()]):
+        group = dist.group.WORLD
+        assert group is not None
+        for parameters in (learns, [unused, *learns]):
             events.clear()
-            module.zero_grad()
-            sums = replicas.Replicas(dist.group.WORLD, lambda learns=learns: learns, list)
+            for parameter in parameters:
+                parameter.grad = None
+            sums = replicas.Replicas(group, partial(list, parameters), list)
             for _ in range(2):
                 sums.start()
                 with sums.summing(head=False):
-                    module(torch.ones(2, 4)).sum().backward()
+                    last(first(torch.ones(2, 4))).sum().backward()
                 sums.finish()
-            assert len(events) == 2 * (len(learns) + 1)
+            assert len(events) == 2 * (len(parameters) + 1)
             assert max(events.index("sum of 5"), events.index("sum of 15")) < events.index("first weight")
-            assert torch.equal(module[1].bias.grad, torch.full((5,), 4.0)), "two steps of two samples"
+            assert last.bias.grad is not None
+            assert torch.equal(last.bias.grad, torch.full((5,), 4.0)), "two steps of two samples"
             assert unused.grad is None
     finally:
         dist.destroy_process_group()
