@@ -42,7 +42,7 @@ from nwise.training import (
     optimizer_of,
     rate_factor,
 )
-from nwise.training.build import device_of
+from nwise.training.build import check_channels_last, device_of
 
 SHORT = dataclasses.replace(recipe("digits"), epochs=2)
 TEXT = Recipe(
@@ -173,6 +173,18 @@ def test_bf16_runs_in_bf16_and_recompute_recomputes() -> None:
     # a test before and one after of three batches each, and between them a step with its recomputation
     assert len(dtypes) == 3 + 2 + 3
     assert set(dtypes) == {torch.bfloat16}
+
+
+def test_what_destroys_memory_is_refused() -> None:
+    """oneDNN's issue 6035: a narrow residual network with channels last once died of a segmentation fault."""
+    narrow = dataclasses.replace(recipe("digits"), model=ResNet(width_factor=1 / 8), channels_last=True)
+    with pytest.raises(
+        ValueError,
+        match=r"1x1 convolutions with strides .* at least 16 .* Found 8 in stages\.1\..*; leave `channels_last` out",
+    ):
+        Trainer(narrow)
+    check_channels_last(nn.Conv2d(8, 16, 1, stride=2), torch.device("cuda"))
+    check_channels_last(nn.Sequential(nn.Conv2d(8, 16, 3, stride=2), nn.Conv2d(8, 16, 1)), torch.device("cpu"))
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

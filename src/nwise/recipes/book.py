@@ -144,7 +144,6 @@ def cifar10_resnet_small() -> Recipe:
         epochs=5,
         eval_every=1,
         heads="all",
-        channels_last=True,
     )
 
 

@@ -74,6 +74,27 @@ def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> 
     )
 
 
+def check_channels_last(module: nn.Module, device: torch.device) -> None:
+    """Refuse what oneDNN writes past its memory with (https://github.com/uxlfoundation/oneDNN/issues/6035).
+
+    >>> check_channels_last(nn.Conv2d(16, 32, 1, stride=2), torch.device("cpu"))
+    """
+    if device.type != "cpu":
+        return
+    for name, conv in module.named_modules():
+        if (
+            isinstance(conv, nn.Conv2d)
+            and conv.kernel_size == (1, 1)
+            and max(conv.stride) > 1
+            and conv.in_channels < 16
+        ):
+            raise ValueError(
+                f"`channels_last` on a CPU should be asked of networks whose 1x1 convolutions with strides have at least 16 "
+                f"input channels: with fewer, torch's gradients destroy memory (oneDNN's issue 6035). Found {conv.in_channels} in "
+                f"{name or 'the module'}; leave `channels_last` out, or make the network wider."
+            )
+
+
 def autocast(recipe: Recipe, device: torch.device) -> Any:
     """bf16 autocast if the recipe asks for it."""
     return torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext()

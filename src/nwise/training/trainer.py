@@ -16,7 +16,7 @@ from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
 from nwise.runtime.appointment import Appointment
 from nwise.runtime.timeline import Timeline
-from nwise.training.build import autocast, compile_blocks, device_of, pipeline_of
+from nwise.training.build import autocast, check_channels_last, compile_blocks, device_of, pipeline_of
 from nwise.training.checkpoints import Found
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.finite import write_post_mortem
@@ -77,6 +77,7 @@ class Trainer:
         self.pipe = pipeline_of(recipe, self.train_data, self.steps_per_epoch).to(self.device)
         self._layout = torch.channels_last if recipe.channels_last else torch.preserve_format
         if recipe.channels_last:
+            check_channels_last(self.pipe, self.device)
             self.pipe.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
         if recipe.compile:
             compile_blocks(self.pipe)
