@@ -280,7 +280,7 @@ class Recipe:
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
     channels_last: bool = False
-    """Keep images and convolutions with channels innermost, which GPUs are faster at; refused on a CPU for narrow strided ones."""
+    """Keep images and convolutions with channels innermost, quicker on GPUs; on a CPU refused for narrow strided ones."""
     device: str = "auto"
     """Where to run; auto is cuda where there is one, else cpu."""
     seed: int = 0

@@ -90,7 +90,7 @@ def check_channels_last(module: nn.Module, device: torch.device) -> None:
         ):
             raise ValueError(
                 f"`channels_last` on a CPU should be asked of networks whose 1x1 convolutions with strides have at least 16 "
-                f"input channels: with fewer, torch's gradients destroy memory (oneDNN's issue 6035). Found {conv.in_channels} in "
+                f"input channels: with fewer, gradients destroy memory (oneDNN's issue 6035). Found {conv.in_channels} in "
                 f"{name or 'the module'}; leave `channels_last` out, or make the network wider."
             )
 
