@@ -674,7 +674,7 @@ def test_rows_without_data_run_on_made_up_ones(
         assert isinstance(cell.recipe.model, ResNet)
         quick: dict[str, Any] = {"compile": False, "batch_size": 4, "max_steps": 2, "eval_every": 1000}
         recipe = dataclasses.replace(
-            cell.recipe, model=dataclasses.replace(cell.recipe.model, width_factor=1 / 16), **quick
+            cell.recipe, model=dataclasses.replace(cell.recipe.model, width_factor=1 / 16), channels_last=False, **quick
         )
         record = measure(dataclasses.replace(cell, recipe=recipe))
         assert record["steps"] == 2
