@@ -106,10 +106,12 @@ class Replicas:
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters that travel together, the last ones first, since their gradients are the first that are there."""
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    sizes: dict[torch.dtype, int] = defaultdict(int)
     for p in reversed(list(parameters)):
-        bucket = kinds[p.dtype]
-        bucket.append(p)
-        if sum(_local(q.detach()).nbytes for q in bucket) >= BUCKET_BYTES:
+        kinds[p.dtype].append(p)
+        sizes[p.dtype] += _local(p.detach()).nbytes
+        if sizes[p.dtype] >= BUCKET_BYTES:
+            sizes[p.dtype] = 0
             yield kinds.pop(p.dtype)
     yield from kinds.values()
 
