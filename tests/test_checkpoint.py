@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
+from nwise.chain import Chain
 from nwise.training import Checkpoints, DamagedError, checkpoint
 from ranks import mesh_resume
 from ranks.common import batches, optimizer_of
@@ -78,6 +79,35 @@ def test_what_is_gone_on_from_ends_as_if_never_stopped(strategy: str, optimizer:
     torch.testing.assert_close(resumed["losses"], losses[5:], rtol=0, atol=0, equal_nan=True)
     Checkpoints(tmp_path / "whole", whole, update).save()
     assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizers_go_on_with_channels_last(kind: Callable[..., torch.optim.Optimizer], tmp_path: Path) -> None:
+    """They go by memory, and moments were once loaded in another order than their parameters'."""
+
+    def convolutions() -> tuple[nwise.Pipeline, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        stages = [Chain({"a": nn.Conv2d(2, 4, 3), "b": nn.ReLU()}), Chain({"c": nn.Conv2d(4, 3, 3), "d": nn.Flatten()})]
+        heads = [nn.Sequential(nn.Flatten(), nn.Linear(64, 3))]
+        pipe = nwise.Pipeline(stages, heads, nn.functional.cross_entropy, "local", 1)
+        pipe.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return pipe, kind(pipe.parameters(), lr=0.1, fused=True, **options)
+
+    def train(pipe: nwise.Pipeline, update: torch.optim.Optimizer, steps: range) -> None:
+        for i in steps:
+            x = torch.randn(5, 2, 6, 6, generator=torch.Generator().manual_seed(i))
+            pipe.step(x.to(memory_format=torch.channels_last), target=torch.arange(5) % 3)
+            update.step()
+            update.zero_grad()
+
+    whole, again = convolutions(), convolutions()
+    train(*whole, range(3))
+    Checkpoints(tmp_path, *whole).save()
+    train(*whole, range(3, 5))
+    Checkpoints(tmp_path, *again).resume()
+    train(*again, range(3, 5))
+    assert equal(whole[0].state_dict(), again[0].state_dict())
 
 
 def test_names_are_those_of_the_unsplit_network(tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_e1_of_made_up_records(tmp_path: Path) -> None:
     mean = 100 * (5 + (4.0 - 5) * 10 / 100) / 10
     assert "| 1-wise | 49.7" in text
     assert f"{mean:.1f}" in text
-    assert "64 runs, seeds 0 to 3" in text
+    assert "32 runs, seeds 0 to 1" in text
 
 
 def test_e2_and_what_looks_at_its_runs(tmp_path: Path) -> None:
@@ -559,6 +559,8 @@ def test_the_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
                 "A": stages,
                 "M": m,
                 "seconds": seconds,
+                "machine": {"processor": "Abacus", "cores": "2"},
+                "versions": {"python": "3.11", "torch": "2.13"},
             }
         )
     slot = timing.fitted(rows, "virtual, paper costs")
@@ -571,6 +573,7 @@ def test_the_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
     assert verdicts["the table of best M follows from the formula"] == "does not hold", "nine cells do not"
     assert next(claim.effect for claim in t.claims(rows) if "table of best M" in claim.text) == 9
     assert "c0 = 1.00 ms, c1 = 50.0 ms" in t.tables(rows)
+    assert "\n\nAbacus, 2 cores, Python 3.11, torch 2.13.\n" in t.tables(rows)
     timing_plots.draw(rows, tmp_path, "small")
     assert (tmp_path / "speedup.png").exists()
     assert (tmp_path / "small.png").exists()
@@ -586,7 +589,7 @@ def test_the_model_misjudges_end_to_end_by_a_quarter() -> None:
 
 def test_virtual_and_real_runs_are_measured() -> None:
     setting = timing.Setting(slot_ms=10, batches=3)
-    rows = timing.virtual("paper", "2-wise", 2, (2, 1), setting)
+    rows = timing.virtual("paper", ("2-wise",), 2, (2, 1), setting)
     assert [row["M"] for row in rows] == [2, 1]
     for row in rows:
         assert row["seconds"] >= 0.99 * row["slots"] * row["slot_seconds"], "waits are never shorter than asked for"

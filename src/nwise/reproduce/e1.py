@@ -79,5 +79,5 @@ def draw(runs: Runs, path: Path) -> None:
 E1 = Trained(
     "e1",
     "E1, accuracy against the number of stages",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 4, "full": 4}),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 4}),
 )

@@ -171,7 +171,7 @@ def _honest(rows: Sequence[Row]) -> str:
 
 def _measured(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["kind"] == "measured"]
-    parts = ["## Measured | modelled, milliseconds per mini-batch"]
+    parts = ["## Measured | modelled, milliseconds per mini-batch", f"{markdown.machines(found)}."]
     for what in dict.fromkeys(row["what"] for row in found):
         slot = fitted(rows, what) if what in KINDS else None
         parts.append(what if slot is None else f"{what}: {_fit(slot)}")

@@ -134,9 +134,8 @@ SETTINGS = {"small": Setting(), "full": Setting(slot_ms=1279.0, microbatches=POW
 def measured(setting: Setting) -> Iterator[Piece]:
     """The work of all measured rows: real processes and messages, waits or real computation."""
     kinds = [("paper", 4, setting.microbatches), ("paper", 6, setting.microbatches), ("transformer", 4, setting.fewer)]
-    for (costs, stages, sizes), method in itertools.product(kinds, MEASURED):
-        work = partial(virtual, costs, method, stages, sizes, setting)
-        yield f"{method}, {stages} stages, {costs} costs", work
+    for costs, stages, sizes in kinds:
+        yield f"{stages} stages, {costs} costs", partial(virtual, costs, MEASURED, stages, sizes, setting)
     for method, m in itertools.product(("end-to-end", "1-wise"), setting.fewer):
         yield f"{method}, a real network in 2 stages, M = {m}", partial(real, method, m, setting.steps)
 
@@ -146,8 +145,8 @@ def _scaled(costs: str) -> str:
     return costs if costs == "paper" else "forward=1,head=0.5,input_grad=1,weight_grad=1"
 
 
-def virtual(costs: str, method: str, stages: int, sizes: Sequence[int], setting: Setting) -> list[Row]:
-    """Seconds per mini-batch on virtual devices, and slots predicted."""
+def virtual(costs: str, methods: Sequence[str], stages: int, sizes: Sequence[int], setting: Setting) -> list[Row]:
+    """Seconds per mini-batch on virtual devices, all on the same processes, and slots predicted."""
     cases = [
         Case(
             method=method,
@@ -158,7 +157,7 @@ def virtual(costs: str, method: str, stages: int, sizes: Sequence[int], setting:
             batches=setting.batches,
             rounds=1,
         )
-        for m in sizes
+        for method, m in itertools.product(methods, sizes)
     ]
     rows = []
     for case, found in zip(cases, start_all(cases), strict=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nwise.recipes import Gpt, Recipe
 from nwise.reproduce import claims as claiming
+from nwise.reproduce import markdown
 from nwise.reproduce.cell import Cell, Record, missing_data
 from nwise.reproduce.claims import Claim
 from nwise.reproduce.experiment import Experiment, Job, NothingMatches, Size
@@ -131,18 +132,9 @@ def on_a_gpu(recipe: Recipe) -> Recipe:
 
 def _made(records: Sequence[Record]) -> str:
     """Where the records come from."""
-    machines = dict.fromkeys(
-        ", ".join([*_machine(r["machine"]), f"Python {r['versions']['python']}", f"torch {r['versions']['torch']}"])
-        for r in records
-    )
     minutes = sum(r["seconds"] for r in records) / 60
     seeds = sorted({r["seed"] for r in records})
     return (
         f"{len(records)} runs, seeds {seeds[0]} to {seeds[-1]}, {minutes:,.1f} minutes in sum, of which several ran at once; "
-        f"{'; '.join(machines)}. In brackets: one standard error over seeds."
+        f"{markdown.machines(records)}. In brackets: one standard error over seeds."
     )
-
-
-def _machine(found: dict[str, str]) -> list[str]:
-    parts = [found["processor"], found.get("instructions", ""), f"{found['cores']} cores", found.get("gpu", "")]
-    return [part for part in parts if part]

@@ -226,8 +226,10 @@ def _optimizer_entries(
         for entry in by_parameter.get(saved, ()):
             full = f"optimizer.{saved}.{entry}"
             shape, dtype = layout[full].shape, layout[full].dtype
-            cut_up = is_dtensor(p) and shape == p.shape and entry != "step"
-            empty = torch.empty_like(p.detach(), dtype=dtype) if cut_up else torch.empty(shape, dtype=dtype)
+            if shape == p.shape and entry != "step":  # lies as its parameter does, since fused optimizers go by memory
+                empty = torch.empty_like(p.detach(), dtype=dtype, device=_cpu(p))
+            else:
+                empty = torch.empty(shape, dtype=dtype)
             found[full] = p, entry, empty
     return found
 
