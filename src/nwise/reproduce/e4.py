@@ -218,5 +218,5 @@ def draw(runs: Runs, path: Path) -> None:
 E4 = Trained(
     "e4",
     "E4, equal time and fine-tuning",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 3, "full": 4}),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 4}),
 )
