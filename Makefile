@@ -1,5 +1,5 @@
 # make train    a virtual environment, the package, and the embedded job
-# make test     ruff, mypy, pytest; ten to twenty minutes on two cores
+# make test     ruff, mypy, pytest; ten to thirty minutes on two cores
 # make test-all the slow tests too
 # make docs     the manual, warnings being errors
 

@@ -110,6 +110,20 @@ def test_fused_optimizers_go_on_with_channels_last(kind: Callable[..., torch.opt
     assert equal(whole[0].state_dict(), again[0].state_dict())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_fused_optimizer_goes_on_on_a_gpu(tmp_path: Path) -> None:
+    """Its kernel reads the number of steps on the device, where a checkpoint once did not put it."""
+    pipe = nwise.Pipeline([nn.Linear(2, 2).cuda()], strategy="end-to-end", seed=0)
+    for _ in range(2):
+        update = torch.optim.Adam(pipe.parameters(), fused=True)
+        Checkpoints(tmp_path, pipe, update).resume()
+        pipe.step(torch.ones(3, 2).cuda(), target=torch.tensor([0, 1, 1]).cuda())
+        update.step()
+        update.zero_grad()
+        assert {state["step"].device.type for state in update.state.values()} == {"cuda"}
+        Checkpoints(tmp_path, pipe, update).save()
+
+
 def test_names_are_those_of_the_unsplit_network(tmp_path: Path) -> None:
     names = set(load_file(next(saved(tmp_path).glob("*.safetensors"))))
     assert {"model.blocks.3.0.weight", "model.blocks.3.1.running_mean", "model.output.bias"} <= names

@@ -6,11 +6,15 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nwise
 from nets import perceptron
-from nwise.flow import flow_of
+from nwise.flow import Flow, flow_of
+from nwise.hogwild import timetable
+from nwise.schedule.actions import passes
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
@@ -34,6 +38,35 @@ def test_end_to_end_gradients_are_as_old_as_there_are_stages_above(num_stages: i
 )
 def test_ages_by_hand(strategy: str, num_microbatches: int, ages: list[list[int]]) -> None:
     assert nwise.staleness(flow_of(nwise.strategy(strategy).credit(4)), num_microbatches) == ages
+
+
+@st.composite
+def flows(draw: st.DrawFn, num_stages: int) -> Flow:
+    """Any credit of losses for the stages before them, any stages frozen."""
+    bits = draw(st.lists(st.booleans(), min_size=num_stages**2, max_size=num_stages**2))
+    credit = torch.tensor(bits).reshape(num_stages, num_stages).tril().double()
+    return flow_of(credit, trainable=draw(st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)))
+
+
+@given(st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3))
+def test_nobody_waits_in_a_circle(data: st.DataObject, num_stages: int, num_turns: int, num_microbatches: int) -> None:
+    """What a stage waits for is sent within the same mini-batch or an earlier one, of which the next stage has the forward.
+
+    Stages that learn nothing, or only from near losses, once waited for what they should hand on before it could be there.
+    """
+    cycle = [[data.draw(flows(num_stages))] * num_microbatches for _ in range(num_turns)]
+    due = timetable(cycle)
+    for flow in {flow for batch in cycle for flow in batch}:
+        for k, stage in enumerate(flow.stages):
+            for action in passes(stage, k, 0):
+                is_update = action.message is None or stage.fused == action.message
+                when = due[k].update if is_update else due[k].sends[action.message or 0]
+                if stage.fused is not None:
+                    assert due[k].sends[stage.fused] == due[k].update
+                for p, weight in enumerate(stage.cotangent(action.message).received):
+                    assert not weight or due[k + 1].sends[p] <= when
+    if num_turns == 1:
+        assert [one.update for one in due] == [max(ages) for ages in nwise.staleness(cycle[0][0], num_microbatches)]
 
 
 @pytest.mark.usefixtures("float64")

@@ -117,6 +117,29 @@ def test_a_stage_that_is_thawed_becomes_stale_too() -> None:
     assert all(p.grad is None for p in pipe.stages[0].parameters())
 
 
+def test_a_stage_that_is_replaced_has_no_past() -> None:
+    """The new module was once run with the old one's parameters, for ever."""
+    pipe = three("hogwild", heads=False)
+    train(pipe, 5)
+    pipe.stages[0] = nn.Linear(8, 8)
+    with torch.no_grad():
+        for parameter in pipe.stages[0].parameters():
+            parameter.zero_()
+    seen: list[Tensor] = []
+    pipe.stages[0].register_forward_hook(lambda module, inputs, output: seen.append(output.detach().clone()))
+    pipe.step(X, target=Y)
+    assert not seen[0].any()
+
+
+def test_no_order_outlives_its_schedule() -> None:
+    """Orders go by the identity of a schedule, which the next one may get once the first is forgotten."""
+    pipe = three("local@1,end-to-end")
+    train(pipe, 1)
+    pipe.discard_heads()
+    train(pipe, 1)
+    assert {identity for identity, _ in pipe._orders} == {id(schedule) for schedule in pipe._schedules.values()}
+
+
 def test_an_optimizer_that_writes_to_data_is_seen() -> None:
     pipe = three("hogwild", heads=False)
     for _ in range(5):

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from nwise.flow import Flow
+from nwise.flow import Flow, StageFlow
 from nwise.schedule.actions import Action, Kind, passes
 
 
@@ -88,8 +89,67 @@ def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
 
 
 def _ready(flow: Flow, action: Action, arrived: set[tuple[int, int, int]]) -> bool:
-    cotangent = flow.stages[action.stage].cotangent(action.message)
-    return all((action.stage, action.microbatch, p) in arrived for p, weight in enumerate(cotangent.received) if weight)
+    return all((action.stage, action.microbatch, p) in arrived for p in _needed(flow.stages[action.stage], action))
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When a stage is done with what a mini-batch has it do, in mini-batches after its forward.
+
+    Args:
+        update: its update.
+        sends: each of its messages to the stage before.
+    """
+
+    update: int
+    sends: tuple[int, ...]
+
+
+def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
+    """For every stage, what it may wait for others with, so that nobody waits in a circle.
+
+    Updates are as old as in the grid. Nothing is due before what it needs has been sent, and no message later than the stage
+    before needs it: whoever waits within a mini-batch waits for what the next stage sends within the same one or earlier, and
+    the last stage waits for nobody.
+
+    Args:
+        cycle: the flows of all mini-batches of the strategy's cycle.
+
+    >>> import nwise
+    >>> from nwise.flow import flow_of
+    >>> frozen = flow_of(nwise.EndToEnd().credit(4), trainable=[True, False, True, True])
+    >>> [(due.update, due.sends) for due in timetable([[frozen]])]
+    [(3, ()), (0, (1,)), (1, (1,)), (0, (0,))]
+    """
+    flows, size = list(dict.fromkeys(flow for batch in cycle for flow in batch)), len(cycle[0])
+    stages = range(len(flows[0].stages))
+    updates = [max(max(staleness(flow, size)[k]) for flow in flows) for k in stages]
+    sends = [[0] * max(len(flow.stages[k].messages) for flow in flows) for k in stages]
+    works = [[(flow.stages[k], a) for flow in flows for a in passes(flow.stages[k], k, 0)] for k in stages]
+    for k in reversed(stages):  # as soon as what they need can be there
+        for stage, action in works[k]:
+            soonest = max((sends[k + 1][p] for p in _needed(stage, action)), default=0)
+            if action.kind is not Kind.INPUT_GRAD:
+                updates[k] = max(updates[k], soonest)
+            if action.message is not None:
+                sends[k][action.message] = max(sends[k][action.message], soonest)
+        for stage in (flow.stages[k] for flow in flows):
+            if stage.fused is not None:
+                sends[k][stage.fused] = max(sends[k][stage.fused], updates[k])
+    for k in stages[1:]:  # with the update, unless the stage before needs them earlier
+        latest = [max(soonest, updates[k]) for soonest in sends[k]]
+        for stage, action in works[k - 1]:
+            hands_on = action.kind is Kind.INPUT_GRAD and action.message is not None
+            when = sends[k - 1][action.message or 0] if hands_on else updates[k - 1]
+            for p in _needed(stage, action):
+                latest[p] = min(latest[p], when)
+        sends[k] = latest
+    return [Due(update, tuple(when)) for update, when in zip(updates, sends, strict=True)]
+
+
+def _needed(stage: StageFlow, action: Action) -> list[int]:
+    """The messages that a pass needs."""
+    return [p for p, weight in enumerate(stage.cotangent(action.message).received) if weight]
 
 
 class History:
@@ -98,10 +158,13 @@ class History:
     Args:
         module: the stage.
         depth: how many updates back the oldest version is.
+
+    Attributes:
+        module: see above.
     """
 
     def __init__(self, module: nn.Module, depth: int) -> None:
-        self._module = module
+        self.module = module
         self._depth = depth
         self._versions: deque[Mapping[str, Tensor]] = deque(maxlen=depth + 1)
         self._counters: list[int] = []
@@ -110,7 +173,7 @@ class History:
         """Keep a copy of the parameters if they have been updated since the last call."""
         if not self._depth:
             return
-        now = dict(self._module.named_parameters())
+        now = dict(self.module.named_parameters())
         counters = [parameter._version for parameter in now.values()]
         # An optimizer that writes to ``parameter.data`` moves no counter.
         if counters == self._counters and all(torch.equal(p, self._versions[-1][name]) for name, p in now.items()):
@@ -155,9 +218,10 @@ class Past:
             The parameters that are not the current ones, by (stage, micro-batch); and their ages, ``[A][M]``.
         """
         modules, size = list(stages), len(flows)
-        # Parameters that have been frozen, moved or cast have no past.
+        # Stages that have been replaced, and parameters that have been frozen, moved or cast, have no past. A history keeps its
+        # module, so that no other one has its identity.
         like = tuple((p.device, p.dtype) for module in modules for p in module.parameters())
-        key = (tuple(map(tuple, cycle)), like)
+        key = (tuple(map(tuple, cycle)), tuple(map(id, modules)), like)
         if self._key != key:
             known = [staleness(flow, size) for flow in dict.fromkeys(flow for batch in cycle for flow in batch)]
             depths = [max(max(ages[k]) for ages in known) for k in range(len(modules))]

@@ -124,6 +124,8 @@ class Pipeline(nn.Module):
             self.team.world.agree("strategy", self.strategy.name)
             self.team.world.agree("num_microbatches", num_microbatches)
             self.team.world.agree("seed", self.seed)
+            if any(rule.in_force(first).asynchronous for first, _ in rule.phases()):
+                self.team.refuse_replicas()
 
     @property
     def strategy(self) -> Strategy:
@@ -285,6 +287,7 @@ class Pipeline(nn.Module):
         self.heads.clear()
         self._flows.clear()
         self._schedules.clear()
+        self._orders.clear()  # by the identity of schedules, which others may get now
         self._survey()
 
     def _survey(self) -> list[DeferredBatchNorm]:

@@ -40,9 +40,18 @@ def batches(count: int, width: int = 6, sizes: Sequence[int] = (8,)) -> list[tup
     ]
 
 
-def pipeline(num_stages: int, strategy: str, num_microbatches: int, **options: Any) -> nwise.Pipeline:
-    """A pipeline of `network`."""
+def pipeline(
+    num_stages: int,
+    strategy: str | nwise.Strategy,
+    num_microbatches: int,
+    *,
+    frozen: Sequence[int] = (),
+    **options: Any,
+) -> nwise.Pipeline:
+    """A pipeline of `network`, of which some stages may be frozen."""
     stages, heads = network(num_stages)
+    for k in frozen:
+        stages[k].requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an n beyond the number of stages
         return nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, num_microbatches, seed=1, **options)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import nwise
@@ -18,6 +22,8 @@ from nwise.modes import evaluating
 from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
+from nwise.training.finite import Finite
+from nwise.training.phase import check_phases
 from ranks.common import RANK, batches, closed, digests, network, optimizer_of, pipeline, trained, write
 
 A = 3
@@ -111,6 +117,21 @@ def clipped(by: Any, pipe: nwise.Pipeline | None = None) -> Any:
     update = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for x, y in batches(5):
         pipe.step(x, target=y)
+        clip()
+        update.step()
+        update.zero_grad()
+    return closed(pipe, state(pipe))
+
+
+def clipped_and_left_out() -> Any:
+    """Both ask for the same groups of stages, of which those outside once knew nothing: they made other groups than the rest."""
+    pipe = pipeline(A, "2-wise", 1)
+    clip, finite = Clip(pipe, 0.05, "loss"), Finite(pipe, "skip")
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    for i, (x, y) in enumerate(batches(5)):
+        finite.remember()
+        pipe.step(x * torch.inf if i == 2 else x, target=y)
+        finite()
         clip()
         update.step()
         update.zero_grad()
@@ -256,6 +277,37 @@ def refusals() -> Any:
     return closed(pipe, state(pipe))
 
 
+def refused_at_once() -> Any:
+    """What only a later phase cannot do was once refused when it came, after all steps before."""
+    pipe = pipeline(A, "2-wise@3,hogwild", 1)
+    if pipe.team is not None:
+        for changes, name in (({"clip": 1.0}, "clip_by"), ({"on_nan": "skip"}, "on_nan")):
+            config = dataclasses.replace(recipe("digits"), **changes)
+            with pytest.raises(
+                ValueError, match=f"Under Hogwild on several processes `{name}` should be st(op or ignore|age)"
+            ):
+                check_phases(config, pipe, 10)
+    return closed(pipe, state(pipe))
+
+
+def leaves_nothing() -> Any:
+    """What is closed and dropped takes its model and its groups along; the hook for errors that nobody catches once kept them."""
+
+    def groups() -> int:
+        return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+
+    before = groups()
+    pipe = pipeline(A, "2-wise", 1)
+    trained(pipe, "sgd", batches(2))
+    kept = weakref.ref(next(iter(pipe.parameters())))
+    closed(pipe, None)
+    del pipe
+    gc.collect()
+    assert kept() is None
+    assert groups() == before
+    return {}
+
+
 CASES: dict[str, Case] = {
     "tuples": lambda: zoo("tuples", "2-wise-mean"),
     "tokens": lambda: zoo("tokens", "2-wise"),
@@ -268,6 +320,7 @@ CASES: dict[str, Case] = {
     "clipped globally": lambda: clipped("global"),
     "clipped by stage": lambda: clipped("stage"),
     "clipped by loss": lambda: clipped("loss"),
+    "clipped and left out": clipped_and_left_out,
     "switched": switched,
     "frozen": frozen,
     "built where held": built_where_held,
@@ -275,6 +328,8 @@ CASES: dict[str, Case] = {
     "gives its parameter": gives_its_parameter,
     "hand-counted bytes": hand_counted_bytes,
     "refusals": refusals,
+    "refused at once": refused_at_once,
+    "leaves nothing": leaves_nothing,
 }
 
 if __name__ == "__main__":

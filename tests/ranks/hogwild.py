@@ -7,15 +7,25 @@ from typing import Any
 
 import torch
 
+import nwise
 from ranks.common import batches, closed, digests, optimizer_of, pipeline, write
 
 STRATEGIES = ("hogwild", "2-wise-hogwild", "3-wise-mean-hogwild", "rotating-2-hogwild")
-CASES = [(name, m, optimizer) for name in STRATEGIES for m, optimizer in ((1, "sgd"), (2, "adam"), (4, "sgd"))]
+# Stage 1 hands on what it does not learn from, and is done with its own long before that is there.
+HANDED_ON = nwise.Hogwild(nwise.Credit([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1]]))
+CASES: list[tuple[str | nwise.Strategy, int, str, tuple[int, ...]]] = [
+    *((name, m, optimizer, ()) for name in STRATEGIES for m, optimizer in ((1, "sgd"), (2, "adam"), (4, "sgd"))),
+    ("hogwild", 1, "sgd", (1,)),
+    ("3-wise-hogwild", 1, "adam", (2,)),
+    (HANDED_ON, 1, "sgd", ()),
+]
 
 
-def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str) -> Any:
+def case(
+    num_stages: int, strategy: str | nwise.Strategy, num_microbatches: int, optimizer: str, frozen: tuple[int, ...]
+) -> Any:
     """Digests and ages after twenty-five steps."""
-    pipe = pipeline(num_stages, strategy, num_microbatches)
+    pipe = pipeline(num_stages, strategy, num_microbatches, frozen=frozen)
     update = optimizer_of(optimizer, pipe)
     ages, finished = [], 0
     stage = 0 if pipe.team is None else pipe.team.stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import nwise
 import nwise.runtime.replicas
 from nwise.runtime.world import start
+from nwise.training.finite import Finite
 from ranks.common import RANK, batches, closed, network, trained, write
 
 NAMES = ("pp", "dp", "tp")
@@ -47,6 +49,37 @@ def replicas(strategy: str, num_microbatches: int, bucket_bytes: int, *, alone: 
     return closed(pipe, found)
 
 
+class Masked(nn.Linear):
+    """Has no class 3: a sample of it has an infinite loss and finite gradients."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input)
+        return logits.masked_fill(torch.arange(logits.shape[1]) == 3, -torch.inf)
+
+
+def left_out(num_stages: int) -> Any:
+    """A loss that is not finite on one replica only."""
+    torch.manual_seed(0)
+    stages = [*(nn.Linear(6, 6) for _ in range(num_stages - 1)), Masked(6, 4)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.cross_entropy, "end-to-end", seed=1)
+    finite, update = Finite(pipe, "skip"), torch.optim.SGD(pipe.parameters(), lr=0.1)
+    left = []
+    for target in ([3, 0, 1, 2], [0, 1, 2, 0], [0, 1, 2, 3]):
+        finite.remember()
+        pipe.step(torch.ones(4, 6), target=torch.tensor(target))
+        left.append(bool(finite()))
+        update.step()
+        update.zero_grad()
+    return closed(pipe, {"left": left, "values": values(pipe)})
+
+
+def refused() -> None:
+    """Hogwild in a later phase, before the first step."""
+    stages, heads = network(2)
+    with pytest.raises(ValueError, match="Hogwild should run with one replica"):
+        nwise.Pipeline(stages, heads, nn.functional.cross_entropy, "2-wise@3,hogwild", seed=1)
+
+
 def tensor_parallel(*, alone: bool = False) -> Any:
     """Two stages, each cut in two."""
     torch.manual_seed(0)
@@ -72,6 +105,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     start()
     if sys.argv[2] == "dp":
-        write([replicas(*case) for case in CASES])
+        write([*(replicas(*case) for case in CASES), left_out(2)])
+        refused()
     else:
         write(tensor_parallel())

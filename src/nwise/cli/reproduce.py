@@ -36,7 +36,7 @@ class Reproduce:
     experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")] = "all"
     """e1 to e7, t, stale-gradients, flow, timing-grid, microbatch-grid, or all."""
     size: Literal["small", "full"] = "small"
-    """small: two cores, about an hour for all; full: as printed, for a GPU."""
+    """small: two cores, an hour for all with two seeds each; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
     """Where records, tables and figures are."""
     seeds: int | None = None

@@ -46,7 +46,8 @@ RESULTS: tuple[tuple[int, str, str, str], ...] = (
 
 # Claims of the text, and questions that it does not ask.
 _FURTHER: tuple[tuple[str, str, str, str], ...] = (
-    ("", "text: work in total", "e2", "section T"),
+    ("", "text: work in total, residual networks", "e2", "section T"),
+    ("", "text: work in total, Transformers", "e6", "section T"),
     ("", "text: the formula, growth of the best M, uneven costs", "t", "section T"),
     ("", "text: the mean variant for language models", "e6", "section 4"),
     ("", "ours: other strategies for residual networks", "e2", "ours"),

@@ -1,9 +1,10 @@
 """Hogwild on many processes: nobody waits for an update, and every gradient is used when the steady timing grid has it.
 
-In a step a rank runs the forwards of the new mini-batch, sends on every message that needs none of others, and finishes the
-mini-batch that is as old as in the grid (`nwise.hogwild.staleness`). It does not look whether a gradient is there before: a
-loop has one update a step, so that a lead could only be had while the pipeline fills, and a run could not be repeated. A
-mini-batch computes with a copy of the parameters that its forward saw, as its gradient should be a gradient at that point.
+In a step a rank runs the forwards of the new mini-batch, sends on every message that needs none of others or that is due, and
+updates by the mini-batch that is as old as in the grid (`nwise.hogwild.timetable`). It does not look whether a gradient is
+there before: a loop has one update a step, so that a lead could only be had while the pipeline fills, and a run could not be
+repeated. A mini-batch computes with a copy of the parameters that its forward saw, as its gradient should be a gradient at
+that point.
 
 Messages of one loss come in the order of the mini-batches, but those of different losses do not, so that each has a channel
 of its own.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from nwise.flow import Flow
-from nwise.hogwild import History, staleness
+from nwise.hogwild import History, timetable
 from nwise.microbatch import Tensors
 from nwise.runtime.channel import NOTHING, Plan, Spec
 from nwise.runtime.distributed import Distributed, Script, packed, unpacked
@@ -46,6 +47,11 @@ class _Pending:
     worker: Worker
     left: list[Action]
 
+    @property
+    def learning(self) -> list[Action]:
+        """Of those that are left the ones for its update."""
+        return [action for action in self.left if action.kind is not Kind.INPUT_GRAD]
+
 
 class Stale:
     """Runs one rank's stage asynchronously.
@@ -64,8 +70,9 @@ class Stale:
         self._runtime, self._stage, self._cycle = runtime, stage, cycle
         k, size = stage.index, len(cycle[0])
         self.age = 0
-        self._limit = max(max(staleness(flow, size)[k]) for batch in cycle for flow in batch)
-        self._history = History(stage.module, self._limit)
+        self._due = timetable(cycle)[k]
+        self._oldest = max((self._due.update, *self._due.sends)) if stage.learns else 0
+        self._history = History(stage.module, self._oldest)
         self._pending: deque[_Pending] = deque()
         self._updates = 0
         self._script: Script | None = None
@@ -90,19 +97,21 @@ class Stale:
             self._start(batch.inputs, turn)
             entry = self._forwards(turn, batch, step)
             self._pending.append(entry)
-            self._send_what_can_be()
-            oldest = self._pending[0]
-            if step - oldest.step >= self._limit or not any(self._missing(oldest, action) for action in oldest.left):
-                self._finish()
+            self._send(step)
+            oldest = next((e for e in self._pending if e.learning), None)
+            if oldest is not None and (step - oldest.step >= self._due.update or self._can_learn(oldest)):
+                self._learn(oldest)
+            while self._pending and not self._pending[0].left:
+                self._pending.popleft()
         return entry.worker
 
     def drain(self) -> bool:
-        """Finish the oldest mini-batch; whether there was one."""
-        if not self._pending:
-            return False
+        """Finish mini-batches until there is an update by one; whether there was."""
         with self._runtime.watched():
-            self._finish()
-        return True
+            while self._pending:
+                if self._finish():
+                    return True
+        return False
 
     def close(self) -> None:
         """Wait until the neighbours have everything; after the last mini-batch has been finished, on all ranks."""
@@ -142,7 +151,9 @@ class Stale:
         size = range(len(flows))
         left = [a for m in size for a in passes(flows[m].stages[k], k, m, turn=turn)]
         versions = {}
-        if self._limit:
+        if self._oldest:
+            if self._history.module is not self._stage.module:  # which may be replaced between two steps
+                self._history = History(self._stage.module, self._oldest)
             self._history.remember()
             versions = {(k, m): self._history.newest for m in size}
         worker = Worker(self._stage.fresh(), flows, replace(batch, versions=versions), passes_of(left))
@@ -162,13 +173,19 @@ class Stale:
         taken = entry.worker.messages.get(m, {})
         return [p for p, weight in enumerate(received) if weight and p not in taken]
 
-    def _send_what_can_be(self) -> None:
-        """Messages for others, of all mini-batches, the oldest first; those that come with weight gradients wait for their
-        update."""
+    def _send(self, step: int) -> None:
+        """Messages for others, of all mini-batches, the oldest first, that can be sent without waiting or are due; those that
+        come with weight gradients wait for their update."""
         for entry in self._pending:
             for action in [a for a in entry.left if a.kind is Kind.INPUT_GRAD]:
-                if self._is_first(entry, action) and not self._missing(entry, action):
+                assert action.message is not None
+                due = step - entry.step >= self._due.sends[action.message]
+                if due or (self._is_first(entry, action) and not self._missing(entry, action)):
                     self._run(entry, action)
+
+    def _can_learn(self, entry: _Pending) -> bool:
+        """Whether it needs to wait for nobody."""
+        return all(self._is_first(entry, a) and not self._missing(entry, a) for a in entry.learning)
 
     def _is_first(self, entry: _Pending, action: Action) -> bool:
         """Whether nothing is left that its channel should carry before it."""
@@ -194,11 +211,19 @@ class Stale:
             self._runtime.at(entry.step, Kind.SEND_GRADIENT, m, q)
             self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m], self._runtime.device))
 
-    def _finish(self) -> None:
-        """The oldest mini-batch to its end, waiting for what is missing."""
-        entry = self._pending[0]
-        for action in list(entry.left):
+    def _learn(self, entry: _Pending) -> None:
+        """The gradients of a mini-batch, waiting for what is missing."""
+        for action in entry.learning:
             self._run(entry, action)
-        self._pending.popleft()
         self.age = self._updates - entry.updates
         self._updates += 1
+
+    def _finish(self) -> bool:
+        """The oldest mini-batch to its end, waiting for what is missing; whether there are gradients of it."""
+        entry = self._pending.popleft()
+        for action in [a for a in entry.left if a.kind is Kind.INPUT_GRAD]:
+            self._run(entry, action)
+        learns = bool(entry.learning)
+        if learns:
+            self._learn(entry)
+        return learns

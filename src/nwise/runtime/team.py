@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -63,6 +64,18 @@ def tell_all(error: BaseException) -> None:
             team.failed(error)
 
 
+@cache
+def _report_crashes() -> None:
+    """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        before(kind, error, traceback)
+        tell_all(error)
+
+    sys.excepthook = hook
+
+
 class Team:
     """The processes of one pipeline, seen from one of them.
 
@@ -88,7 +101,7 @@ class Team:
         self._open = True
         self._compared = False
         _teams.append(self)
-        self._report_crashes()
+        _report_crashes()
         atexit.register(self._close_at_exit)
 
     @property
@@ -171,17 +184,21 @@ class Team:
     ) -> tuple[Tensor, int]:
         """One mini-batch of Hogwild: the losses, and how stale the gradients are that it leaves."""
         self._watch.calls += 1
-        if self.world.num_replicas > 1:
-            raise ValueError(
-                f"Hogwild should run with one replica of every stage. Found {self.world.num_replicas}; start a process for every "
-                "stage and no more."
-            )
+        self.refuse_replicas()
         if self._stale is None or self._stale[0] is not cycle:
             self._end_stale()
             self._stale = cycle, Stale(self.world, self.runtime(stage, batch.inputs[0]), stage, cycle)
         worker = self._stale[1].run(turn, batch, step)
         self.share = worker.share
         return self._losses(worker.loss), self._stale[1].age
+
+    def refuse_replicas(self) -> None:
+        """As Hogwild does."""
+        if self.world.num_replicas > 1:
+            raise ValueError(
+                f"Hogwild should run with one replica of every stage. Found {self.world.num_replicas}; start a process for every "
+                "stage and no more."
+            )
 
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
@@ -223,17 +240,18 @@ class Team:
         per_stage = len(parts) // self.world.num_stages
         return torch.stack(parts).unflatten(0, (self.world.num_stages, per_stage)).mean(1)
 
-    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[Tensor]:
+    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
         """Sums over groups of stages that `World.connect` knows, of all those that this rank is in at once.
 
         Args:
             rows: stages of a group, with this rank's values, on the CPU.
+            replicas: whether over all replicas, too.
         """
         with self.telling():
             works = [
                 dist.all_reduce(values, group=group, async_op=True)
                 for stages, values in rows
-                if (group := self.world.group_of(stages)) is not None
+                if (group := self.world.group_of(stages, replicas=replicas)) is not None
             ]
             for work in works:
                 work.wait()
@@ -304,6 +322,7 @@ class Team:
         self._end_stale()
         if self._runtime is not None:
             self._runtime.close()
+        self._runtime = None
         self.world.everyone("closed", None)
         self._watch.close()
         self.world.close()
@@ -317,17 +336,6 @@ class Team:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-
-    def _report_crashes(self) -> None:
-        """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""
-        before = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-            before(kind, error, traceback)
-            if self._open and not isinstance(error, RankError):
-                self._watch.failed(error)
-
-        sys.excepthook = hook
 
 
 def time_limit(timeout: float | None) -> float:

@@ -77,11 +77,13 @@ class World:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"nwise/{attempt}/{next(_numbers)}"
         self.store = PrefixStore(prefix, _get_default_store())
-        self._made: list[dist.ProcessGroup] = []
+        # Those of a mesh of its own are given back with the others.
+        own = [self.mesh.get_group(name) for name in DIMENSIONS] if mesh is None else []
+        self._made = [group for group in own if group is not dist.group.WORLD]
         self.control = self.new_group(backend="gloo")
         self._shared: dict[str, int] = {}
         self._ends: dict[torch.device, Ends] = {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
 
     def gradient_channels(self, count: int, device: torch.device, depth: int) -> tuple[list[Sender], list[Receiver]]:
         """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there.
@@ -122,20 +124,28 @@ class World:
         while self._made:
             dist.destroy_process_group(self._made.pop())
 
-    def connect(self, sets: Sequence[tuple[int, ...]]) -> None:
-        """Make groups of stages, in the same order on all ranks; see `group_of`."""
+    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
+        """Make groups of stages, in the same order on all ranks; see `group_of`.
+
+        Args:
+            sets: of stages.
+            replicas: whether all replicas of the stages are in one group, and not each in its own.
+        """
         columns = self._columns()
         for stages in sets:
-            if stages in self._groups or len(stages) == 1:
+            if (stages, replicas) in self._groups:
                 continue
-            for column in columns:
-                group = self.new_group([column[k] for k in stages], backend="gloo")
-                if self.rank in column and self.stage in stages:
-                    self._groups[stages] = group
+            # Those that are in none know of it too: a group is made by all ranks or by nobody.
+            self._groups[stages, replicas] = None
+            each = [[column[k] for k in stages] for column in columns]
+            for ranks in [[rank for part in each for rank in part]] if replicas else each:
+                group = self.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    self._groups[stages, replicas] = group
 
-    def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of the processes that hold these stages of this replica; None if there is nobody else."""
-        return self._groups.get(stages)
+    def group_of(self, stages: tuple[int, ...], *, replicas: bool = False) -> dist.ProcessGroup | None:
+        """The group of the processes that hold these stages of this replica, or of all; None if there is nobody else."""
+        return self._groups.get((stages, replicas))
 
     def _columns(self) -> list[list[int]]:
         """Ranks of the processes of every replica, and every part of a stage, stage after stage."""

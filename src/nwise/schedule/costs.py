@@ -189,7 +189,8 @@ def prices(costs: Costs, num_stages: int) -> list[Prices]:
 
 
 TRANSFORMER = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, overhead=0.02)
-"""Of a whole mini-batch of the paper's Transformers: I and W as long as F, a head of half a stage, c0 / c1 = 0.02."""
+"""Of a whole mini-batch of a Transformer: I and W as long as F, a head of half a stage (the paper's own are larger), and the
+paper's c0 / c1 = 0.02."""
 
 PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
 

@@ -1,7 +1,8 @@
 """Losses and gradients that are not finite numbers: stop, leave the update out, or go on.
 
 ``stop``    end all processes, and say where it was (`NotFiniteError`, ``post-mortem.json``)
-``skip``    leave the update out of all stages and heads that share a loss with it, as if the mini-batch had not been
+``skip``    leave the update out of all stages and heads that share a loss with it, on all replicas, as if the mini-batch had
+          not been
 ``ignore``  do not look
 """
 
@@ -58,7 +59,7 @@ class Finite:
                     "Under Hogwild on several processes `on_nan` should be stop or ignore, since their updates are of "
                     "different mini-batches. Found 'skip'."
                 )
-            pipe.team.world.connect([tuple(sorted(group)) for group in self._learners])
+            pipe.team.world.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
 
     def remember(self) -> None:
         """Before a step: keep what a mini-batch that is left out should not change."""
@@ -115,7 +116,7 @@ class Finite:
         for j in losses:
             count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in self._learners[j])
             rows.append((tuple(sorted(self._learners[j])), torch.tensor([float(count)])))
-        sums = [values for _, values in rows] if self._pipe.team is None else self._pipe.team.sums(rows)
+        sums = [values for _, values in rows] if self._pipe.team is None else self._pipe.team.sums(rows, replicas=True)
         bad_losses = {j for j, total in zip(losses, sums, strict=True) if total}
         left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]
         for k in left_out:

@@ -51,3 +51,22 @@ class Phase:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return left_out
+
+
+def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:
+    """Refuse before the first step what a later phase would refuse.
+
+    Args:
+        recipe: the configuration.
+        pipe: before its first step.
+        num_steps: of all phases.
+
+    Raises:
+        ValueError: a phase cannot clip, or leave out updates, as the recipe says.
+    """
+    for first, _ in pipe.strategy.phases(stop=num_steps):
+        pipe.steps = first
+        if recipe.clip is not None:
+            Clip(pipe, recipe.clip, recipe.clip_by)
+        Finite(pipe, recipe.on_nan)
+    pipe.steps = 0

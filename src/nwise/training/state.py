@@ -157,6 +157,9 @@ def restore(
     entries = _optimizer_entries(pipe, optimizer, facts, layout, renamed)
     stage = 0 if pipe.team is None else pipe.team.stage
     random = {name: torch.empty(sizes[name], dtype=torch.uint8) for name in (f"random.{stage}",) if name in sizes}
+    groups = () if optimizer is None else optimizer.param_groups
+    # As torch does: the number of steps stays on the CPU unless a fused or captured kernel reads it.
+    counted_there = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     fresh = {name: torch.empty_like(tensor, device=_cpu(tensor)) for name, tensor in targets.items()}
     fresh.update({name: tensor for name, (_, _, tensor) in entries.items()} | random)
     checkpoint.read(folder, fresh, group)
@@ -164,8 +167,8 @@ def restore(
         for name, tensor in targets.items():
             tensor.copy_(fresh[name])
     for parameter, entry, tensor in entries.values():
-        # As torch does: the number of steps stays on the CPU.
-        optimizer.state[parameter][entry] = tensor if entry == "step" else tensor.to(parameter.device)  # type: ignore[union-attr]
+        place = parameter.device if entry != "step" or parameter in counted_there else tensor.device
+        optimizer.state[parameter][entry] = tensor.to(place)  # type: ignore[union-attr]
     for state in random.values():
         torch.set_rng_state(state)
     pipe.steps = int(facts["step"])

@@ -21,7 +21,7 @@ from nwise.training.checkpoints import Found
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.finite import write_post_mortem
 from nwise.training.log import StepLog
-from nwise.training.phase import Phase
+from nwise.training.phase import Phase, check_phases
 from nwise.training.run import Run, versions
 from nwise.training.saver import Keeping, Saver
 from nwise.training.weights import weights_of
@@ -81,6 +81,7 @@ class Trainer:
             self.pipe.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
         if recipe.compile:
             compile_blocks(self.pipe)
+        check_phases(recipe, self.pipe, self.num_steps)
         here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
         facts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
         self.num_parameters = tuple(map(sum, zip(*facts, strict=True)))  # of the main network and of the heads
