@@ -606,13 +606,22 @@ def test_the_index_shows_all_sixteen_results(tmp_path: Path) -> None:
     assert [number for number, *_ in RESULTS] == list(range(1, 17))
     assert {name for *_, name, _ in RESULTS} == set(EXPERIMENTS)
     text = index.table(tmp_path)
-    assert text.count("| not run |") == 21, "and five rows of further claims"
+    assert text.count("| not run |") == 22, "and six rows of further claims"
     assert text.count("| not run: no data |") == 3, "CIFAR-100 and ImageNet"
     index.experiment("flow").reproduce(Job(folder=tmp_path))
     rows = [line for line in index.table(tmp_path).splitlines() if "[flow]" in line]
     assert rows == [
         "| 2 | figure: flow of activations and gradients | [flow](flow/) | small | small: 3 of 3 claims hold |"
     ]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_claim_is_in_a_row_of_the_index(name: str) -> None:
+    """Those about the work of Transformers once were in none."""
+    sources = [source for *_, of, source in (*RESULTS, *index.FURTHER) if of == name]
+    claims = EXPERIMENTS[name].claims(Job(folder=Path(__file__).parents[1] / "experiments"))
+    assert claims
+    assert [claim.text for claim in claims if not claim.source.startswith(tuple(sources))] == []
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ RESULTS: tuple[tuple[int, str, str, str], ...] = (
 )
 
 # Claims of the text, and questions that it does not ask.
-_FURTHER: tuple[tuple[str, str, str, str], ...] = (
+FURTHER: tuple[tuple[str, str, str, str], ...] = (
     ("", "text: work in total, residual networks", "e2", "section T"),
     ("", "text: work in total, Transformers", "e6", "section T"),
     ("", "text: the formula, growth of the best M, uneven costs", "t", "section T"),
@@ -118,7 +118,7 @@ def table(folder: Path) -> str:
         for size, job in jobs.items()
     }
     rows: list[tuple[object, ...]] = []
-    for number, what, name, source in (*RESULTS, *_FURTHER):
+    for number, what, name, source in (*RESULTS, *FURTHER):
         status, verdicts = [], []
         for size in jobs:
             (done, total), claims = found[name, size]
