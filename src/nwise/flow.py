@@ -43,6 +43,11 @@ class Cotangent:
     received: tuple[float, ...]
     far: int
 
+    @property
+    def needed(self) -> list[int]:
+        """The messages that it mixes."""
+        return [p for p, weight in enumerate(self.received) if weight]
+
 
 @dataclass(frozen=True, slots=True)
 class StageFlow:

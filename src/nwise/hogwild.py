@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from nwise.flow import Flow, StageFlow
+from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, passes
 
 
@@ -89,7 +89,8 @@ def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
 
 
 def _ready(flow: Flow, action: Action, arrived: set[tuple[int, int, int]]) -> bool:
-    return all((action.stage, action.microbatch, p) in arrived for p in _needed(flow.stages[action.stage], action))
+    cotangent = flow.stages[action.stage].cotangent(action.message)
+    return all((action.stage, action.microbatch, p) in arrived for p in cotangent.needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +122,13 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
     >>> [(due.update, due.sends) for due in timetable([[frozen]])]
     [(3, ()), (0, (1,)), (1, (1,)), (0, (0,))]
     """
-    flows, size = list(dict.fromkeys(flow for batch in cycle for flow in batch)), len(cycle[0])
-    stages = range(len(flows[0].stages))
-    updates = [max(max(staleness(flow, size)[k]) for flow in flows) for k in stages]
+    flows, updates = list(dict.fromkeys(flow for batch in cycle for flow in batch)), _oldest(cycle)
+    stages = range(len(updates))
     sends = [[0] * max(len(flow.stages[k].messages) for flow in flows) for k in stages]
     works = [[(flow.stages[k], a) for flow in flows for a in passes(flow.stages[k], k, 0)] for k in stages]
     for k in reversed(stages):  # as soon as what they need can be there
         for stage, action in works[k]:
-            soonest = max((sends[k + 1][p] for p in _needed(stage, action)), default=0)
+            soonest = max((sends[k + 1][p] for p in stage.cotangent(action.message).needed), default=0)
             if action.kind is not Kind.INPUT_GRAD:
                 updates[k] = max(updates[k], soonest)
             if action.message is not None:
@@ -141,15 +141,16 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
         for stage, action in works[k - 1]:
             hands_on = action.kind is Kind.INPUT_GRAD and action.message is not None
             when = sends[k - 1][action.message or 0] if hands_on else updates[k - 1]
-            for p in _needed(stage, action):
+            for p in stage.cotangent(action.message).needed:
                 latest[p] = min(latest[p], when)
         sends[k] = latest
     return [Due(update, tuple(when)) for update, when in zip(updates, sends, strict=True)]
 
 
-def _needed(stage: StageFlow, action: Action) -> list[int]:
-    """The messages that a pass needs."""
-    return [p for p, weight in enumerate(stage.cotangent(action.message).received) if weight]
+def _oldest(cycle: Sequence[Sequence[Flow]]) -> list[int]:
+    """For every stage, the age of its oldest gradients in the steady grid."""
+    known = [staleness(flow, len(cycle[0])) for flow in dict.fromkeys(flow for batch in cycle for flow in batch)]
+    return [max(max(ages[k]) for ages in known) for k in range(len(known[0]))]
 
 
 class History:
@@ -223,10 +224,8 @@ class Past:
         like = tuple((p.device, p.dtype) for module in modules for p in module.parameters())
         key = (tuple(map(tuple, cycle)), tuple(map(id, modules)), like)
         if self._key != key:
-            known = [staleness(flow, size) for flow in dict.fromkeys(flow for batch in cycle for flow in batch)]
-            depths = [max(max(ages[k]) for ages in known) for k in range(len(modules))]
             self._key = key
-            self._histories = [History(module, depth) for module, depth in zip(modules, depths, strict=True)]
+            self._histories = [History(module, depth) for module, depth in zip(modules, _oldest(cycle), strict=True)]
         found: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         ages = [[0] * size for _ in modules]
         steady = [staleness(flow, size) for flow in flows]

@@ -169,9 +169,9 @@ class Stale:
     def _missing(self, entry: _Pending, action: Action) -> list[int]:
         """Messages that an action needs and that have not been taken."""
         m, q = action.microbatch, action.message
-        received = self._cycle[entry.turn][m].stages[self._stage.index].cotangent(q).received
+        cotangent = self._cycle[entry.turn][m].stages[self._stage.index].cotangent(q)
         taken = entry.worker.messages.get(m, {})
-        return [p for p, weight in enumerate(received) if weight and p not in taken]
+        return [p for p in cotangent.needed if p not in taken]
 
     def _send(self, step: int) -> None:
         """Messages for others, of all mini-batches, the oldest first, that can be sent without waiting or are due; those that

@@ -106,7 +106,7 @@ def needs(action: Action, flows: Sequence[Sequence[Flow]]) -> list[Product]:
     found: list[Product] = [("F", k, m, turn)]
     if cotangent.own:
         found.append(("H", k, m, turn))
-    found += [(p, k + 1, m, turn) for p, weight in enumerate(cotangent.received) if weight]
+    found += [(p, k + 1, m, turn) for p in cotangent.needed]
     if kind is Kind.WEIGHT_GRAD and stage.fused is not None:
         found.append((stage.fused, k, m, turn))
     return found
@@ -182,8 +182,8 @@ def _with_messages(word: Word, flows: Sequence[Sequence[Flow]], num_stages: int)
         elif kind is Kind.HEAD:
             yield action
         else:
-            for p, weight in enumerate(flows[turn][m].stages[k].cotangent(q).received):
-                if weight and (m, p, turn) not in received:
+            for p in flows[turn][m].stages[k].cotangent(q).needed:
+                if (m, p, turn) not in received:
                     received.add((m, p, turn))
                     yield Action(Kind.RECEIVE_GRADIENT, k, m, p, turn)
             yield action
