@@ -2,19 +2,18 @@
 
 A channel carries, mini-batch after mini-batch, the messages of its plan in the order in which they are sent; so nothing
 has to be tagged, which nccl could not. The receiver always has its next receive posted, over the end of a mini-batch too,
-so that what is sent travels at once while both sides compute; a second one would gain nothing (`benchmarks/runtime`). A
-sender does not wait, but for the same message of the cycle of mini-batches before, so that no more than a cycle of them is
-ever kept.
+so that what is sent travels at once while both sides compute. Posting one takes as long as a small message does, so that
+two are posted when nobody waits, right after a send, and what has come is taken without posting another. A sender does not
+wait, but for the same message of the cycle of mini-batches before, so that no more than a cycle of them is ever kept.
 
-When the plan changes (another batch size, another strategy), the receive that was posted too early is filled by a message
+When the plan changes (another batch size, another strategy), the receives that were posted too early are filled by messages
 that nobody looks at.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,6 +27,8 @@ from nwise.microbatch import Tensors
 
 # Which message: micro-batch, message (None for an activation), turn.
 Key = tuple[int, int | None, int]
+
+_AHEAD = 2  # receives that are posted before anybody asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,26 @@ class LostPeer(RuntimeError):
         super().__init__(f"lost rank {peer}: {why}")
 
 
-class Sender:
+class _End:
+    """What both ends keep: where they are in which plan."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._plan = NOTHING
+        self._place = 0  # of the next message
+
+    def follows(self, plan: Plan, turn: int) -> bool:
+        """Whether a mini-batch is the next one of the plan that this end is at."""
+        return (self._plan, self._place) == (plan, plan.first_of(turn))
+
+    def _set(self, plan: Plan, place: int) -> None:
+        self._plan, self._place = plan, place
+
+    def _advance(self) -> None:
+        self._place = (self._place + 1) % len(self._plan.keys)
+
+
+class Sender(_End):
     """The end that sends.
 
     Args:
@@ -122,18 +142,16 @@ class Sender:
     """
 
     def __init__(self, link: Link, depth: int = 1) -> None:
+        super().__init__(link)
         self.num_bytes = 0
-        self._link, self._depth = link, depth
-        self._plan = NOTHING
-        self._place = 0
+        self._depth = depth
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
 
     def start(self, plan: Plan, turn: int) -> None:
         """Begin a mini-batch."""
-        first = plan.first_of(turn)
-        if (plan, first) != (self._plan, self._place):
+        if not self.follows(plan, turn):
             self.flush()
-            self._plan, self._place = plan, first
+            self._set(plan, plan.first_of(turn))
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
         """Send the next message of the plan; returns at once."""
@@ -149,72 +167,89 @@ class Sender:
                 "stage's output depend on more than the shapes of its input?"
             )
         self._send(tensors)
-        self.num_bytes += sum(t.nbytes for t in tensors)
+        self.num_bytes += self._plan.sizes[place]
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
-        link, size = self._link, len(self._plan.keys)
-        if len(self._on_the_way) == self._depth * size:
-            _wait(self._on_the_way.popleft()[1], link.peer)
+        link = self._link
         kept = tuple(t.contiguous() for t in tensors if t.numel())
-        with _lost(link.peer):
-            # The group's own call, since `dist.isend` looks up again what is known here.
-            works = [link.group.send([t], link.peer, 0) for t in kept]
+        # The group's own call, since `dist.isend` looks up again what is known here.
+        works = [_reach(link.peer, link.group.send, [t], link.peer, 0) for t in kept]
         self._on_the_way.append((kept, works))
-        self._place = (self._place + 1) % size
+        self._advance()
+        # Only now, since the other end may be waiting for this one.
+        if len(self._on_the_way) > self._depth * len(self._plan.keys):
+            _wait(self._on_the_way.popleft()[1], link.peer)
 
     def flush(self) -> None:
-        """Fill the receive that the other end has posted, and wait until everything has been taken over."""
-        if self._plan.keys and self._link.early:
+        """Fill the receives that the other end has posted, and wait until everything has been taken over."""
+        for _ in range(_AHEAD if self._plan.keys and self._link.early else 0):
             specs = self._plan.specs[self._place]
             self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
         for _, works in self._on_the_way:
             _wait(works, self._link.peer)
         self._on_the_way.clear()
-        self._plan, self._place = NOTHING, 0
+        self._set(NOTHING, 0)
 
 
-class Receiver:
+class Receiver(_End):
     """The end that receives."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._plan = NOTHING
-        self._place = 0  # of the message that is posted
-        self._posted: tuple[Tensors, list[Any]] | None = None
+        super().__init__(link)
+        self._posted: deque[tuple[Tensors, list[Any]]] = deque()
         self._arrived: dict[Key, Tensors] = {}
 
     def start(self, plan: Plan, turn: int) -> None:
         """Begin a mini-batch."""
-        first = plan.first_of(turn)
-        if (plan, first) != (self._plan, self._place):
+        if not self.follows(plan, turn):
             self.flush()
-            self._plan, self._place = plan, first
-            if plan.keys and self._link.early:
-                self._posted = self._post()
+            self._set(plan, plan.first_of(turn))
+            self.post()
+
+    def post(self, count: int = _AHEAD) -> None:
+        """Post the next receives, until so many are."""
+        if self._link.early and self._plan.keys:
+            while len(self._posted) < count:
+                self._posted.append(self._post())
 
     def _post(self) -> tuple[Tensors, list[Any]]:
-        link = self._link
-        tensors = tuple(spec.empty(link.device) for spec in self._plan.specs[self._place])
-        with _lost(link.peer):
-            return tensors, [link.group.recv([t], link.peer, 0) for t in tensors if t.numel()]
+        link, specs = self._link, self._plan.specs
+        tensors = tuple(spec.empty(link.device) for spec in specs[(self._place + len(self._posted)) % len(specs)])
+        return tensors, [_reach(link.peer, link.group.recv, [t], link.peer, 0) for t in tensors if t.numel()]
 
     def take(self, key: Key) -> Tensors:
         """A message, once it is there; others that were sent before it are kept for later."""
         while key not in self._arrived:
-            tensors, works = self._posted or self._post()
+            tensors, works = self._posted.popleft() if self._posted else self._post()
+            due = self._plan.keys[self._place]
+            self._advance()
+            self.post(1)
             _wait(works, self._link.peer)
-            self._arrived[self._plan.keys[self._place]] = tensors
-            self._place = (self._place + 1) % len(self._plan.keys)
-            self._posted = self._post() if self._link.early else None
+            self._arrived[due] = tensors
         return self._arrived.pop(key)
 
     def flush(self) -> None:
         """Wait for what is posted, and throw it away."""
-        if self._posted is not None:
-            _wait(self._posted[1], self._link.peer)
-        self._posted = None
+        while self._posted:
+            _wait(self._posted.popleft()[1], self._link.peer)
         self._arrived.clear()
-        self._plan, self._place = NOTHING, 0
+        self._set(NOTHING, 0)
+
+
+def start_all(
+    outgoing: Iterable[tuple[Sender | None, Plan]], incoming: Sequence[tuple[Receiver | None, Plan]], turn: int
+) -> None:
+    """Begin a mini-batch on channels. Where plans change, what was asked for too early is filled before anybody waits for it,
+    and all of it is asked for before somebody waits for having filled it."""
+    for receiver, plan in incoming:
+        if receiver is not None and not receiver.follows(plan, turn):
+            receiver.post()
+    for sender, plan in outgoing:
+        if sender is not None:
+            sender.start(plan, turn)
+    for receiver, plan in incoming:
+        if receiver is not None:
+            receiver.start(plan, turn)
 
 
 def introduce(group: ProcessGroup, before: int | None, after: int | None, device: torch.device) -> None:
@@ -229,22 +264,19 @@ def introduce(group: ProcessGroup, before: int | None, after: int | None, device
     number = torch.zeros(1, device=device)
     for peer, call in ((before, group.recv), (after, group.send)):
         if peer is not None:
-            with _lost(peer):
-                call([number], peer, 0).wait()
+            _reach(peer, _reach(peer, call, [number], peer, 0).wait)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _wait(works: list[Any], peer: int) -> None:
-    with _lost(peer):
-        for work in works:
-            work.wait()
+    for work in works:
+        _reach(peer, work.wait)
 
 
-@contextmanager
-def _lost(peer: int) -> Iterator[None]:
-    """An error of the transport is one of the other end."""
+def _reach(peer: int, call: Callable[..., Any], *args: Any) -> Any:
+    """A call of the transport, whose errors are those of the other end."""
     try:
-        yield
+        return call(*args)
     except RuntimeError as error:
         raise LostPeer(peer, str(error)) from error

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nwise.dtensor import is_dtensor
 from nwise.microbatch import Tensors
-from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of
+from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of, start_all
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import carrying, from_json, to_json
 from nwise.runtime.watch import RankError, Watch
@@ -180,6 +180,7 @@ class Distributed:
         """The output of this stage in a mini-batch of forwards to the next stage, if there is one."""
         if self._ends.activations_out is not None:
             self._ends.activations_out.send((microbatch, None, 0), self._apart(outputs))
+        self._post()
 
     def at(self, step: int, kind: Kind, microbatch: int, message: int | None = None) -> None:
         """Say what this rank begins to do."""
@@ -207,21 +208,21 @@ class Distributed:
             self._watch.doing = None
 
     def _start(self, plans: Plans, turn: int, inputs: Sequence[Tensors]) -> None:
-        """Begin a mini-batch on all channels; where plans change, what was asked for too early is sent before it is waited
-        for."""
+        """Begin a mini-batch on all channels."""
         ends = self._ends
         incoming = [(ends.activations_in, plans.activations_in), (ends.gradients_in, plans.gradients_in)]
         outgoing = [(ends.activations_out, plans.activations_out), (ends.gradients_out, plans.gradients_out)]
-        for sender, plan in outgoing:
-            if sender is not None:
-                sender.start(plan, turn)
-        for receiver, plan in incoming:
-            if receiver is not None:
-                receiver.start(plan, turn)
+        start_all(outgoing, incoming, turn)
         if ends.activations_out is not None:
             # Memory that a message should not share: an optimizer changes parameters, the caller may fill a batch anew.
             tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
             self._owned = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
+
+    def _post(self) -> None:
+        """Ask the neighbours for what comes next, now that they have what they may be waiting for."""
+        for receiver in (self._ends.activations_in, self._ends.gradients_in):
+            if receiver is not None:
+                receiver.post()
 
     def _apart(self, tensors: Tensors) -> Tensors:
         """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor
@@ -256,8 +257,10 @@ class Distributed:
                 worker.messages.setdefault(m, {})[q] = unpacked(message, script.outputs[m])
             elif kind is Kind.SEND_ACTIVATION:
                 _of(ends.activations_out).send((m, None, turn), outbox.pop((m, None, turn)))
+                self._post()
             elif kind is Kind.SEND_GRADIENT:
                 _of(ends.gradients_out).send((m, q, turn), outbox.pop((m, q, turn)))
+                self._post()
             elif kind is Kind.UPDATE:
                 if replicas is not None:
                     replicas.finish()
@@ -269,6 +272,8 @@ class Distributed:
                     outbox[m, q, turn] = packed(made, script.inputs[m], self.device)
                 elif kind is Kind.FORWARD and ends.activations_out is not None:
                     outbox[m, None, turn] = self._apart(cast(Tensors, made))
+                elif kind is Kind.FORWARD:
+                    self._post()
             if self.recorder is not None:
                 self.recorder(step, action, begin, time.perf_counter())
             if on_action is not None:

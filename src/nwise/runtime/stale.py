@@ -20,7 +20,7 @@ from typing import cast
 from nwise.flow import Flow
 from nwise.hogwild import History, timetable
 from nwise.microbatch import Tensors
-from nwise.runtime.channel import NOTHING, Plan, Spec
+from nwise.runtime.channel import NOTHING, Plan, Spec, start_all
 from nwise.runtime.distributed import Distributed, Script, packed, unpacked
 from nwise.runtime.shapes import carrying
 from nwise.runtime.worker import Batch, Worker, passes_of
@@ -130,10 +130,7 @@ class Stale:
         k = self._stage.index
         out = [NOTHING if script is None else self._plan(q, k, script.inputs) for q in range(len(self._out))]
         into = [NOTHING if script is None else self._plan(q, k + 1, script.outputs) for q in range(len(self._in))]
-        for sender, plan in zip(self._out, out, strict=True):
-            sender.start(plan, turn)
-        for receiver, plan in zip(self._in, into, strict=True):
-            receiver.start(plan, turn)
+        start_all(list(zip(self._out, out, strict=True)), list(zip(self._in, into, strict=True)), turn)
         self._script = script
 
     def _plan(self, q: int, sender: int, specs: Sequence[tuple[Spec, ...]]) -> Plan:
@@ -210,6 +207,8 @@ class Stale:
         if q is not None:
             self._runtime.at(entry.step, Kind.SEND_GRADIENT, m, q)
             self._out[q].send((m, q, entry.turn), packed(made, self._script.inputs[m], self._runtime.device))
+            for receiver in self._in:
+                receiver.post()
 
     def _learn(self, entry: _Pending) -> None:
         """The gradients of a mini-batch, waiting for what is missing."""

@@ -263,7 +263,7 @@ class Team:
         Args:
             tensors: of this rank's stage.
         """
-        world = self.world
+        world, control = self.world, self.world.control
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
         header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
@@ -273,7 +273,7 @@ class Team:
                     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
                     for tensor in (torch.tensor([len(text)]), text, *mine.values()):
                         if tensor.numel():
-                            dist.send(tensor, 0, group=world.control)
+                            dist.send(tensor, 0, group=control)
                 return {}
             found = dict(mine)
             for rank in world.ranks[1:]:

@@ -60,20 +60,20 @@ class Timeline:
 
 def _clock_offset(team: Team) -> float:
     """What has to be added to this process's clock to have rank 0's; by the quickest of some round trips."""
-    world, best = team.world, (float("inf"), 0.0)
+    world, control, best = team.world, team.world.control, (float("inf"), 0.0)
     for rank in range(1, dist.get_world_size()):
         for _ in range(_PINGS):
             message = torch.zeros(1, dtype=torch.float64)
             if world.rank == rank:
                 sent = time.perf_counter()
-                dist.send(message, 0, group=world.control)
-                dist.recv(message, 0, group=world.control)
+                dist.send(message, 0, group=control)
+                dist.recv(message, 0, group=control)
                 back = time.perf_counter()
                 best = min(best, (back - sent, float(message) - (sent + back) / 2))
             elif world.rank == 0:
-                dist.recv(message, rank, group=world.control)
+                dist.recv(message, rank, group=control)
                 message[0] = time.perf_counter()
-                dist.send(message, rank, group=world.control)
+                dist.send(message, rank, group=control)
     return best[1]
 
 

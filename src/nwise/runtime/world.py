@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ class World:
         replica, num_replicas: which of how many replicas of the stage.
         ranks: of the processes that hold the stages 0 .. A-1 of this replica.
         store: for facts.
-        control: group of all ranks, for what is on the CPU and has no hurry.
 
     Raises:
         ValueError: the processes cannot be laid out as asked.
@@ -78,12 +78,19 @@ class World:
         prefix = f"nwise/{attempt}/{next(_numbers)}"
         self.store = PrefixStore(prefix, _get_default_store())
         # Those of a mesh of its own are given back with the others.
-        own = [self.mesh.get_group(name) for name in DIMENSIONS] if mesh is None else []
+        own = self.mesh.get_all_groups() if mesh is None else []
         self._made = [group for group in own if group is not dist.group.WORLD]
-        self.control = self.new_group(backend="gloo")
         self._shared: dict[str, int] = {}
         self._ends: dict[torch.device, Ends] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
+
+    @cached_property
+    def control(self) -> dist.ProcessGroup:
+        """Group of all ranks, for what is on the CPU and has no hurry; the first use makes it, on all ranks.
+
+        Not before, since every group of gloo has a thread that wakes up a hundred times a second.
+        """
+        return self.new_group(backend="gloo")
 
     def gradient_channels(self, count: int, device: torch.device, depth: int) -> tuple[list[Sender], list[Receiver]]:
         """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there.
@@ -257,7 +264,9 @@ def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
                 f"network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start {num_stages}."
             )
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return init_device_mesh(kind, (num_stages, size // num_stages, 1), mesh_dim_names=DIMENSIONS)
+        # No dimension of one process: it would have a group, see `World.control`.
+        shape = (num_stages,) if size == num_stages else (num_stages, size // num_stages)
+        return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
     names: Sequence[str] = mesh.mesh_dim_names or ()
     if not names or names[0] != "pp" or list(names) != [name for name in DIMENSIONS if name in names]:
         raise ValueError(f"`mesh` should have dimensions 'pp', 'dp', 'tp', in this order. Found {tuple(names)}.")
