@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_losses_come_to_the_first_rank_while_others_work(tmp_path: Path) -> None
     first, second = results(2, "arrivals.py", tmp_path)
     assert first == {"before": [], "after": [[7, [[0.0, 1.0], [1.0, 2.0]]]]}
     assert second == {"before": [], "after": []}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_no_group_is_made_that_nobody_uses(tmp_path: Path) -> None:
+    """Every group of gloo has a thread that wakes up a hundred times a second. Each process once had three that waited for nothing,
+    which on two cores with 8 processes took a hundredth of the speed."""
+    for found in results(2, "groups.py", tmp_path):
+        assert found == {"loops": 3, "mesh": ["pp"]}  # all processes, and a direction each
 
 
 def test_replicas_of_stages_compute_what_as_many_more_micro_batches_do(tmp_path: Path) -> None:

@@ -263,11 +263,12 @@ class Team:
         Args:
             tensors: of this rank's stage.
         """
-        world, control = self.world, self.world.control
+        world = self.world
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
         header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
         with self.telling():
+            control = world.control
             if world.rank:
                 if world.sends_for_its_stage:
                     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)

@@ -1,0 +1,178 @@
+"""Channels over a wire in memory, on which whoever waits for what cannot come is told so."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nwise.runtime.channel import Key, Link, LostPeer, Plan, Receiver, Sender, Spec, start_all
+
+
+@dataclass
+class Work:
+    """A send or a receive."""
+
+    wire: Wire
+    name: str
+    tensor: Tensor
+    done: bool = False
+    waited: bool = False
+
+    def wait(self) -> None:
+        """Done, or never."""
+        self.wire.calls.append(f"wait {self.name}")
+        if not self.done:
+            raise RuntimeError("nobody is left to do it")
+        self.waited = True
+
+
+@dataclass
+class Wire:
+    """Both ends' process group: the n-th send fills the n-th receive."""
+
+    calls: list[str] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    _open: dict[str, deque[Work]] = field(default_factory=lambda: {"send": deque(), "receive": deque()})
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """As `ProcessGroup.send`."""
+        return self._put("send", tensors[0])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """As `ProcessGroup.recv`."""
+        return self._put("receive", tensors[0])
+
+    def _put(self, name: str, tensor: Tensor) -> Work:
+        work = Work(self, name, tensor)
+        self.calls.append(name)
+        self.works.append(work)
+        self._open[name].append(work)
+        sends, receives = self._open.values()
+        while sends and receives:
+            sent, received = sends.popleft(), receives.popleft()
+            received.tensor.copy_(sent.tensor)
+            sent.done = received.done = True
+        return work
+
+    def sends_not_waited_for(self) -> int:
+        """What a sender still keeps."""
+        return sum(work.name == "send" and not work.waited for work in self.works)
+
+
+def channel(depth: int = 1) -> tuple[Wire, Sender, Receiver]:
+    """A wire with its ends."""
+    wire = Wire()
+    link = Link(cast(Any, wire), 1, torch.device("cpu"))
+    return wire, Sender(link, depth), Receiver(link)
+
+
+def plan(shapes: list[list[tuple[int, ...]]], turns: int = 1) -> Plan:
+    """A message for each list of shapes, in each of some mini-batches."""
+    specs = tuple(tuple(Spec(shape, torch.float64) for shape in one) for one in shapes)
+    keys = tuple((m, None, turn) for turn in range(turns) for m in range(len(shapes)))
+    return Plan(keys, specs * turns)
+
+
+def begin(sender: Sender, receiver: Receiver, on: Plan, turn: int = 0) -> None:
+    """A mini-batch of both ends."""
+    start_all([(sender, on)], [(receiver, on)], turn)
+
+
+SHAPES = st.lists(st.lists(st.sampled_from([(), (0, 2), (3,), (2, 2)]), max_size=3), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    plans=st.lists(st.builds(plan, SHAPES, st.integers(1, 3)), min_size=1, max_size=3),
+    picks=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7)), min_size=1, max_size=5),
+    depth=st.integers(1, 3),
+    data=st.data(),
+)
+def test_all_messages_arrive_whatever_follows_what(
+    plans: list[Plan], picks: list[tuple[int, int]], depth: int, data: st.DataObject
+) -> None:
+    """Plans change between any two mini-batches, in the middle of a cycle too; messages are taken in any order, and receives
+    posted at any time."""
+    wire, sender, receiver = channel(depth)
+    number = 0.0
+    for pick, count in picks:
+        now = plans[pick % len(plans)]
+        turns = 1 + max(key[2] for key in now.keys)
+        for step in range(count):
+            turn = step % turns
+            begin(sender, receiver, now, turn)
+            sent: dict[Key, list[Tensor]] = {}
+            for key, specs in zip(now.keys, now.specs, strict=True):
+                if key[2] == turn:
+                    sent[key] = [torch.full(spec.shape, number := number + 1, dtype=spec.dtype) for spec in specs]
+                    sender.send(key, sent[key])
+                    if data.draw(st.booleans()):
+                        receiver.post()
+            for key in data.draw(st.permutations(list(sent))):
+                taken = receiver.take(key)
+                assert [t.tolist() for t in taken] == [t.tolist() for t in sent[key]]
+                assert [t.shape for t in taken] == [t.shape for t in sent[key]]
+            assert wire.sends_not_waited_for() <= depth * sum(len(specs) for specs in now.specs)
+    begin(sender, receiver, Plan())
+    assert all(work.done for work in wire.works)
+    assert wire.sends_not_waited_for() == 0
+
+
+def test_a_message_leaves_before_an_earlier_one_is_waited_for() -> None:
+    """Its receiver may be waiting; the wait took a quarter of the send."""
+    wire, sender, receiver = channel()
+    one = plan([[(1,)]])
+    for _ in range(2):
+        begin(sender, receiver, one)
+        wire.calls.clear()
+        sender.send((0, None, 0), [torch.ones(1, dtype=torch.float64)])
+        said = list(wire.calls)
+        receiver.take((0, None, 0))
+    assert said == ["send", "wait send"]
+
+
+def test_what_has_come_is_taken_without_posting_another() -> None:
+    """Posting took as long as the message; two are posted right after a send, when nobody waits."""
+    wire, sender, receiver = channel()
+    one = plan([[(1,)]])
+    begin(sender, receiver, one)
+    assert wire.calls == ["receive", "receive"]
+    value = [torch.ones(1, dtype=torch.float64)]
+    for post, expected in [(True, ["wait receive"]), (True, ["wait receive"]), (False, ["receive", "wait receive"])]:
+        sender.send((0, None, 0), value)
+        if post:
+            receiver.post()
+        wire.calls.clear()
+        receiver.take((0, None, 0))
+        assert wire.calls == expected  # one is always posted before it waits
+        begin(sender, receiver, one)
+
+
+def test_whoever_is_gone_is_named() -> None:
+    """An error of the transport is one of the other end."""
+    _, sender, receiver = channel()
+    begin(sender, receiver, plan([[(1,)]]))
+    with pytest.raises(LostPeer, match="lost rank 1: nobody is left"):
+        receiver.take((0, None, 0))
+
+
+def test_a_message_that_is_not_the_next_is_refused() -> None:
+    """By key, number of tensors, shape or dtype."""
+    _, sender, receiver = channel()
+    begin(sender, receiver, plan([[(1,)]]))
+    right = torch.ones(1, dtype=torch.float64)
+    for key, tensors in [
+        ((1, None, 0), [right]),
+        ((0, None, 0), []),
+        ((0, None, 0), [right[:0]]),
+        ((0, None, 0), [right.float()]),
+    ]:
+        with pytest.raises(RuntimeError, match=r"should send \(0, None, 0\) of .* next. Found"):
+            sender.send(key, tensors)
