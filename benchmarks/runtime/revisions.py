@@ -86,10 +86,10 @@ def main(
             for number, case, revision in track(turns, "revisions", console=Console(stderr=True)):
                 found = measured(Path(folder, names[revision], "src"), case)
                 records.append({"revision": names[revision], "round": number, **asdict(case), **found, **machine})
+                RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
         finally:
             for revision in revisions:
                 git("worktree", "remove", "--force", f"{folder}/{names[revision]}")
-    RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
     for case in cases:
         for revision in revisions:
             values = [
