@@ -120,8 +120,7 @@ def test_losses_come_to_the_first_rank_while_others_work(tmp_path: Path) -> None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_no_group_is_made_that_nobody_uses(tmp_path: Path) -> None:
-    """Every group of gloo has a thread that wakes up a hundred times a second. Each process once had three that waited for nothing,
-    which on two cores with 8 processes took a hundredth of the speed."""
+    """Every group of gloo has a thread that wakes up a hundred times a second; each process once had three for nothing."""
     for found in results(2, "groups.py", tmp_path):
         assert found == {"loops": 3, "mesh": ["pp"]}  # all processes, and a direction each
 
