@@ -66,10 +66,10 @@ class Wire:
         return sum(work.name == "send" and not work.waited for work in self.works)
 
 
-def channel(depth: int = 1) -> tuple[Wire, Sender, Receiver]:
+def channel(depth: int = 1, device: str = "cpu") -> tuple[Wire, Sender, Receiver]:
     """A wire with its ends."""
     wire = Wire()
-    link = Link(cast(Any, wire), 1, torch.device("cpu"))
+    link = Link(cast(Any, wire), 1, torch.device(device))
     return wire, Sender(link, depth), Receiver(link)
 
 
@@ -153,6 +153,21 @@ def test_what_has_come_is_taken_without_posting_another() -> None:
         receiver.take((0, None, 0))
         assert wire.calls == expected  # one is always posted before it waits
         begin(sender, receiver, one)
+
+
+def test_nothing_is_posted_ahead_nor_filled_where_a_receive_would_hold_up_the_device() -> None:
+    """As with nccl; any device that is not the CPU."""
+    wire, sender, receiver = channel(device="meta")
+    one, key = plan([[(1,)]]), (0, None, 0)
+    begin(sender, receiver, one)
+    assert wire.calls == []
+    sender.send(key, [torch.ones(1, dtype=torch.float64, device="meta")])
+    receiver.post()
+    receiver.take(key)
+    assert wire.calls == ["send", "receive", "wait receive"]
+    wire.calls.clear()
+    begin(sender, receiver, plan([[(2,)]]))
+    assert wire.calls == ["wait send"]
 
 
 def test_whoever_is_gone_is_named() -> None:

@@ -79,17 +79,17 @@ def main(
     machine = {"cores": os.cpu_count(), "processor": processor(), "torch": torch.__version__}
     records = []
     with tempfile.TemporaryDirectory() as folder:
-        for revision in revisions:
-            git("worktree", "add", "--detach", f"{folder}/{names[revision]}", revision)
         try:
+            for revision in revisions:
+                git("worktree", "add", "--detach", f"{folder}/{names[revision]}", revision)
             turns = [(n, case, revision) for n in range(rounds) for case in cases for revision in revisions]
             for number, case, revision in track(turns, "revisions", console=Console(stderr=True)):
                 found = measured(Path(folder, names[revision], "src"), case)
                 records.append({"revision": names[revision], "round": number, **asdict(case), **found, **machine})
                 RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
         finally:
-            for revision in revisions:
-                git("worktree", "remove", "--force", f"{folder}/{names[revision]}")
+            for made in Path(folder).iterdir():
+                git("worktree", "remove", "--force", str(made))
     for case in cases:
         for revision in revisions:
             values = [

@@ -135,7 +135,7 @@ class Sender(_End):
 
     Args:
         link: where to.
-        depth: cycles of mini-batches whose messages are kept at most before it waits.
+        depth: cycles of mini-batches whose messages are kept at most when it does not wait.
 
     Attributes:
         num_bytes: sent so far.
@@ -154,7 +154,7 @@ class Sender(_End):
             self._set(plan, plan.first_of(turn))
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Send the next message of the plan; returns at once."""
+        """Send the next message of the plan, and wait for the one of `depth` cycles before."""
         place = self._place
         expected, specs = self._plan.keys[place], self._plan.specs[place]
         # No specs are made of the tensors: the other end is waiting.
@@ -167,7 +167,7 @@ class Sender(_End):
                 "stage's output depend on more than the shapes of its input?"
             )
         self._send(tensors)
-        self.num_bytes += self._plan.sizes[place]
+        self.num_bytes += sum(t.nbytes for t in tensors)
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
         link = self._link

@@ -1,7 +1,7 @@
 """The world: which process holds which part of which stage, and how to reach the others.
 
-Processes lie on a mesh of three dimensions, ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with a
-part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts are exchanged through the store of
+Processes lie on a mesh of up to three dimensions, ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with
+a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts are exchanged through the store of
 `torch.distributed`, as JSON; tensors through channels.
 """
 
@@ -264,7 +264,7 @@ def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
                 f"network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start {num_stages}."
             )
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        # No dimension of one process: it would have a group, see `World.control`.
+        # No replicas where there is one of each stage: they would have a group, see `World.control`.
         shape = (num_stages,) if size == num_stages else (num_stages, size // num_stages)
         return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
     names: Sequence[str] = mesh.mesh_dim_names or ()
