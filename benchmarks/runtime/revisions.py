@@ -3,7 +3,7 @@ kind to the one as to the other.
 
     python benchmarks/runtime/revisions.py --revisions b8ca249 main --stages 8 16 --rounds 4
 
-writes ``records/revisions.jsonl`` anew and prints medians. Every revision is checked out into a folder of its own.
+writes ``records/<name>.jsonl`` anew and prints medians. Every revision is checked out into a folder of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from nwise.machine import processor
 from nwise.runtime.bench import Case
 
 HERE = Path(__file__).parent
-RECORDS = HERE / "records" / "revisions.jsonl"
 # What both revisions are asked to do, by their own code.
 SCRIPT = "import json, sys; from dataclasses import asdict; from nwise.runtime.bench import Case, start; "
 SCRIPT += "print(json.dumps(asdict(start(Case(**json.loads(sys.argv[1]))))))"
@@ -57,6 +56,7 @@ def main(
     microbatches: Sequence[int] = (1, 2),
     mib: float = 0.0,
     rounds: int = 4,
+    name: str = "revisions",
 ) -> None:
     """Measure and write.
 
@@ -67,6 +67,7 @@ def main(
         microbatches: M.
         mib: size of a message.
         rounds: turns of every revision.
+        name: of the records.
     """
     console = Console(width=140)
     cases = [
@@ -86,7 +87,9 @@ def main(
             for number, case, revision in track(turns, "revisions", console=Console(stderr=True)):
                 found = measured(Path(folder, names[revision], "src"), case)
                 records.append({"revision": names[revision], "round": number, **asdict(case), **found, **machine})
-                RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
+                (HERE / "records" / f"{name}.jsonl").write_text(
+                    "".join(json.dumps(record) + "\n" for record in records)
+                )
         finally:
             for made in Path(folder).iterdir():
                 git("worktree", "remove", "--force", str(made))

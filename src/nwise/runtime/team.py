@@ -268,7 +268,7 @@ class Team:
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
         header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
         with self.telling():
-            control = world.control
+            control = world.control  # also on ranks that send nothing: all of them make it
             if world.rank:
                 if world.sends_for_its_stage:
                     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
