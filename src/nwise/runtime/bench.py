@@ -191,7 +191,7 @@ def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, bat
     for _ in range(batches):
         for slots in busiest:
             if slots:
-                device.work(slots, received=True)
+                device.work(slots, received=time.perf_counter())
     return batches * sum(busiest) * slot / (time.perf_counter() - began)
 
 

@@ -28,6 +28,7 @@ from nwise.microbatch import Tensors
 # Which message: micro-batch, message (None for an activation), turn.
 Key = tuple[int, int | None, int]
 
+_TAG = 0x6E77  # of gloo's messages, so that others can travel through the same group; nccl has none
 _AHEAD = 2  # receives that are posted before anybody asks for them
 
 
@@ -173,7 +174,7 @@ class Sender(_End):
         link = self._link
         kept = tuple(t.contiguous() for t in tensors if t.numel())
         # The group's own call, since `dist.isend` looks up again what is known here.
-        works = [_reach(link.peer, link.group.send, [t], link.peer, 0) for t in kept]
+        works = [_reach(link.peer, link.group.send, [t], link.peer, _TAG) for t in kept]
         self._on_the_way.append((kept, works))
         self._advance()
         # Only now, since the other end may be waiting for this one.
@@ -215,7 +216,7 @@ class Receiver(_End):
     def _post(self) -> tuple[Tensors, list[Any]]:
         link, specs = self._link, self._plan.specs
         tensors = tuple(spec.empty(link.device) for spec in specs[(self._place + len(self._posted)) % len(specs)])
-        return tensors, [_reach(link.peer, link.group.recv, [t], link.peer, 0) for t in tensors if t.numel()]
+        return tensors, [_reach(link.peer, link.group.recv, [t], link.peer, _TAG) for t in tensors if t.numel()]
 
     def take(self, key: Key) -> Tensors:
         """A message, once it is there; others that were sent before it are kept for later."""
@@ -264,7 +265,7 @@ def introduce(group: ProcessGroup, before: int | None, after: int | None, device
     number = torch.zeros(1, device=device)
     for peer, call in ((before, group.recv), (after, group.send)):
         if peer is not None:
-            _reach(peer, _reach(peer, call, [number], peer, 0).wait)
+            _reach(peer, _reach(peer, call, [number], peer, _TAG).wait)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar, cast
@@ -35,7 +35,6 @@ Shapes = Callable[[Specs], Specs]
 Recorder = Callable[[int, Action, float, float], None]
 EndT = TypeVar("EndT", Sender, Receiver)
 
-_ALONE = nullcontext()
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 
 
@@ -49,6 +48,7 @@ class Script:
         plans: what the channels carry.
         inputs, outputs: shapes of the stage's inputs and outputs, per micro-batch.
         num_bytes: that it sends, as activations and as gradients.
+        final: places of those actions after which no other adds to the gradients of the main part, or of the head.
     """
 
     word: tuple[Action, ...]
@@ -57,6 +57,7 @@ class Script:
     inputs: tuple[Specs, ...]
     outputs: tuple[Specs, ...]
     num_bytes: tuple[int, int] = (0, 0)
+    final: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +228,9 @@ class Distributed:
     def _apart(self, tensors: Tensors) -> Tensors:
         """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor
         parallelism gives promises of one)."""
-
-        def stays(tensor: Tensor) -> bool:
-            return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in self._owned
-
-        return tuple(t if stays(t) else t.clone() for t in tensors)
+        owned = self._owned
+        plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in owned for t in tensors]
+        return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
 
     def _execute(
         self,
@@ -242,7 +241,6 @@ class Distributed:
     ) -> None:
         ends, watch, replicas = self._ends, self._watch, self._replicas
         outbox: dict[Key, Tensors] = {}
-        last = {a.kind is Kind.HEAD: i for i, a in enumerate(script.word) if a.kind in _LEARNING}
         if replicas is not None:
             replicas.start()
         for i, action in enumerate(script.word):
@@ -265,8 +263,10 @@ class Distributed:
                 if replicas is not None:
                     replicas.finish()
             elif kind is not Kind.DROP:
-                final = i in last.values()  # no pass after it adds to these gradients
-                with replicas.summing(head=kind is Kind.HEAD) if replicas is not None and final else _ALONE:
+                if replicas is not None and i in script.final:
+                    with replicas.summing(head=kind is Kind.HEAD):
+                        made = worker.run(action)
+                else:
                     made = worker.run(action)
                 if q is not None:
                     outbox[m, q, turn] = packed(made, script.inputs[m], self.device)
@@ -320,7 +320,8 @@ class Distributed:
         )
         word = tuple(a for a in lists[k] if a.turn == turn)
         num_bytes = plans.activations_out.num_bytes(turn), plans.gradients_out.num_bytes(turn)
-        return Script(word, passes_of(word), plans, here[0], here[1], num_bytes)
+        final = {a.kind is Kind.HEAD: i for i, a in enumerate(word) if a.kind in _LEARNING}
+        return Script(word, passes_of(word), plans, here[0], here[1], num_bytes, frozenset(final.values()))
 
 
 def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:

@@ -37,15 +37,14 @@ class Device:
         self._slot = slot
         self._free = time.perf_counter()
 
-    def work(self, slots: float, *, received: bool) -> None:
+    def work(self, slots: float, *, received: float = 0.0) -> None:
         """Compute for some slots.
 
         Args:
             slots: how long.
-            received: whether it needs what has just been received.
+            received: moment of `time.perf_counter` at which the host had what was sent for it; default: nothing was.
         """
-        begin = max(self._free, time.perf_counter()) if received else self._free
-        self._free = begin + self._slot * slots
+        self._free = max(self._free, received) + self._slot * slots
         _wait_until(self._free)
 
     def start(self) -> None:
@@ -70,8 +69,11 @@ class VirtualStage:
         self._made: Tensors = ()
 
     def _work(self, kind: Kind, microbatch: int, *, received: bool = False) -> None:
+        moment = (
+            time.perf_counter() if received else 0.0
+        )  # before looking up the price, which an accelerator would not do
         flow, _ = self._flows[microbatch]
-        self._device.work(self._price.of(Action(kind, self.index, microbatch), flow, "walked"), received=received)
+        self._device.work(self._price.of(Action(kind, self.index, microbatch), flow, "walked"), received=moment)
 
     def forward(
         self,

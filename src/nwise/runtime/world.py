@@ -65,7 +65,8 @@ class World:
 
     def __init__(self, num_stages: int, mesh: DeviceMesh | None = None, timeout: float = 300.0) -> None:
         self._timeout = timedelta(seconds=timeout)
-        start(timeout)
+        # Nobody else's, if it was made here.
+        self._default = dist.group.WORLD if start(timeout) else None
         self.mesh = _mesh(num_stages, mesh)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
@@ -205,7 +206,7 @@ class World:
         """The channels to the neighbours for tensors of a device; the first call connects, and all ranks should make it."""
         if device not in self._ends:
             # A group of its own for each direction, so that neither waits behind the other.
-            forward, back = (self.new_group() for _ in range(2))
+            forward, back = self._group_forward(device), self.new_group()
             below, above = self._neighbours()
             introduce(forward, below, above, device)
             introduce(back, above, below, device)
@@ -217,6 +218,11 @@ class World:
             )
         return self._ends[device]
 
+    def _group_forward(self, device: torch.device) -> dist.ProcessGroup:
+        """The default group, once, where it was made here and is gloo's: it has a thread in any case, see `control`."""
+        group, self._default = self._default, None
+        return group if group is not None and device.type == "cpu" else self.new_group()
+
 
 def launched() -> bool:
     """Whether this process is one of several of a `torchrun`, or of a process group that is already there."""
@@ -225,10 +231,14 @@ def launched() -> bool:
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def start(timeout: float = 300.0) -> None:
-    """Join the process group that `torchrun` describes, if this process has not yet."""
+def start(timeout: float = 300.0) -> bool:
+    """Join the process group that `torchrun` describes, if this process has not yet.
+
+    Returns:
+        Whether it had not.
+    """
     if dist.is_initialized():
-        return
+        return False
     # On one machine the loopback device is always there; a name from the network may not even resolve.
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -244,6 +254,7 @@ def start(timeout: float = 300.0) -> None:
             store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
         )
     atexit.register(dist.destroy_process_group)
+    return True
 
 
 def _keep_memory() -> None:
