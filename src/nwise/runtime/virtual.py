@@ -69,9 +69,8 @@ class VirtualStage:
         self._made: Tensors = ()
 
     def _work(self, kind: Kind, microbatch: int, *, received: bool = False) -> None:
-        moment = (
-            time.perf_counter() if received else 0.0
-        )  # before looking up the price, which an accelerator would not do
+        # Before looking up the price, which an accelerator would not do.
+        moment = time.perf_counter() if received else 0.0
         flow, _ = self._flows[microbatch]
         self._device.work(self._price.of(Action(kind, self.index, microbatch), flow, "walked"), received=moment)
 
