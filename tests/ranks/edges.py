@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import nwise
 from nets import ZOO
@@ -251,6 +252,20 @@ def gives_its_parameter() -> Any:
     return closed(pipe, state(pipe))
 
 
+def large_and_kept() -> Any:
+    """Messages of 196,608 bytes, which no socket takes at once, and half of which a user keeps."""
+    pipe = pipeline(A, "2-wise", 2)
+    kept: dict[int, list[torch.Tensor]] = {k: [] for k in range(A) if pipe.team is None or k == RANK}
+    for k, found in kept.items():
+        pipe.stages[k].register_forward_pre_hook(lambda _, x, found=found: found.append(x[0][::2]))
+    trained(pipe, "sgd", batches(6, sizes=(16384,)))
+    # Shapes are found on a copy, whose hooks see tensors without values.
+    real = {k: [part.detach() for part in found if not isinstance(part, FakeTensor)] for k, found in kept.items()}
+    digest = {f"kept.{k}": [part.double().sum().item() for part in found] for k, found in real.items()}
+    assert all(len(set(found)) == 12 for found in digest.values())
+    return closed(pipe, {**state(pipe), **digest})
+
+
 def hand_counted_bytes() -> Any:
     """3-wise over three stages, five samples of 6 float32 in two micro-batches: 120 bytes forward, and two messages of as
     much back over the upper boundary, one over the lower."""
@@ -326,6 +341,7 @@ CASES: dict[str, Case] = {
     "built where held": built_where_held,
     "kept in the module": kept_in_the_module,
     "gives its parameter": gives_its_parameter,
+    "large and kept": large_and_kept,
     "hand-counted bytes": hand_counted_bytes,
     "refusals": refusals,
     "refused at once": refused_at_once,
