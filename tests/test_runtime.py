@@ -38,10 +38,11 @@ def test_parameters_are_bitwise_those_of_one_process(num_stages: int, tmp_path: 
         assert not different, (strategy, m, optimizer, order, different)
 
 
-FAULTS = {  # of rank {}; whose neighbours find out first that it was killed, or that their neighbours have left, is chance
-    "raise": r"Rank {0} \(stage {0}\) failed at .*, stage {0}, micro-batch [01]\) of step \d+: ValueError: the fault",
+WHERE = r"(`on_action` of )?[A-Z]+{0}\(.*, stage {0}, micro-batch [01]\) of step \d+"
+FAULTS = {  # of rank {}; which of the others finds out first that it was killed, or that they have left, is chance
+    "raise": rf"Rank {{0}} \(stage {{0}}\) failed at {WHERE}: ValueError: the fault of this test",
     "kill": r"Rank [0-3] .* lost rank [0-3] \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
-    "stall": r"Rank {0} \(stage {0}\) has been at .*, stage {0}, micro-batch [01]\) of step \d+ for more than 2 seconds",
+    "stall": rf"Rank {{0}} \(stage {{0}}\) has been at {WHERE} for more than 2 seconds",
     "stop": r"Rank [0-3] \(stage [0-3]\) has not heard of rank {0} for 2 seconds; last seen ",
 }
 
@@ -69,6 +70,22 @@ def test_an_error_between_two_steps_ends_all_ranks(tmp_path: Path) -> None:
     said, _ = faulty("raise", 3, -1, tmp_path)
     assert len(said) == 4
     assert all("Rank 3 (stage 3) failed between steps: ValueError: the fault of this test" in line for line in said)
+
+
+def test_whoever_waits_says_who_does_not(tmp_path: Path) -> None:
+    """The loader of rank 0 stands still; nobody knows for how long it should take, and the others were once blamed alone."""
+    said, seconds = faulty("stall", 0, -1, tmp_path)
+    assert seconds < 10
+    assert len(said) == 4
+    waits = r"Rank [1-3] .* has been at .* \(waiting for .*\) of step \d for more than 4 seconds; "
+    assert re.search(waits + "rank 0, which waits for nobody, was last seen between steps$", said[0]), said[0]
+
+
+def test_what_follows_a_message_is_not_taken_for_a_wait(tmp_path: Path) -> None:
+    """One that stood still in `on_action` of a message was thought to wait, and another rank that did was blamed."""
+    said, _ = faulty("stall", 0, 74, tmp_path)
+    assert re.search(FAULTS["stall"].format(0), said[0]), said[0]
+    assert "at `on_action` of RG0(1.0) (waiting for a gradient, stage 0, micro-batch 1) of step 6" in said[0]
 
 
 def test_a_rank_that_leaves_early_ends_all(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from nwise.microbatch import Tensors
 from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of, start_all
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import carrying, from_json, to_json
-from nwise.runtime.watch import RankError, Watch
+from nwise.runtime.watch import Doing, RankError, Watch
 from nwise.runtime.worker import Batch, Workable, Worker, passes_of
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind
@@ -185,7 +185,7 @@ class Distributed:
 
     def at(self, step: int, kind: Kind, microbatch: int, message: int | None = None) -> None:
         """Say what this rank begins to do."""
-        self._watch.doing = step, Action(kind, self._world.stage, microbatch, message), time.perf_counter()
+        self._watch.doing = Doing(step, Action(kind, self._world.stage, microbatch, message), time.perf_counter())
 
     def close(self) -> None:
         """Wait until the neighbours have everything; after the last step, on all ranks."""
@@ -246,7 +246,7 @@ class Distributed:
         for i, action in enumerate(script.word):
             kind, _, m, q, turn = action
             begin = time.perf_counter()
-            watch.doing = step, action, begin
+            watch.doing = Doing(step, action, begin)
             if kind is Kind.RECEIVE_ACTIVATION:
                 worker.inputs[m] = _of(ends.activations_in).take((m, None, turn))
             elif kind is Kind.RECEIVE_GRADIENT:
@@ -277,6 +277,7 @@ class Distributed:
             if self.recorder is not None:
                 self.recorder(step, action, begin, time.perf_counter())
             if on_action is not None:
+                watch.doing = Doing(step, action, time.perf_counter(), over=True)
                 on_action(action)
 
     def _script(self, schedule: Schedule | None, turn: int, inputs: Sequence[Tensors]) -> Script:

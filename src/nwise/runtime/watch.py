@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind
@@ -46,6 +46,30 @@ class RankError(RuntimeError):
     """Training ended on all ranks; says which was the first error, and where."""
 
 
+class Doing(NamedTuple):
+    """What a rank is at.
+
+    Args:
+        step: number of the mini-batch.
+        action: of the lists.
+        since: moment of `time.perf_counter` at which it began.
+        over: whether it is done, and the user's `on_action` is told of it.
+    """
+
+    step: int
+    action: Action
+    since: float
+    over: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may be another rank that keeps this one."""
+        return self.action.kind in _WAITS and not self.over
+
+    def __str__(self) -> str:
+        return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
+
+
 class Watch:
     """Watches over this rank and the next.
 
@@ -56,14 +80,14 @@ class Watch:
         limit: seconds that one action may take, and that a rank may be silent.
 
     Attributes:
-        doing: step, action and when it began (`time.perf_counter`), set by the runtime; None between steps.
+        doing: set by the runtime; None between steps.
         calls: steps and forwards that this rank has begun.
         on_beat: None, or called every second in another thread, with a store of all ranks.
         left: the number of calls after which this rank wants to end, set once it does.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, stage: int, limit: float) -> None:
-        self.doing: tuple[int, Action, float] | None = None
+        self.doing: Doing | None = None
         self._main = store
         # Connections of their own, since one that waits lets nobody else in.
         self._store, self._ears = store.clone(), store.clone()
@@ -141,8 +165,7 @@ class Watch:
                 told = store.add("told", 0)
 
     def _where(self) -> str:
-        doing = self.doing
-        return "between steps" if doing is None else f"at {describe(doing[1])} of step {doing[0]}"
+        return "between steps" if self.doing is None else str(self.doing)
 
     def _last_seen(self, rank: int) -> str:
         with suppress(RuntimeError):
@@ -180,7 +203,7 @@ class Watch:
 
     def _beat(self) -> None:
         beat = {"count": next(self._beats), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
-        beat["left"] = self.left
+        beat |= {"left": self.left, "waits": self.doing is not None and self.doing.waits}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_at_myself(self) -> None:
@@ -188,9 +211,20 @@ class Watch:
         if doing is None:
             return
         # Whoever waits is seldom to blame, so that the one who computes has the time to say so first.
-        limit = 2 * self._limit if doing[1].kind in _WAITS else self._limit
-        if time.perf_counter() - doing[2] > limit:
-            self._tell(f"has been {self._where()} for more than {limit:g} seconds", store=self._store)
+        limit = 2 * self._limit if doing.waits else self._limit
+        if time.perf_counter() - doing.since > limit:
+            others = self._who_waits_for_nobody() if doing.waits else ""
+            self._tell(f"has been {doing} for more than {limit:g} seconds{others}", store=self._store)
+
+    def _who_waits_for_nobody(self) -> str:
+        """Of the other ranks; a loader that stands still on one of them, say."""
+        keys = {rank: f"beat/{rank}" for rank in range(self._size) if rank != self._rank}
+        beats = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return "".join(
+            f"; rank {rank}, which waits for nobody, was last seen {beat['at']}"
+            for rank, beat in beats.items()
+            if not beat["waits"]
+        )
 
     def _look_at_next(self) -> None:
         other, now = (self._rank + 1) % self._size, time.monotonic()
