@@ -38,7 +38,7 @@ def test_parameters_are_bitwise_those_of_one_process(num_stages: int, tmp_path: 
         assert not different, (strategy, m, optimizer, order, different)
 
 
-WHERE = r"(`on_action` of )?[A-Z]+{0}\(.*, stage {0}, micro-batch [01]\) of step \d+"
+WHERE = r"(`on_action` of )?[A-Z]+{0}[ (].*, stage {0}, micro-batch [01]\) of step \d+"
 FAULTS = {  # of rank {}; which of the others finds out first that it was killed, or that they have left, is chance
     "raise": rf"Rank {{0}} \(stage {{0}}\) failed at {WHERE}: ValueError: the fault of this test",
     "kill": r"Rank [0-3] .* lost rank [0-3] \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",

@@ -165,7 +165,8 @@ class Watch:
                 told = store.add("told", 0)
 
     def _where(self) -> str:
-        return "between steps" if self.doing is None else str(self.doing)
+        doing = self.doing  # once, since another thread sets it
+        return "between steps" if doing is None else str(doing)
 
     def _last_seen(self, rank: int) -> str:
         with suppress(RuntimeError):
@@ -202,8 +203,9 @@ class Watch:
                 self._look_at_next()
 
     def _beat(self) -> None:
+        doing = self.doing
         beat = {"count": next(self._beats), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
-        beat |= {"left": self.left, "waits": self.doing is not None and self.doing.waits}
+        beat |= {"left": self.left, "waits": doing is not None and doing.waits}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look_at_myself(self) -> None:
