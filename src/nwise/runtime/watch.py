@@ -93,7 +93,7 @@ class Watch:
         self._store, self._ears = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
         self._name = f"rank {rank} (stage {stage})"
-        self._heard: tuple[str, float] = ("", time.monotonic())
+        self._heard: tuple[dict[str, Any], float] = ({}, time.monotonic())
         self._failure = ""
         self._tells = False  # whether this rank has an error of its own to tell
         self._closed = threading.Event()
@@ -124,10 +124,10 @@ class Watch:
             The first error, to be raised.
         """
         if not self._failure:
-            what = f"failed {self._where()}: {type(error).__name__}: {error}"
+            what = f"failed {_where(self.doing)}: {type(error).__name__}: {error}"
             if isinstance(error, LostPeer):
                 # Whoever ended because of an error told of it before its connections broke; so this one was killed, or told.
-                what = f"lost rank {error.peer} (last seen {self._last_seen(error.peer)}) {self._where()}"
+                what = f"lost rank {error.peer} (last seen {self._last_seen(error.peer)}) {_where(self.doing)}"
             self._tell(what)
         return RankError(self._failure)
 
@@ -164,14 +164,10 @@ class Watch:
                 time.sleep(0.02)
                 told = store.add("told", 0)
 
-    def _where(self) -> str:
-        doing = self.doing  # once, since another thread sets it
-        return "between steps" if doing is None else str(doing)
-
     def _last_seen(self, rank: int) -> str:
         with suppress(RuntimeError):
-            if self._main.check([f"beat/{rank}"]):
-                return str(json.loads(self._main.get(f"beat/{rank}"))["at"])
+            if beat := _last_beat(self._main, rank):
+                return str(beat["at"])
         return "nowhere yet"
 
     def _listen(self) -> None:
@@ -203,8 +199,8 @@ class Watch:
                 self._look_at_next()
 
     def _beat(self) -> None:
-        doing = self.doing
-        beat = {"count": next(self._beats), "at": self._where(), "pid": os.getpid(), "host": platform.node()}
+        doing = self.doing  # once, since the main thread sets it
+        beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
         beat |= {"left": self.left, "waits": doing is not None and doing.waits}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
@@ -220,25 +216,24 @@ class Watch:
 
     def _who_waits_for_nobody(self) -> str:
         """Of the other ranks; a loader that stands still on one of them, say."""
-        keys = {rank: f"beat/{rank}" for rank in range(self._size) if rank != self._rank}
-        beats = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        beats = {rank: _last_beat(self._store, rank) for rank in range(self._size) if rank != self._rank}
         return "".join(
             f"; rank {rank}, which waits for nobody, was last seen {beat['at']}"
             for rank, beat in beats.items()
-            if not beat["waits"]
+            if beat and not beat["waits"]
         )
 
     def _look_at_next(self) -> None:
         other, now = (self._rank + 1) % self._size, time.monotonic()
-        key = f"beat/{other}"
-        found = self._store.get(key).decode() if self._store.check([key]) else ""
-        left = json.loads(found)["left"] if found else None
+        beat = _last_beat(self._store, other)
+        left = beat.get("left")
         if left is not None and self.calls > left:  # also where it waits before its first action
-            self._tell(f"waits for rank {other}, which has left after {left} steps, {self._where()}", store=self._store)
-        elif found != self._heard[0]:
-            self._heard = found, now
-        elif found and now - self._heard[1] > self._limit and not self._failure:
-            beat = json.loads(found)
+            self._tell(
+                f"waits for rank {other}, which has left after {left} steps, {_where(self.doing)}", store=self._store
+            )
+        elif beat != self._heard[0]:
+            self._heard = beat, now
+        elif beat and now - self._heard[1] > self._limit and not self._failure:
             pid = beat["pid"] if beat["host"] == platform.node() else None
             self._tell(
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
@@ -252,6 +247,17 @@ def describe(action: Action) -> str:
     'F2(1) (forward, stage 2, micro-batch 1)'
     """
     return f"{action} ({_WHAT[action.kind]}, stage {action.stage}, micro-batch {action.microbatch})"
+
+
+def _where(doing: Doing | None) -> str:
+    return "between steps" if doing is None else str(doing)
+
+
+def _last_beat(store: Any, rank: int) -> dict[str, Any]:
+    """The last sign of life of a rank; empty before its first."""
+    key = f"beat/{rank}"
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
 
 
 def _say(sentence: str) -> None:
