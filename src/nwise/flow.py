@@ -1,19 +1,28 @@
 """From a credit matrix to what crosses each boundary and which passes each stage makes.
 
-Let ``g_j`` be the gradient of loss ``j`` at a boundary. Stages before ``k`` need, at the boundary
-below stage ``k``, the combinations ``sum_j C[j, i] g_j`` for ``i < k``: the column space of the block
-``C[k:, :k]``. Its rank is the number of messages that must cross, and a basis of it is what nwise
-sends. The basis is reduced with the *farthest* loss as pivot, so that no message waits for a loss
-that its own receiver does not ask for; for N-wise it is just ``g_k .. g_{k+n-2}``.
+Let ``g_j`` be the gradient of loss ``j`` at a boundary. A stage ``i`` before ``k`` needs, at the boundary below stage ``k``,
+the sum ``sum_j C[j, i] g_j`` over the losses from ``k`` on: column ``i`` of the block ``C[k:, :k]``. The messages that cross
+are as few vectors as all these columns can be made of, under one rule:
 
-Weight gradients are linear in the cotangent, so one pass (W) per stage and micro-batch is enough
-whatever the strategy. Where its cotangent lies in the span of the messages, one message is replaced
-by it, and a single backward pass then gives both gradients.
+    A stage uses only messages of losses that it learns from.
+
+Without the rule the rank of the block would always do, but a stage could then have to subtract a gradient that was never
+its own, and 0 times that gradient is not 0 if it is infinite or rounded. With it no stage waits for a loss that it does not
+ask for, either. For N-wise the messages are just ``g_k .. g_{k+n-2}``:
+
+    losses     0  1  2  3                      boundary below stage 2
+    stage 0    .  1  .  .   )  the block
+    stage 1    .  .  1  .   )  C[2:, :2]  ->   one message, g_2, for stage 1; stage 0 is done
+    stage 2    .  .  .  1
+    stage 3    .  .  .  1
+
+Weight gradients are linear in the cotangent, so one pass (W) per stage and micro-batch is enough whatever the strategy.
+Where its cotangent can take the place of a message, a single backward pass (B) gives both gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +32,7 @@ from torch import Tensor
 # Credits such as 0.9 ** (j - k) are proportional only up to rounding; what a subtraction leaves that is smaller than
 # this next to what was subtracted is taken for rounding. A credit that is small by itself is not.
 _TOLERANCE = 1e-12
-# A message that has to be multiplied by more than this loses digits, which a message per loss does not.
+# A message that has to be multiplied by more than this loses digits, which a message of one's own does not.
 _LARGEST = 1e3
 
 Vector = NDArray[np.float64]
@@ -97,7 +106,7 @@ class Flow:
 
 
 def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: Sequence[bool] = ()) -> Flow:
-    """The cheapest flow that gives every stage its credit.
+    """Find the cheapest flow that gives every stage its credit.
 
     Args:
         credit: ``[A, A]``, as from `Strategy.credit`.
@@ -106,8 +115,8 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
         probes: for each stage, whether its head runs although no stage needs its loss (default: none).
 
     Returns:
-        The flow. Boundary ``k`` carries ``rank C[k:, :k]`` messages, which is proven minimal; one for each
-        loss where credits of very different size would make that numerically unsafe.
+        The flow. Boundary ``k`` carries at least ``rank C[k:, :k]`` messages, and no more wherever the stages before it learn
+        from the same losses or from one loss each, as in every strategy of nwise.
 
     >>> import nwise
     >>> flow_of(nwise.NWise(3).credit(6)).messages
@@ -117,80 +126,117 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
     runs = matrix.any(axis=1) | np.asarray(probes or [False] * len(matrix), dtype=bool)
     if trainable is not None:
         matrix[:, ~np.asarray(trainable, dtype=bool)] = 0.0
-    return _flow(matrix, runs, _basis) or _checked(_flow(matrix, runs, _losses, share=False))
+    messages = _messages(matrix)
+    wanted = [_from_row(matrix[:, k], k) for k in range(len(matrix))]
+    fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
+    return Flow(
+        tuple(
+            _stage(k, bool(runs[k]), messages[k], wanted[k], fused[k], messages[k + 1]) for k in range(len(matrix))
+        )
+    )
 
 
-def _flow(
-    matrix: Vector, runs: Vector, basis_of: Callable[[Vector, int], list[Vector]], *, share: bool = True
-) -> Flow | None:
-    """The flow whose messages are a basis; None if the numbers do not allow it."""
+def _stage(
+    k: int, head: bool, messages: Sequence[Vector], wanted: Vector, fused: int | None, above: Sequence[Vector]
+) -> StageFlow:
+    """What stage ``k`` does to learn and to send its messages, from those of the stage above."""
+    kept = tuple(_combine(message, above, k) for message in messages)
+    weights = _combine(wanted, above, k) if wanted.any() else None
+    own = any(cotangent.own for cotangent in kept) or (weights is not None and weights.own != 0.0)
+    return StageFlow(head=head, own=own, messages=kept, weights=weights, fused=fused)
+
+
+def _messages(matrix: Vector) -> list[list[Vector]]:
+    """For each boundary ``0 .. A`` the messages that cross it, nearest loss first, as weights of all losses.
+
+    They are columns of credit, or single losses. A mixture can be made of single losses but not the other way round, so
+    single losses cross the boundaries from some stage on, and columns those below it: where makes the sum smallest.
+    """
     num_stages = len(matrix)
-    farthest = _farthest(matrix)
-    stages: list[StageFlow] = []
-    above: list[Vector] = []  # the messages of boundary k + 1, as weights of all A losses
-    for k in reversed(range(num_stages)):
-        wanted = _padded(matrix[k:, k], num_stages)
-        # Stages before k whose credit ends before k need nothing from here.
-        needing = np.flatnonzero(farthest[:k] >= k)
-        messages = basis_of(matrix[k:, needing], num_stages) if len(needing) else []
-        fused = _share(messages, wanted) if share else None
-        passes = [_combine(message, above, k) for message in messages]
-        weights = _combine(wanted, above, k) if wanted.any() else None
-        if any(p is None for p in passes) or (weights is None and wanted.any()):
-            return None
-        kept = tuple(p for p in passes if p is not None)
-        own = any(p.own for p in kept) or (weights is not None and weights.own != 0.0)
-        stages.append(StageFlow(head=bool(runs[k]), own=own, messages=kept, weights=weights, fused=fused))
-        above = messages
-    return Flow(tuple(reversed(stages)))
+    columns = [_columns(matrix, k) for k in range(num_stages)]
+    losses = [_losses(matrix, k) for k in range(num_stages)]
+
+    def total(first: int) -> int:
+        return sum(map(len, columns[:first])) + sum(map(len, losses[first:]))
+
+    first = min(reversed(range(num_stages + 1)), key=total)
+    return [*columns[:first], *losses[first:], []]
 
 
-def _farthest(matrix: Vector) -> NDArray[np.int64]:
-    """For each stage the farthest loss that it learns from; -1 for none."""
-    learns = matrix != 0.0
-    return np.where(learns.any(axis=0), len(matrix) - 1 - learns[::-1].argmax(axis=0), -1)
+def _columns(matrix: Vector, k: int) -> list[Vector]:
+    """Credits of the stages before ``k`` in the losses from ``k`` on, without those that can be made of others."""
+    block = [_from_row(column, k) for column in matrix[:, :k].T]
+    scaled = {tuple(column / np.abs(column).max()): None for column in block if column.any()}
+    kept: list[Vector] = []
+    # What learns from few losses can use only messages of few losses, so those come first.
+    for column in sorted(map(np.array, scaled), key=np.count_nonzero):
+        if _express(column, kept) is None:
+            kept.append(column)
+    return sorted(kept, key=lambda column: (_far(column), np.flatnonzero(column)[0]))
 
 
-def _checked(flow: Flow | None) -> Flow:
-    assert flow is not None, "one message for each loss can always be mixed to what is asked for"
-    return flow
+def _losses(matrix: Vector, k: int) -> list[Vector]:
+    """The losses from ``k`` on that some stage before ``k`` learns from."""
+    return [np.eye(len(matrix))[j] for j in range(k, len(matrix)) if matrix[j, :k].any()]
 
 
-def _losses(block: Vector, num_stages: int) -> list[Vector]:
-    """One message for each loss that is needed: more than the rank, but exact for any numbers."""
-    first = num_stages - len(block)
-    return [np.eye(num_stages)[first + row] for row in range(len(block)) if block[row].any()]
+def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:
+    """All that stage ``k - 1`` makes of the messages of stage ``k``."""
+    return [part for u in (wanted[k - 1], *messages[k - 1]) if (part := _from_row(u, k)).any()] if k else []
 
 
-def _padded(column: Vector, num_stages: int) -> Vector:
-    return np.concatenate([np.zeros(num_stages - len(column)), column])
+def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> int | None:
+    """Put the weights' cotangent in the place of a message, if the stage below can do with it; say which."""
+    if not wanted.any():
+        return None
+    for place in reversed(range(len(messages))):
+        replaced = [*messages[:place], wanted, *messages[place + 1 :]]
+        if all(_express(vector, replaced) is not None for vector in needed):
+            messages[place] = wanted
+            return place
+    return None
 
 
-def _far(vector: Vector) -> int:
-    return int(np.flatnonzero(vector)[-1])
+def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
+    """Stage ``k``'s own part of a cotangent, and its weights of the messages from above."""
+    weights = _express(_from_row(vector, k + 1), above)
+    assert weights is not None, "messages are chosen so that the stage below can make what it needs of them"
+    return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))
 
 
-def _basis(block: Vector, num_stages: int) -> list[Vector]:
-    """Basis of the column space, nearest first: reduced row echelon form with far losses first."""
-    rows = block[::-1].T[block.any(axis=0)]
-    # Neither the size of a stage's credit nor that of a message says anything about the space.
-    rows = rows / np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    found = 0
-    for pivot in np.flatnonzero(rows.any(axis=0)).tolist():
-        if found == len(rows):
-            break
-        best = found + int(np.abs(rows[found:, pivot]).argmax())
-        if rows[best, pivot] == 0.0:
-            continue
-        rows[[found, best]] = rows[[best, found]]
-        for other in range(len(rows)):
-            if other != found:
-                factor = rows[other, pivot] / rows[found, pivot]
-                rows[other] = _minus(rows[other], factor * rows[found])
-                rows[other, pivot] = 0.0
-        found += 1
-    rows = rows[:found] / np.abs(rows[:found]).max(axis=1, keepdims=True, initial=0.0)
-    return [_padded(row[::-1], num_stages) for row in reversed(rows)]
+def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
+    """Weights of the messages that sum up to a vector and mix no loss that it lacks; None if there are none.
+
+    Elimination with an equation for each loss and an unknown for each message, exact where the numbers are small integers.
+    """
+    usable = [p for p, message in enumerate(messages) if not message[vector == 0.0].any()]
+    rows = np.column_stack([*(messages[p] for p in usable), vector])
+    pivots: list[int] = []  # of each row that is done, the message that it gives the weight of
+    for column in range(len(usable)):
+        top = len(pivots)
+        best = top + int(np.abs(rows[top:, column]).argmax()) if top < len(rows) else top
+        if top == len(rows) or rows[best, column] == 0.0:
+            continue  # made of the messages before
+        rows[[top, best]] = rows[[best, top]]
+        for other in np.flatnonzero(rows[:, column]).tolist():
+            if other != top:
+                rows[other] = _minus(rows[other], rows[other, column] / rows[top, column] * rows[top])
+                rows[other, column] = 0.0
+        pivots.append(column)
+    if rows[len(pivots) :, -1].any():
+        return None
+    weights = np.zeros(len(messages))
+    for row, column in enumerate(pivots):
+        weights[usable[column]] = rows[row, -1] / rows[row, column]
+    return weights.tolist() if _is_safe(weights, messages, vector) else None
+
+
+def _is_safe(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
+    """Whether the weighted messages sum up to the vector without losing digits."""
+    parts = [weight * message for weight, message in zip(weights, messages, strict=True)]
+    largest = np.abs(vector).max()
+    missed = np.abs(sum(parts, start=-vector)).max()
+    return bool(missed <= _TOLERANCE * largest and all(np.abs(part).max() <= _LARGEST * largest for part in parts))
 
 
 def _minus(a: Vector, b: Vector) -> Vector:
@@ -199,36 +245,10 @@ def _minus(a: Vector, b: Vector) -> Vector:
     return np.where(np.abs(difference) <= _TOLERANCE * (np.abs(a) + np.abs(b)), 0.0, difference)
 
 
-def _express(vector: Vector, basis: Sequence[Vector]) -> tuple[list[float], Vector]:
-    """Weights of the basis in the vector, and what is left; each element has a farthest loss of its own."""
-    rest = vector.copy()
-    weights = [0.0] * len(basis)
-    for p in sorted(range(len(basis)), key=lambda p: -_far(basis[p])):
-        far = _far(basis[p])
-        weights[p] = float(rest[far] / basis[p][far])
-        rest = _minus(rest, weights[p] * basis[p])
-    return weights, rest
+def _from_row(vector: Vector, k: int) -> Vector:
+    """The part of the losses from ``k`` on."""
+    return np.where(np.arange(len(vector)) >= k, vector, 0.0)
 
 
-def _share(messages: list[Vector], wanted: Vector) -> int | None:
-    """Put the weights' cotangent in the place of a message, if the messages span it; say which."""
-    if not wanted.any() or not messages:
-        return None
-    weights, rest = _express(wanted, messages)
-    place = next((p for p in reversed(range(len(messages))) if weights[p]), None)
-    # A small part of what is wanted would have to be multiplied again to be the message that it replaces.
-    if rest.any() or place is None or _LARGEST * abs(weights[place]) < np.abs(weights).max():
-        return None
-    messages[place] = wanted
-    return place
-
-
-def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent | None:
-    """Stage ``k``'s own part of a cotangent and its weights of the messages from above; None if they cannot give it."""
-    later = vector.copy()
-    later[k] = 0.0
-    weights, rest = _express(later, above)
-    largest = np.abs(vector).max()
-    if rest.any() or max(map(abs, weights), default=0.0) > _LARGEST * largest:
-        return None
-    return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))
+def _far(vector: Vector) -> int:
+    return int(np.flatnonzero(vector)[-1])
