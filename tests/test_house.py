@@ -32,6 +32,7 @@ RANKS = [
         "machine",
         "reference",
         "chain",
+        "snapshot",
     ],
     ["strategy", "flow", "heads", "split", "huggingface"],
     ["schedule", "stage", "models"],
@@ -97,6 +98,22 @@ def test_no_module_reaches_into_anothers_underscore_names() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nwise"):
                 assert not [alias.name for alias in node.names if re.match(r"_[^_]", alias.name)], file
+
+
+# Functions that look for one object in two places, and keep nothing.
+LOOK_AT_IDENTITY = {"refuse_sharing", "_refuse_tied", "_copy_second_places", "output_specs", "counted"}
+
+
+def test_nothing_is_kept_by_identity() -> None:
+    """An identity is used again once its object is gone, and a copy takes along the identities of the original."""
+    for file in FILES:
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name not in LOOK_AT_IDENTITY:
+                calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+                assert "id" not in [call.func.id for call in calls if isinstance(call.func, ast.Name)], (
+                    file,
+                    function.name,
+                )
 
 
 def test_public_names_are_sorted_and_documented() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import nwise
 from nets import Net, perceptron, tokens
 from nwise.losses import TokenCrossEntropy
+from nwise.microbatch import Terms
 from test_contract import assert_same, gradients, pipeline
 
 cross_entropy = nn.functional.cross_entropy
@@ -100,12 +102,157 @@ def test_losses_are_nan_where_a_head_did_not_run() -> None:
         assert pipeline(net, strategy).step(x, target=y).isnan().tolist() == [True] * dead + [False] * (4 - dead)
 
 
-def test_a_matrix_without_credit_trains_nothing() -> None:
+def test_losses_say_which_of_them_there_are() -> None:
     net = perceptron(3)
-    x, y = net.draw(4)
-    pipe = pipeline(net, nwise.Credit(torch.zeros(3, 3)))
-    assert pipe.step(x, target=y).isnan().all()
-    assert not gradients(pipe)
+    x, y = net.draw(6)
+    pipe = pipeline(net, "2-wise")
+    losses = pipe.step(x, target=y)
+    assert losses.ran == (False, True, True)
+    assert losses.here == (True, True, True)
+    assert float(losses.mean()) == pytest.approx(float(losses[1:].mean()))
+    assert losses.last == losses[2]
+    assert repr(losses) == f"Losses([not run, {losses[1]:.6g}, {losses[2]:.6g}])"
+    assert type(losses + 1) is type(losses[1:]) is Tensor
+    for same in (copy.deepcopy(losses), pickle.loads(pickle.dumps(losses))):
+        assert same.ran == losses.ran
+        assert torch.equal(same.nan_to_num(), losses.nan_to_num())
+    assert losses.mean(0).isnan()  # with arguments it is torch's
+
+
+def test_a_loss_that_diverges_is_said_once() -> None:
+    factor = 1.0
+    net = perceptron(3)
+    x, y = net.draw(6)
+    net.loss_fn = lambda output, target: cross_entropy(output, target) * factor
+    pipe = pipeline(net, "2-wise")
+    pipe.step(x, target=y)
+    factor = float("inf")
+    with pytest.warns(UserWarning, match="The loss of stage 1 should be a finite number. Found inf in step 1; lower"):
+        losses = pipe.step(x, target=y)
+    assert losses.diverged == (1, 2)
+    assert losses.ran == (False, True, True)
+    assert float(losses.mean()) == factor
+    pipe.step(x, target=y)
+    quiet = pipeline(net, "2-wise")
+    quiet.warns_of_divergence = False
+    quiet.step(x, target=y)
+
+
+class Counted:
+    """A loss with a number of terms of its own."""
+
+    def __init__(self, count: float) -> None:
+        self._terms = count
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target)
+
+    def count(self, target: Tensor) -> float:
+        return self._terms
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1])
+def test_a_count_that_is_no_number_of_terms(count: float) -> None:
+    net = perceptron(2)
+    net.loss_fn = Counted(count)
+    x, y = net.draw(6)
+    with pytest.raises(
+        ValueError, match=f"`count` of the loss should be a number of terms, 0 or more. Found {count:g}"
+    ):
+        pipeline(net, "local", 2).step(x, target=y)
+
+
+@functools.wraps(cross_entropy)
+def decorated(*args: Any, **kwargs: Any) -> Tensor:
+    return cross_entropy(*args, **kwargs)
+
+
+WRAPPED: dict[str, Callable[..., Tensor]] = {
+    "partial of a module": functools.partial(nn.CrossEntropyLoss(ignore_index=2)),
+    "partial of a partial": functools.partial(functools.partial(cross_entropy, ignore_index=0), ignore_index=2),
+    "forward": nn.CrossEntropyLoss(ignore_index=2).forward,
+    "call": nn.CrossEntropyLoss(ignore_index=2).__call__,
+    "call of an object": TokenCrossEntropy(ignore_index=2).__call__,
+    "compiled function": torch.compile(functools.partial(cross_entropy, ignore_index=2), backend="eager"),
+    "compiled module": torch.compile(nn.CrossEntropyLoss(ignore_index=2), backend="eager"),
+    "decorated": functools.partial(decorated, ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_losses_count_what_the_loss_inside_counts(name: str) -> None:
+    """Unrecognised losses counted samples, so ignored targets tilted the micro-batches' weights by up to a half."""
+    assert Terms(WRAPPED[name])((torch.tensor([2, 2, 2, 1]),)) == 1
+
+
+@pytest.mark.usefixtures("float64")
+def test_targets_that_an_unknown_loss_may_ignore_are_told_of_once() -> None:
+    net = perceptron(3)
+    net.loss_fn = lambda output, target: cross_entropy(output, target)
+    x, y = net.draw(6)
+    pipe = pipeline(net, "2-wise", 2)
+    pipe.step(x, target=y)
+    y[:2] = -100
+    pipeline(net, "2-wise").step(x, target=y)  # one micro-batch is weighted rightly
+    with pytest.warns(UserWarning, match=r"negative labels \(-100\).*method `count\(target\)`"):
+        pipe.step(x, target=y)
+    pipe.step(x, target=y)
+
+
+# A step that raises
+
+
+class Fails(nn.Module):
+    """Raises in its forward or its backward when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
+        self.fail = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        if self.fail == "forward":
+            raise self.error()
+        if self.fail == "backward" and y.requires_grad:
+            y.register_hook(self._hook)
+        return y
+
+    def _hook(self, gradient: Tensor) -> None:
+        raise self.error()
+
+    error: type[BaseException] = ArithmeticError
+
+
+@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end", "2-wise-hogwild"])
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_step_that_raises_leaves_no_trace(
+    strategy: str, earlier: bool, deferred: bool, error: type[BaseException]
+) -> None:
+    """Half of its gradients stayed in `.grad`: a loop that skipped a bad batch went on with up to 63 % wrong ones."""
+    stages = [Fails() for _ in range(4)]
+    pipe = nwise.Pipeline(stages, [nn.Linear(5, 5) for _ in range(3)], cross_entropy, strategy, 2)
+    if deferred:
+        nwise.defer_batchnorm(pipe)
+    x, y = torch.randn(6, 5), torch.randint(0, 5, (6,))
+    if earlier:
+        pipe.step(x, target=y)
+    identities = {name: p.grad for name, p in pipe.named_parameters()}
+    before = copy.deepcopy((pipe.state_dict(), identities, pipe.steps, pipe.staleness, pipe.microbatch_losses))
+    for k, stage in enumerate(stages):
+        for stage.fail in ("forward", "backward"):
+            stage.error = error
+            with pytest.raises(error):
+                pipe.step(x, target=y)
+            now = (pipe.state_dict(), {n: p.grad for n, p in pipe.named_parameters()}, pipe.steps, pipe.staleness)
+            torch.testing.assert_close((*now, pipe.microbatch_losses), before, rtol=0, atol=0)
+            assert all(p.grad is identities[name] for name, p in pipe.named_parameters()), k
+        stage.fail = ""
+    fresh = copy.deepcopy(pipe)
+    assert torch.equal(pipe.step(x, target=y).nan_to_num(), fresh.step(x, target=y).nan_to_num())
 
 
 # Parameters

@@ -69,6 +69,16 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_step_that_raises_leaves_no_trace_on_its_rank(tmp_path: Path) -> None:
+    """The others end: what they wait for never comes."""
+    done = torchrun(2, [str(RANKS / "undone.py"), str(tmp_path)])
+    assert "rank 0 (stage 0) stops: Rank 1 (stage 1) failed at" in done.stderr
+    found = json.loads((tmp_path / "1.json").read_text())
+    assert found["same"]
+    assert found["gradients"] >= 4
+    assert "the fault of this test" in found["error"]
+
+
 def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
     """Lists of the same shapes in another order once trained a micro-batch with the gradient of another."""
     script = tmp_path / "schedules.py"

@@ -80,8 +80,9 @@ def test_a_window_beyond_the_stages_is_end_to_end_with_one_warning() -> None:
         "`n = 7` is more than the 3 stages there are: every gradient travels through all of them, as in end-to-end "
         "training."
     ]
-    with pytest.warns(UserWarning, match="more than the 3 stages"):
-        assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
+    assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
+    with pytest.warns(UserWarning, match="`n = 4` is more than the 3 stages"):
+        pipe.strategy = nwise.Switch(2, nwise.EndToEnd(), nwise.Hogwild(nwise.NWise(4)))
 
 
 def test_names_stand_for_strategies_inside_others() -> None:
@@ -107,6 +108,7 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.NWise(0), r"`n`, .* at least 1 .* Found `n = 0`"),
         (lambda: nwise.strategy("0-wise"), r"Found `n = 0`"),
         (lambda: nwise.NWise(1.5), r"integer of at least 1 .* Found `n = 1.5`"),  # type: ignore[arg-type]
+        (lambda: nwise.Credit([[0, 0], [0, 0]]), r"`matrix` should give some stage credit. Found zeros alone"),
         (lambda: nwise.NWise(2, reduce="sum"), r"'last' or 'mean'. Found 'sum'"),  # type: ignore[arg-type]
         (lambda: nwise.NWise(2, heads="some"), r"'live' or 'all'. Found 'some'"),  # type: ignore[arg-type]
         (lambda: nwise.Geometric(0.0), r"above 0 and at most 1. Found `decay = 0.0`"),

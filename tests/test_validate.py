@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from nwise.flow import flows_for
 from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, timed, validate
-from nwise.schedule.best import flows_of
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Word
 from nwise.schedule.orders import ALL, NONE, depth_first, phase, schedule_of, skewed
@@ -168,7 +168,7 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
         "nearest": lambda f, t: nearest_first(f, t, fuse=NONE, cap=m, costs=COSTS, chains="walked"),
         "fused": lambda f, t: skewed(f, t, fuse=ALL, stride=2),
     }
-    schedule = schedule_of(order, flows_of(nwise.strategy(name), 4, m), rules[order]) if order in rules else None
+    schedule = schedule_of(order, flows_for(nwise.strategy(name), 4, m), rules[order]) if order in rules else None
     pipe = nwise.Pipeline(stages, heads, loss, name, m, schedule=schedule)
     x, y = torch.randn(7, 5), torch.randn(7, 5)
     ran: list[Action] = []

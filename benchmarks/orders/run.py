@@ -18,8 +18,8 @@ import numpy as np
 from rich.progress import track
 
 import nwise
+from nwise.flow import flows_for
 from nwise.schedule import Costs, best, timed
-from nwise.schedule.best import flows_of
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.orders import NONE, phase, schedule_of, skewed
 
@@ -47,7 +47,7 @@ def equal() -> list[dict[str, Any]]:
     for a, n, m, head, share in track(cases, "equal stages"):
         costs = Costs(1, head, 1, 1, chain_share=share)
         found = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
-        flows = flows_of(nwise.NWise(n), a, m)
+        flows = flows_for(nwise.NWise(n), a, m)
         rules = {
             "phase": partial(phase, fuse=NONE),
             "skewed": partial(skewed, fuse=NONE, stride=1),

@@ -73,6 +73,12 @@ def checked(
     return mains, [*sides, None], losses
 
 
+def check_num_microbatches(number: object) -> None:
+    """Raise ValueError unless it is a number of micro-batches."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {number!r}.")
+
+
 def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
     """Refuse ``step(x, y)`` where the first stage takes one input: the target is given by name."""
     if target is None and num_inputs > 1 and not _takes(first, num_inputs):

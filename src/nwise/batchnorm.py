@@ -8,6 +8,7 @@ once per mini-batch, by the mean and variance of all of it (GPipe, section 2.2).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -119,6 +120,14 @@ def _moves(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
 
 
-def undeferred(module: nn.Module) -> list[str]:
-    """Names of the batch norms that move their statistics with every micro-batch."""
-    return [name for name, child in module.named_modules() if _moves(child)]
+def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
+    """Warn whoever makes a pipeline of batch norms and several micro-batches that it is another function."""
+    plain = [name for name, child in module.named_modules() if _moves(child)]
+    if plain and num_microbatches > 1:
+        warnings.warn(
+            f"With {num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
+            f"which is another function than with the whole batch, and moves its running statistics with every one of "
+            f"them ({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
+            "`defer_batchnorm`, moves those once per mini-batch.",
+            stacklevel=3,  # at the caller of `Pipeline`
+        )

@@ -11,7 +11,6 @@ only if ``j >= k``, so there is nothing above the diagonal.
 from __future__ import annotations
 
 import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -78,6 +77,11 @@ class Strategy(ABC):
             last = stop if switch is None else min(switch, stop)
             yield first, last
             first = last
+
+    def caution(self, num_stages: int) -> str | None:
+        """A warning for whoever uses the strategy with so many stages; None if there is none."""
+        del num_stages
+        return None
 
     @property
     def asynchronous(self) -> bool:
@@ -149,13 +153,15 @@ class NWise(Strategy):
     def name(self) -> str:
         return f"{self.n}-wise" + ("-mean" if self.reduce == "mean" else "")
 
+    def caution(self, num_stages: int) -> str | None:
+        if self.n <= num_stages:
+            return None
+        return (
+            f"`n = {self.n}` is more than the {num_stages} stages there are: every gradient travels through all of them, as in "
+            "end-to-end training."
+        )
+
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        if self.n > num_stages:
-            warnings.warn(
-                f"`n = {self.n}` is more than the {num_stages} stages there are: every gradient travels through all of "
-                "them, as in end-to-end training.",
-                stacklevel=5,  # from `credit` through `Pipeline` to who built it
-            )
         far = _each_stage_by([min(k + self.n - 1, num_stages - 1) for k in range(num_stages)])
         return far if self.reduce == "last" else (far + torch.eye(num_stages, dtype=torch.float64)) / 2
 
@@ -291,6 +297,10 @@ class Credit(Strategy):
             raise ValueError(f"`matrix` should be square, one row per loss. Found shape {tuple(rows.shape)}.")
         if not bool(torch.isfinite(rows).all()):
             raise ValueError("`matrix` should hold finite numbers. Found nan or infinity; use 0 for no credit.")
+        if not bool(rows.any()):
+            raise ValueError(
+                "`matrix` should give some stage credit. Found zeros alone, with which nothing is trained."
+            )
         above = rows.triu(1).nonzero()
         if len(above):
             j, k = above[0].tolist()

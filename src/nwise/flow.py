@@ -24,10 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from nwise.credit import Strategy
 
 # Credits such as 0.9 ** (j - k) are proportional only up to rounding; what a subtraction leaves that is smaller than
 # this next to what was subtracted is taken for rounding. A credit that is small by itself is not.
@@ -122,17 +125,51 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
     >>> flow_of(nwise.NWise(3).credit(6)).messages
     (1, 2, 2, 2, 1)
     """
-    matrix = credit.numpy().copy()
-    runs = matrix.any(axis=1) | np.asarray(probes or [False] * len(matrix), dtype=bool)
-    if trainable is not None:
-        matrix[:, ~np.asarray(trainable, dtype=bool)] = 0.0
+    size = len(credit)
+    learns = (True,) * size if trainable is None else tuple(map(bool, trainable))
+    return _cheapest(credit.double().numpy().tobytes(), learns, tuple(map(bool, probes or [False] * size)))
+
+
+def flows_for(
+    strategy: Strategy,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    trainable: Sequence[bool] | None = None,
+    heads: Sequence[bool] | None = None,
+) -> tuple[tuple[Flow, ...], ...]:
+    """Find the flow of every micro-batch in one cycle of mini-batches.
+
+    Args:
+        strategy: of one credit matrix, or of a cycle of them.
+        num_stages: A.
+        num_microbatches: M.
+        trainable: see `flow_of`.
+        heads: for each stage, whether there is a head (default: all), which a strategy with ``heads="all"`` runs.
+
+    Returns:
+        ``[turns][M]``.
+    """
+    probes = (heads or [True] * num_stages) if strategy.heads == "all" else ()
+    flows = [
+        flow_of(strategy.credit(num_stages, turn), trainable=trainable, probes=probes) for turn in range(strategy.turns)
+    ]
+    return tuple(
+        tuple(flows[strategy.turn(step, m)] for m in range(num_microbatches)) for step in range(strategy.turns)
+    )
+
+
+@lru_cache(maxsize=256)
+def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ...]) -> Flow:
+    """`flow_of`, from values that can be compared: every step asks for its flow."""
+    matrix = np.frombuffer(credit).reshape(len(trainable), -1).copy()
+    runs = matrix.any(axis=1) | np.asarray(probes)
+    matrix[:, ~np.asarray(trainable)] = 0.0
     messages = _messages(matrix)
     wanted = [_from_row(matrix[:, k], k) for k in range(len(matrix))]
     fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
     return Flow(
-        tuple(
-            _stage(k, bool(runs[k]), messages[k], wanted[k], fused[k], messages[k + 1]) for k in range(len(matrix))
-        )
+        tuple(_stage(k, bool(runs[k]), messages[k], wanted[k], fused[k], messages[k + 1]) for k in range(len(matrix)))
     )
 
 

@@ -219,11 +219,11 @@ class Past:
             The parameters that are not the current ones, by (stage, micro-batch); and their ages, ``[A][M]``.
         """
         modules, size = list(stages), len(flows)
-        # Stages that have been replaced, and parameters that have been frozen, moved or cast, have no past. A history keeps its
-        # module, so that no other one has its identity.
+        # Stages that have been replaced, and parameters that have been frozen, moved or cast, have no past.
         like = tuple((p.device, p.dtype) for module in modules for p in module.parameters())
-        key = (tuple(map(tuple, cycle)), tuple(map(id, modules)), like)
-        if self._key != key:
+        key = (tuple(map(tuple, cycle)), like)
+        same = [history.module for history in self._histories] == modules
+        if self._key != key or not same:
             self._key = key
             self._histories = [History(module, depth) for module, depth in zip(modules, _oldest(cycle), strict=True)]
         found: dict[tuple[int, int], Mapping[str, Tensor]] = {}

@@ -1,14 +1,114 @@
-"""Losses beside torch's own.
+"""Losses: functions beside torch's own, and the values that a step returns.
 
-A loss is ``loss_fn(head_output, target)`` and returns the mean over its micro-batch. One that averages
-over something other than samples has a method ``count(target)`` that says how many terms there are,
-so that uneven micro-batches are weighted rightly.
+A loss function is ``loss_fn(head_output, target)`` and returns the mean over its micro-batch. One that averages over something
+other than samples has a method ``count(target)`` that says how many terms there are, which uneven micro-batches are weighted by.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class Losses(Tensor):
+    """The losses of one step, ``[A]``: a tensor that also knows which of its values there are.
+
+    A value is nan if the head did not run, if its stage is in another process, or if the loss diverged; `ran` and `here` tell
+    these apart. What is computed from it is a plain tensor.
+
+    Args:
+        values: ``[A]``.
+        ran: the stages whose losses were computed in this process.
+        here: the stages of this process; default: all.
+
+    Attributes:
+        ran: whether each stage's loss was computed in this process, ``A`` booleans.
+        here: whether each stage is in this process.
+
+    >>> losses = Losses(torch.tensor([torch.nan, 0.5, torch.inf]), ran=[1, 2])
+    >>> losses
+    Losses([not run, 0.5, inf])
+    >>> losses.last, losses.ran
+    (tensor(inf), (False, True, True))
+    >>> Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2]).mean()
+    tensor(1.)
+    """
+
+    ran: tuple[bool, ...]
+    here: tuple[bool, ...]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+
+    def __new__(cls, values: Tensor, ran: Collection[int], here: Collection[int] | None = None) -> Losses:
+        losses = values.detach().as_subclass(cls)
+        losses.ran = tuple(k in ran for k in range(len(values)))
+        losses.here = tuple(here is None or k in here for k in range(len(values)))
+        return losses
+
+    @property
+    def last(self) -> Tensor:
+        """The loss of the network's output; nan in a process that does not hold the last stage."""
+        return self[-1]
+
+    @property
+    def diverged(self) -> tuple[int, ...]:
+        """The stages whose loss was computed and is not a finite number."""
+        values = self.tolist()
+        return tuple(k for k, ran in enumerate(self.ran) if ran and not math.isfinite(values[k]))
+
+    def mean(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The mean over the losses that were computed, nan if there are none; with arguments, `torch.mean`."""
+        if args or kwargs:
+            return super().mean(*args, **kwargs)
+        return torch.stack([self[k] for k, ran in enumerate(self.ran) if ran] or [self.new_tensor(torch.nan)]).mean()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # its stub has a name of its own
+        del tensor_contents
+        names = ["elsewhere" if not here else "not run" for here in self.here]
+        values = [
+            f"{value:.6g}" if ran else name for value, ran, name in zip(self.tolist(), self.ran, names, strict=True)
+        ]
+        return f"Losses([{', '.join(values)}])"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
+        return Losses(
+            self.clone(), [k for k, ran in enumerate(self.ran) if ran], [k for k, h in enumerate(self.here) if h]
+        )
+
+
+class Divergence:
+    """Warns once of a loss that is not finite, in a training loop that may not look at its losses."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._unseen: deque[tuple[int, Losses]] = deque()
+
+    def look(self, step: int, losses: Losses) -> None:
+        """Look at the losses of a step.
+
+        To look at a number waits for it, so on an accelerator those of two steps before are looked at.
+        """
+        if self._told:
+            return
+        self._unseen.append((step, losses))
+        if len(self._unseen) <= (0 if losses.device.type == "cpu" else 2):
+            return
+        step, losses = self._unseen.popleft()
+        if losses.diverged:
+            self._told = True
+            self._unseen.clear()
+            k = losses.diverged[0]
+            warnings.warn(
+                f"The loss of stage {k} should be a finite number. Found {float(losses[k])} in step {step}; lower the rate, "
+                "clip, or leave such steps out (`losses.diverged`). This is said once.",
+                stacklevel=3,  # at the caller of `step`
+            )
 
 
 class TokenCrossEntropy:

@@ -6,7 +6,11 @@ terms enters with weight ``c_m / c``; uneven micro-batches are allowed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +18,77 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One mini-batch, cut up.
+
+    Args:
+        inputs: the model's input, per micro-batch.
+        targets: the targets, per micro-batch; None where there are none.
+        weights: the share of each micro-batch in each stage's loss, ``[M][A]``.
+        seed: of the step; every action derives its own from it.
+        versions: parameters to use in the place of the current ones, by (stage, micro-batch).
+        first: number of the first micro-batch in the whole mini-batch, of which a replica may have a part.
+        losses: what comes out, by (stage, micro-batch); filled by the workers.
+    """
+
+    inputs: Sequence[Tensors]
+    targets: Sequence[Tensors | None]
+    weights: Sequence[Sequence[float]]
+    seed: int
+    versions: Mapping[tuple[int, int], Mapping[str, Tensor]] = field(default_factory=dict)
+    first: int = 0
+    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+def cut(
+    inputs: Tensors,
+    target: Tensor | Sequence[Tensor] | None,
+    num_microbatches: int,
+    terms: Sequence[Terms],
+    *,
+    seed: int,
+    replica: int = 0,
+    num_replicas: int = 1,
+) -> Batch:
+    """Cut a mini-batch into micro-batches, and weigh them.
+
+    Args:
+        inputs: of the first stage, samples along dimension 0.
+        target: what the losses compare with, or None.
+        num_microbatches: of this replica, M.
+        terms: of each stage's loss.
+        seed: of the step.
+        replica, num_replicas: which of how many parts of the micro-batches this process has.
+
+    Raises:
+        ValueError: there are too few samples, as many as there are not in the target, or none that count.
+    """
+    size = batch_size(inputs, "The input of `step`")
+    targets = None if target is None else as_tuple(target, "`target`")
+    if targets is not None and batch_size(targets, "`target`") != size:
+        raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
+    num_parts = num_microbatches * num_replicas
+    parts = scatter(inputs, num_parts)
+    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts)
+    weights = [[1.0] * len(terms)] if num_parts == 1 else _weights(parts, target_parts, terms)
+    first = replica * num_microbatches
+    mine = slice(first, first + num_microbatches)
+    return Batch(parts[mine], target_parts[mine], weights[mine], seed, first=first)
+
+
+def _weights(parts: Sequence[Tensors], targets: Sequence[Tensors | None], terms: Sequence[Terms]) -> list[list[float]]:
+    """The share of each micro-batch in each stage's loss."""
+    counts = []
+    for x, y in zip(parts, targets, strict=True):
+        by_loss = {count: float(len(x[0])) if y is None else count(y) for count in dict.fromkeys(terms)}
+        counts.append([by_loss[count] for count in terms])
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    if not all(totals):
+        raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
+    return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
 
 
 def as_tuple(value: Tensor | Sequence[Tensor], what: str) -> Tensors:
@@ -54,11 +129,11 @@ def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
 
 
 class Terms:
-    """How many terms of a micro-batch's target a loss averages over.
+    """Counts the terms of a micro-batch's target that a loss averages over.
 
-    That is the number of samples, unless the loss says otherwise: cross-entropy and ``nll_loss``
-    average over the targets that are not ``ignore_index``, each with the ``weight`` of its class, and
-    a loss of one's own may have a method ``count(target)``.
+    These are the samples, unless the loss says otherwise: cross-entropy and ``nll_loss`` average over the targets that are
+    not ``ignore_index``, each with the ``weight`` of its class, and a custom loss may have a method ``count(target)``.
+    Partial, compiled and wrapped losses, and the methods of a loss, count as what they wrap.
 
     Args:
         loss_fn: the loss.
@@ -68,8 +143,14 @@ class Terms:
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        self._count = getattr(loss_fn, "count", None)
-        self._options = {} if callable(self._count) else _options(loss_fn)
+        inner, self._options = _unwrapped(loss_fn)
+        self._count = getattr(inner, "count", None)
+        if not callable(self._count):
+            self._count = None
+            self._options = {**_defaults(inner), **self._options}
+        self._unknown = self._count is None and not (
+            "ignore_index" in self._options or type(inner).__module__ == nn.modules.loss.__name__
+        )
         reduction = self._options.get("reduction", "mean")
         if reduction not in ("mean", "batchmean"):
             raise ValueError(
@@ -77,9 +158,16 @@ class Terms:
             )
 
     def __call__(self, target: Tensors) -> float:
-        if callable(self._count):
-            return float(self._count(target[0] if len(target) == 1 else target))
+        """Count the terms of a micro-batch's target.
+
+        Raises:
+            ValueError: the loss's own count is no number of terms.
+        """
+        if self._count is not None:
+            return self._checked(float(self._count(target[0] if len(target) == 1 else target)))
         labels = target[0]
+        if self._unknown:
+            self._warn_of_ignored(labels)
         if "ignore_index" not in self._options:
             return float(len(labels))
         if labels.is_floating_point():  # class probabilities: every sample counts
@@ -88,15 +176,52 @@ class Terms:
         weight = self._options.get("weight")
         return float(kept.numel() if weight is None else weight[kept].sum())
 
+    def _checked(self, count: float) -> float:
+        if not 0 <= count < math.inf:
+            raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
+        return count
 
-def _options(loss_fn: Callable[..., Tensor]) -> dict[str, Any]:
-    """The keyword arguments that matter for the mean, with their defaults; empty for an unknown loss."""
-    function = getattr(loss_fn, "func", loss_fn)  # functools.partial
-    given = dict(getattr(loss_fn, "keywords", {}))
+    def _warn_of_ignored(self, labels: Tensor) -> None:
+        """Say once that a loss of which nothing is known may ignore targets."""
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
+            return
+        least = int(labels.min())
+        if least < 0:
+            self._unknown = False
+            warnings.warn(
+                f"The target has negative labels ({least}), which losses ignore as a rule, but nwise cannot tell whether this "
+                "one does, and weighs its micro-batches by their samples. If it does, use `functools.partial(cross_entropy, "
+                "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
+                "how many terms the loss averages over.",
+                stacklevel=6,  # from here through `_weights`, `cut` and `step` to the training loop
+            )
+
+
+def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss inside partial functions, compiled ones, decorators and bound methods; and the options given on the way."""
+    options: dict[str, Any] = {}
+    while True:
+        if isinstance(loss_fn, partial):
+            loss_fn, options = loss_fn.func, {**loss_fn.keywords, **options}
+        elif (inner := _inner(loss_fn)) is not None:
+            loss_fn = inner
+        else:
+            return loss_fn, options
+
+
+def _inner(loss_fn: Any) -> Any:
+    """What a compiled or decorated loss, or the call of a loss as a method, stands for; None if it stands for itself."""
+    for name in ("_orig_mod", "_torchdynamo_orig_callable", "__wrapped__"):
+        if (inner := getattr(loss_fn, name, None)) is not None:
+            return inner
+    owner = getattr(loss_fn, "__self__", None)
+    calls = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+    return owner if owner is not None and getattr(loss_fn, "__name__", "") in calls else None
+
+
+def _defaults(loss_fn: Any) -> dict[str, Any]:
+    """The options of a known loss that matter for the mean; empty for an unknown one."""
     if isinstance(loss_fn, nn.Module):
-        return {
-            name: getattr(loss_fn, name) for name in ("reduction", "ignore_index", "weight") if hasattr(loss_fn, name)
-        }
-    if function in (functional.cross_entropy, functional.nll_loss):
-        return {"ignore_index": -100, **given}
-    return given
+        names = ("reduction", "ignore_index", "weight")
+        return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+    return {"ignore_index": -100} if loss_fn in (functional.cross_entropy, functional.nll_loss) else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.arguments import Given, Heads, check_target, checked, refuse_sharing
-from nwise.batchnorm import DeferredBatchNorm, undeferred
+from nwise.arguments import Given, Heads, check_num_microbatches, check_target, checked, refuse_sharing
+from nwise.batchnorm import warn_of_microbatches
 from nwise.compiled import is_compiled, keep_buffers
 from nwise.credit import Strategy
-from nwise.flow import Flow, flow_of
+from nwise.flow import Flow, flows_for
 from nwise.hogwild import Past
-from nwise.microbatch import Tensors, Terms, as_tuple, batch_size, scatter
+from nwise.losses import Divergence, Losses
+from nwise.microbatch import Batch, Tensors, Terms, as_tuple, cut
 from nwise.randomness import derive
 from nwise.runtime.inprocess import execute
 from nwise.runtime.team import Team, held
-from nwise.runtime.worker import Batch
 from nwise.runtime.world import launched
 from nwise.schedule.actions import Action
 from nwise.schedule.choose import Order, check_order, choose
 from nwise.schedule.lists import Schedule
+from nwise.snapshot import Snapshot
 from nwise.stage import LossFn, Stage, unchanged
 from nwise.strategy import strategy as parse
 
@@ -52,6 +53,9 @@ class Pipeline(nn.Module):
             and as many replicas as there are.
         timeout: seconds that an action of a process may take; default: ``NWISE_TIMEOUT``, else 300.
 
+    Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
+    freeze parameters: the next step goes by them.
+
     Attributes:
         steps: mini-batches done, which `Switch`, the rotating strategies and dropout go by; set it when you
             resume, since it is not in the state dict.
@@ -59,6 +63,7 @@ class Pipeline(nn.Module):
         microbatch_losses: those of the last step in this process, by (stage, micro-batch).
         team: the other processes (`nwise.runtime.team.Team`); None if there is one.
         on_action: None, or a function called with each `Action` that `step` has executed.
+        warns_of_divergence: whether `step` warns, once, of a loss that is not finite.
 
     Raises:
         ValueError, TypeError: the arguments do not fit together; before any tensor work.
@@ -89,8 +94,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         given, given_heads, losses = checked(list(stages), heads, loss_fn)
-        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {num_microbatches!r}.")
+        check_num_microbatches(num_microbatches)
         check_order("best" if schedule is None else schedule)
         rule = parse(strategy)
         self.team = Team(len(given), mesh, timeout) if launched() else None
@@ -101,25 +105,26 @@ class Pipeline(nn.Module):
         self.stages = nn.ModuleList(mains)
         self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
         self._strategy = rule
-        # One process has no one to wait for, so that the order with the least memory is the best.
-        self.schedule: Order = schedule or ("depth-first" if self.team is None else "best")
-        self.num_microbatches = num_microbatches
+        # One process has no one to wait for, so the order with the least memory is the best.
+        self._order: Order = schedule or ("depth-first" if self.team is None else "best")
+        self._num_microbatches = num_microbatches
         self.steps = 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.on_action: Callable[[Action], None] | None = None
+        self.warns_of_divergence = True
+        self._divergence = Divergence()
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
-        self._terms = [Terms(loss) for loss in losses]
-        self._flows: dict[tuple[Strategy, int, tuple[bool, ...]], Flow] = {}
-        self._schedules: dict[tuple[Strategy, tuple[bool, ...], int], Schedule] = {}
-        self._orders: dict[tuple[int, int], list[Action]] = {}
+        terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
+        self._terms = [terms[loss] for loss in losses]
+        self._chosen: tuple[Order, Schedule] | None = None
         self._past = Past()
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._trainable: tuple[bool, ...] = ()
+        self._warn_of_wide_windows()
         self._survey()
-        for flow in self._flows_from(0):
-            self._check_heads(flow)
-        self._warn_of_batch_norm()
+        self._check_heads(self._flows_from(0))
+        warn_of_microbatches(self, num_microbatches)
         if self.team is not None:
             self.team.world.agree("strategy", self.strategy.name)
             self.team.world.agree("num_microbatches", num_microbatches)
@@ -135,6 +140,27 @@ class Pipeline(nn.Module):
     @strategy.setter
     def strategy(self, strategy: str | Strategy) -> None:
         self._strategy = parse(strategy)
+        self._warn_of_wide_windows()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that a mini-batch is cut into, M; may be set between two steps."""
+        return self._num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, num_microbatches: int) -> None:
+        check_num_microbatches(num_microbatches)
+        self._num_microbatches = num_microbatches
+
+    @property
+    def schedule(self) -> Order:
+        """The order of work; may be set between two steps."""
+        return self._order
+
+    @schedule.setter
+    def schedule(self, schedule: Order) -> None:
+        check_order(schedule)
+        self._order = schedule
 
     @property
     def num_stages(self) -> int:
@@ -199,11 +225,14 @@ class Pipeline(nn.Module):
         self.team.infer(self._stages[k], as_tuple(inputs, "The input"), self.steps, call)
         return outputs
 
-    def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Tensor:
+    def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Losses:
         """One mini-batch: add every gradient to ``.grad``; updating is left to the optimizer.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
         ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
+
+        A step that raises leaves no trace: every ``.grad`` and the statistics of batch norm are as they were before. (If there
+        are gradients of earlier steps, a copy of them is kept meanwhile.) On several processes an error ends all of them.
 
         Args:
             inputs: of the first stage, samples along dimension 0.
@@ -216,37 +245,56 @@ class Pipeline(nn.Module):
             ValueError, TypeError: the batch does not fit the pipeline.
             nwise.runtime.watch.RankError: something went wrong on this rank or on another.
         """
-        batch = self._batch(as_tuple(inputs, "The input of `step`"), target)
         check_target(len(inputs), target, self.stages[0])
+        replica, num_replicas = (0, 1) if self.team is None else (self.team.world.replica, self.team.world.num_replicas)
+        batch = cut(
+            as_tuple(inputs, "The input of `step`"),
+            target,
+            self.num_microbatches,
+            self._terms,
+            seed=derive(self.seed, self.steps),
+            replica=replica,
+            num_replicas=num_replicas,
+        )
         if self.team is not None:
             self.team.same_target(target)
-        norms = self._survey()
-        for norm in norms:
-            norm.discard()  # of inference in training mode, or of a step that failed
+        modules = self._survey()
         now = self.strategy.in_force(self.steps)
-        schedule, turn = self._schedule_at(self.steps), self.steps % now.turns
-        flows = schedule.flows[turn]
-        for flow in flows:
-            self._check_heads(flow)
-        self.staleness = torch.zeros(self.num_stages, len(flows), dtype=torch.int64)
-        if now.asynchronous and self.team is None:
-            versions, ages = self._past.versions(self.stages, schedule.flows, flows)
-            self.staleness, batch = torch.tensor(ages), replace(batch, versions=versions)
-        else:
+        schedule, turn = self._schedule_for(now), self.steps % now.turns
+        self._check_heads(schedule.flows[turn])
+        before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
+        try:
+            losses, ages = self._run(schedule, turn, batch, stale=now.asynchronous)
+            before.commit()
+        except BaseException:
+            before.restore()
+            raise
+        self.staleness, self.microbatch_losses = ages, batch.losses
+        self.steps += 1
+        here = None if self.team is None else [self.team.stage]
+        result = Losses(losses, {k for k, _ in batch.losses}, here)
+        if self.warns_of_divergence:
+            self._divergence.look(self.steps - 1, result)
+        return result
+
+    def _run(self, schedule: Schedule, turn: int, batch: Batch, *, stale: bool) -> tuple[Tensor, Tensor]:
+        """Execute a mini-batch; the losses ``[A]`` and the staleness ``[A, M]``."""
+        ages = torch.zeros(self.num_stages, self.num_microbatches, dtype=torch.int64)
+        if not stale:
             self.forget_versions()
-        if self.team is not None and now.asynchronous:
+        if self.team is not None and stale:
             here = self.team.stage
             losses, age = self.team.stale_step(self._stages[here], schedule.flows, turn, batch, self.steps)
-            self.staleness[here] = age
+            ages[here] = age
         elif self.team is not None:
             losses = self.team.step(self._stages[self.team.stage], schedule, turn, batch, self.steps, self.on_action)
         else:
-            losses = execute(self._stages, self._order(schedule, turn), flows, batch, self.on_action)
-        for norm in norms:
-            norm.commit()
-        self.microbatch_losses = batch.losses
-        self.steps += 1
-        return losses
+            if stale:
+                versions, old = self._past.versions(self.stages, schedule.flows, schedule.flows[turn])
+                batch, ages = replace(batch, versions=versions), torch.tensor(old)
+            order = schedule.one_process_turns[turn]
+            losses = execute(self._stages, order, schedule.flows[turn], batch, self.on_action)
+        return losses, ages
 
     def drain(self) -> bool:
         """Under Hogwild on several processes: add the gradients of the oldest mini-batch that has not been used for an update.
@@ -265,7 +313,7 @@ class Pipeline(nn.Module):
                 of the last step.
         """
         now = self.strategy.in_force(max(0, self.steps - 1))
-        flows = self._flows_from(self.steps) if later else [self._flow(now, turn) for turn in range(now.turns)]
+        flows = self._flows_from(self.steps) if later else [flow for turn in self._flows(now) for flow in turn]
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
 
     def forget_versions(self) -> None:
@@ -285,13 +333,10 @@ class Pipeline(nn.Module):
                 f"{sorted(needed)} from step {self.steps} on."
             )
         self.heads.clear()
-        self._flows.clear()
-        self._schedules.clear()
-        self._orders.clear()  # by the identity of schedules, which others may get now
         self._survey()
 
-    def _survey(self) -> list[DeferredBatchNorm]:
-        """Take notice of what the caller may have changed since the last step; the deferred batch norms."""
+    def _survey(self) -> list[nn.Module]:
+        """Look at what the caller may have changed since the last step; all modules of all stages and heads."""
         for k, stage in enumerate(self._stages):
             stage.module = self.stages[k]
             stage.head = self.heads.of(k)
@@ -299,7 +344,7 @@ class Pipeline(nn.Module):
         self._trainable = self._known_trainable()
         if any(map(is_compiled, modules)):
             keep_buffers()
-        return [module for module in modules if isinstance(module, DeferredBatchNorm)]
+        return modules
 
     def _known_trainable(self) -> tuple[bool, ...]:
         """Whether each stage has something to train; the other processes' say so once."""
@@ -316,81 +361,36 @@ class Pipeline(nn.Module):
             )
         return self._trainable
 
-    def _schedule_at(self, step: int) -> Schedule:
-        """The lists of the cycle of mini-batches that a step belongs to."""
-        now = self.strategy.in_force(step)
-        key = (now, self._trainable, self.num_microbatches)
-        if key not in self._schedules:
-            size = range(self.num_microbatches)
-            flows = [[self._flow(now, now.turn(turn, m)) for m in size] for turn in range(now.turns)]
-            self._schedules[key] = choose(self.schedule, flows)
-        return self._schedules[key]
-
-    def _order(self, schedule: Schedule, turn: int) -> list[Action]:
-        """What one process does in one mini-batch of the cycle."""
-        key = (id(schedule), turn)
-        if key not in self._orders:
-            self._orders[key] = [action for action in schedule.one_process() if action.turn == turn]
-        return self._orders[key]
-
-    def _flow(self, now: Strategy, turn: int) -> Flow:
-        trainable = self._trainable
-        key = (now, turn, trainable)
-        if key not in self._flows:
-            credit = now.credit(self.num_stages, turn)
-            present = [k in self.heads for k in range(self.num_stages - 1)] + [True]
-            probes = present if now.heads == "all" else ()
-            self._flows[key] = flow_of(credit, trainable=trainable, probes=probes)
-        return self._flows[key]
+    def _flows(self, now: Strategy) -> tuple[tuple[Flow, ...], ...]:
+        """The flows of the cycle of mini-batches of a strategy in force, ``[turns][M]``."""
+        heads = [k in self.heads for k in range(self.num_stages - 1)] + [True]
+        return flows_for(now, self.num_stages, self.num_microbatches, trainable=self._trainable, heads=heads)
 
     def _flows_from(self, step: int) -> Iterator[Flow]:
         """Flows of every turn of every phase from a step on."""
         for first, _ in self.strategy.phases(step):
-            now = self.strategy.in_force(first)
-            for turn in range(now.turns):
-                yield self._flow(now, turn)
+            for flows in self._flows(self.strategy.in_force(first)):
+                yield from flows
 
-    def _check_heads(self, flow: Flow) -> None:
-        for k in flow.heads:
+    def _schedule_for(self, now: Strategy) -> Schedule:
+        """The lists of the cycle of mini-batches of a strategy in force; those of the last step if nothing has changed."""
+        flows = self._flows(now)
+        if self._chosen is None or self._chosen[0] != self._order or self._chosen[1].flows != flows:
+            self._chosen = self._order, choose(self._order, flows)
+        return self._chosen[1]
+
+    def _check_heads(self, flows: Iterable[Flow]) -> None:
+        for k in {k: None for flow in flows for k in flow.heads}:
             if k < self.num_stages - 1 and k not in self.heads:
                 raise ValueError(
                     f"`heads` should have a head for stage {k}, whose loss {self.strategy.name!r} needs. Found None; "
                     "see `nwise.heads` for builders."
                 )
 
-    def _warn_of_batch_norm(self) -> None:
-        plain = undeferred(self)
-        if plain and self.num_microbatches > 1:
-            warnings.warn(
-                f"With {self.num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
-                f"which is another function than with the whole batch, and moves its running statistics with every one of "
-                f"them ({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
-                "`defer_batchnorm`, moves those once per mini-batch.",
-                stacklevel=3,
-            )
-
-    def _batch(self, inputs: Tensors, target: Tensor | Tensors | None) -> Batch:
-        size = batch_size(inputs, "The input of `step`")
-        targets = None if target is None else as_tuple(target, "`target`")
-        if targets is not None and batch_size(targets, "`target`") != size:
-            raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
-        replicas, replica = (1, 0) if self.team is None else (self.team.world.num_replicas, self.team.world.replica)
-        num_parts = self.num_microbatches * replicas
-        parts = scatter(inputs, num_parts)
-        target_parts = [None] * len(parts) if targets is None else scatter(targets, num_parts)
-        weights: list[list[float]] = [[1.0] * self.num_stages]
-        if len(parts) > 1:
-            counts = [
-                [float(len(x[0])) if y is None else count(y) for count in self._terms]
-                for x, y in zip(parts, target_parts, strict=True)
-            ]
-            totals = [sum(column) for column in zip(*counts, strict=True)]
-            if not all(totals):
-                raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
-            weights = [[c / total for c, total in zip(row, totals, strict=True)] for row in counts]
-        first = replica * self.num_microbatches
-        mine = slice(first, first + self.num_microbatches)
-        return Batch(parts[mine], target_parts[mine], weights[mine], derive(self.seed, self.steps), {}, first)
+    def _warn_of_wide_windows(self) -> None:
+        for first, _ in self.strategy.phases():
+            if (text := self.strategy.in_force(first).caution(self.num_stages)) is not None:
+                warnings.warn(text, stacklevel=4)  # at the caller of `Pipeline`, or of the setter
 
 
 def _forget(pipe: Pipeline, keys: object) -> None:

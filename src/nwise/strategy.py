@@ -61,6 +61,9 @@ class Hogwild(Strategy):
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         return self.base.credit(num_stages, turn)
 
+    def caution(self, num_stages: int) -> str | None:
+        return self.base.caution(num_stages)
+
     @property
     def asynchronous(self) -> bool:
         return True

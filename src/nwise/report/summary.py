@@ -12,10 +12,10 @@ from typing import Any
 
 import nwise
 from nwise.credit import Strategy
+from nwise.flow import flows_for
 from nwise.recipes import Recipe, to_json
 from nwise.report.measured import Comparison
 from nwise.runtime.timeline import load
-from nwise.schedule.best import flows_of
 from nwise.schedule.choose import choose
 from nwise.training import Run
 
@@ -170,7 +170,7 @@ class Summary:
         if not recorded.events or not all(recorded.events):
             raise ValueError(f"{path} should hold actions of every stage. Found a stage without; record more steps.")
         strategy = nwise.strategy(recorded.strategy, heads=self.recipe.heads)
-        flows = flows_of(strategy, len(recorded.events), self.recipe.microbatches)
+        flows = flows_for(strategy, len(recorded.events), self.recipe.microbatches)
         return Comparison(choose(self.recipe.schedule, flows), recorded.events, recorded.bytes_sent)
 
     def settings(self) -> dict[str, str]:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from nwise.microbatch import Batch
 from nwise.runtime.distributed import Distributed
 from nwise.runtime.virtual import Device, VirtualStage, sharpen_timers
 from nwise.runtime.watch import Watch
-from nwise.runtime.worker import Batch
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
 from nwise.schedule.costs import Prices, costs_of_text, prices

@@ -10,19 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from nwise.dtensor import is_dtensor
-from nwise.microbatch import Tensors
+from nwise.microbatch import Batch, Tensors
 from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of, start_all
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import carrying, from_json, to_json
 from nwise.runtime.watch import Doing, RankError, Watch
-from nwise.runtime.worker import Batch, Workable, Worker, passes_of
+from nwise.runtime.worker import Workable, Worker, passes_of
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.lists import Schedule
@@ -35,6 +34,7 @@ Shapes = Callable[[Specs], Specs]
 Recorder = Callable[[int, Action, float, float], None]
 EndT = TypeVar("EndT", Sender, Receiver)
 
+_MOST_SCRIPTS = 256  # a batch of another shape needs another one
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 
 
@@ -104,7 +104,7 @@ class Distributed:
         self.device = device
         self._replicas, self._kept = replicas, kept
         self._owned: set[int] = set()
-        self._scripts: dict[Hashable, tuple[Schedule | None, Script]] = {}
+        self._scripts: dict[Hashable, Script] = {}
         self._ends = world.ends(device)
 
     @property
@@ -285,15 +285,16 @@ class Distributed:
         shapes = tuple(tuple(map(spec_of, microbatch)) for microbatch in inputs)
         device = inputs[0][0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (id(schedule), turn, shapes, autocast)
+        key = ("" if schedule is None else schedule.digest, turn, shapes, autocast)
         if key not in self._scripts:
-            # The schedule is kept so that its identity stays its own.
-            self._scripts[key] = schedule, self._new_script(schedule, turn, shapes)
-        return self._scripts[key][1]
+            if len(self._scripts) == _MOST_SCRIPTS:  # on all ranks at the same step
+                self._scripts.clear()
+            self._scripts[key] = self._new_script(schedule, turn, shapes)
+        return self._scripts[key]
 
     def _new_script(self, schedule: Schedule | None, turn: int, shapes: Sequence[Specs]) -> Script:
         here: list[tuple[Specs, ...]] = []
-        lists_here = "" if schedule is None else sha256(repr(schedule.lists).encode()).hexdigest()
+        lists_here = "" if schedule is None else schedule.digest
 
         def outputs(before: Any) -> Any:
             if before is not None and before["lists"] != lists_here:

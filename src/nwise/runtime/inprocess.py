@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from nwise.flow import Flow
-from nwise.runtime.worker import Batch, Workable, Worker, losses_of, passes_of
+from nwise.microbatch import Batch
+from nwise.runtime.worker import Workable, Worker, losses_of, passes_of
 from nwise.schedule.actions import Action, Kind
 
 

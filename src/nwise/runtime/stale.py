@@ -19,11 +19,11 @@ from typing import cast
 
 from nwise.flow import Flow
 from nwise.hogwild import History, timetable
-from nwise.microbatch import Tensors
+from nwise.microbatch import Batch, Tensors
 from nwise.runtime.channel import NOTHING, Plan, Spec, start_all
 from nwise.runtime.distributed import Distributed, Script, packed, unpacked
 from nwise.runtime.shapes import carrying
-from nwise.runtime.worker import Batch, Worker, passes_of
+from nwise.runtime.worker import Worker, passes_of
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.stage import Stage

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nwise.dtensor import is_dtensor
 from nwise.flow import Flow
-from nwise.microbatch import Tensors
+from nwise.microbatch import Batch, Tensors
 from nwise.randomness import derive, seeded
 from nwise.runtime.channel import Spec, spec_of
 from nwise.runtime.distributed import Distributed, Recorder
@@ -27,7 +27,7 @@ from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.stale import Stale
 from nwise.runtime.watch import RankError, Watch
-from nwise.runtime.worker import Batch, losses_of
+from nwise.runtime.worker import losses_of
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action
 from nwise.schedule.lists import Schedule

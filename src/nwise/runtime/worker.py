@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nwise.flow import Cotangent, Flow, StageFlow
-from nwise.microbatch import Tensors
+from nwise.microbatch import Batch, Tensors
 from nwise.randomness import derive
 from nwise.schedule.actions import Action, Kind
 from nwise.stage import Cotangents
@@ -51,29 +50,6 @@ class Workable(Protocol):
 
     def clear(self) -> None:
         """Free everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One mini-batch, cut up.
-
-    Args:
-        inputs: the model's input, per micro-batch.
-        targets: the targets, per micro-batch; None where there are none.
-        weights: the share of each micro-batch in each stage's loss, ``[M][A]``.
-        seed: of the step; every action derives its own from it.
-        versions: parameters to use in the place of the current ones, by (stage, micro-batch).
-        first: number of the first micro-batch in the whole mini-batch, of which a replica may have a part.
-        losses: what comes out, by (stage, micro-batch); filled by the workers.
-    """
-
-    inputs: Sequence[Tensors]
-    targets: Sequence[Tensors | None]
-    weights: Sequence[Sequence[float]]
-    seed: int
-    versions: Mapping[tuple[int, int], Mapping[str, Tensor]] = field(default_factory=dict)
-    first: int = 0
-    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class Worker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nwise.credit import Strategy
-from nwise.flow import Flow, flow_of
+from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_chains, check_counts
@@ -79,7 +79,7 @@ def best(
             f"`strategy` should hold at every step. Found {rule.name!r}, which switches; give one of its parts, or "
             "`strategy.in_force(step)`."
         )
-    flows = flows_of(rule, num_stages, num_microbatches)
+    flows = flows_for(rule, num_stages, num_microbatches)
     bound = resource_bound(flows, costs) / len(flows)
     search = Search(flows, costs, chains, memory)
     if rule.asynchronous:
@@ -102,13 +102,6 @@ def best_order(flows: Sequence[Sequence[Flow]], costs: Costs) -> Timed:
         costs: of one micro-batch.
     """
     return _orders(Search(flows, costs, "walked"), resource_bound(flows, costs) / len(flows))[0]
-
-
-def flows_of(strategy: Strategy, num_stages: int, num_microbatches: int) -> list[list[Flow]]:
-    """The flow of every micro-batch in one cycle of mini-batches, ``[turns][M]``."""
-    probes = [strategy.heads == "all"] * num_stages
-    flows = [flow_of(strategy.credit(num_stages, turn), probes=probes) for turn in range(strategy.turns)]
-    return [[flows[strategy.turn(step, m)] for m in range(num_microbatches)] for step in range(strategy.turns)]
 
 
 def _orders(search: Search, bound: float) -> list[Timed]:

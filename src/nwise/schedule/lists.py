@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind
@@ -46,6 +47,11 @@ class Schedule:
         return tuple(tuple(_with_messages(word, self.flows, len(self.words))) for word in self.words)
 
     @cached_property
+    def digest(self) -> str:
+        """A text that is the same for equal lists, in other processes too."""
+        return sha256(repr(self.lists).encode()).hexdigest()
+
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Per stage the most micro-batches whose forward has run and that are still needed."""
         return tuple(_most_in_flight(word) for word in self.words)
@@ -56,6 +62,12 @@ class Schedule:
         sent = [[(a.microbatch, a.message) for a in word if a.kind is Kind.SEND_GRADIENT] for word in self.lists]
         used = [[(a.microbatch, a.message) for a in word if a.kind is Kind.RECEIVE_GRADIENT] for word in self.lists]
         return all(here == above for here, above in zip(used, sent[1:], strict=False))
+
+    @cached_property
+    def one_process_turns(self) -> tuple[Word, ...]:
+        """For each mini-batch of the cycle, all its computations in an order that one process can run."""
+        order = self.one_process()
+        return tuple(tuple(action for action in order if action.turn == turn) for turn in range(len(self.flows)))
 
     def one_process(self) -> list[Action]:
         """All computations in one order that respects every list, as one process runs them.

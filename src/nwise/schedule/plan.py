@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nwise.credit import EndToEnd, Local, Strategy
-from nwise.flow import Flow
-from nwise.schedule.best import DoesNotFit, flows_of
+from nwise.flow import Flow, flows_for
+from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.rivals import RIVALS, timed_method
@@ -168,7 +168,7 @@ def plan(
     least: dict[str, float] = {}
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
-        flows = flows_of(EndToEnd() if name in RIVALS else strategy_of(name), num_stages, m)
+        flows = flows_for(EndToEnd() if name in RIVALS else strategy_of(name), num_stages, m)
         costs = costs_of([batch[0] for batch in flows], m)
         known = min((option.period for option in found.get((name, chains), [])), default=float("inf"))
         if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from nwise.credit import EndToEnd
+from nwise.flow import flows_for
 from nwise.hint import hint
 from nwise.schedule import orders
-from nwise.schedule.best import DoesNotFit, best, flows_of
+from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
@@ -57,7 +58,7 @@ def rival(
         raise ValueError(f"A rival should be one of {', '.join(RIVALS)}. Found {name!r}.{hint(name, RIVALS)}")
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
-    search = Search(flows_of(EndToEnd(), num_stages, num_microbatches), costs, chains, memory)
+    search = Search(flows_for(EndToEnd(), num_stages, num_microbatches), costs, chains, memory)
     schedules = _schedules(name, search)
     found = sorted((search.timed(schedule) for schedule in schedules if search.fits(schedule)), key=lambda t: t.rank)
     if not found:

@@ -48,6 +48,7 @@ class Finite:
         if policy not in ("stop", "skip", "ignore"):
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
         self._pipe, self._policy, self._tell = pipe, policy, tell
+        pipe.warns_of_divergence = False  # this is what looks
         self._buffers: dict[Tensor, Tensor] = {}
         size = range(pipe.num_stages)
         credit = credit_of_cycle(pipe)

@@ -1,0 +1,49 @@
+"""What a step changes in place, kept so that a step that raises leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from nwise.batchnorm import DeferredBatchNorm
+
+
+class Snapshot:
+    """Gradients and the statistics of batch norm, before a step.
+
+    A gradient that is None costs nothing to keep, so a loop that sets gradients to None between steps pays only for the
+    statistics. Other buffers that a forward changes are not kept.
+
+    Args:
+        modules: all modules that the step runs.
+        parameters: those whose gradients it adds to.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
+        # Autograd adds to a gradient in place, so the tensor and its values are both kept.
+        self._gradients = [(p, g, None if g is None else g.clone()) for p in parameters for g in (p.grad,)]
+        self._deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
+        for norm in self._deferred:
+            norm.discard()  # of inference in training mode
+        norms = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+        self._buffers = [(b, b.clone()) for m in norms for b in m._buffers.values() if b is not None]
+
+    def commit(self) -> None:
+        """After a step: move the statistics that wait for the whole mini-batch."""
+        for norm in self._deferred:
+            norm.commit()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """After an error: put everything back."""
+        for parameter, gradient, values in self._gradients:
+            parameter.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
+        for buffer, values in self._buffers:
+            buffer.copy_(values)
+        for norm in self._deferred:
+            norm.discard()
