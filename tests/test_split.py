@@ -54,7 +54,7 @@ def test_a_list_of_blocks_is_unrolled() -> None:
 
 
 def test_a_split_network_trains() -> None:
-    stages = nwise.split(Blocks(), at=["blocks.1", "blocks.2", "blocks.3"])
+    stages = nwise.split(Blocks(), at=["blocks.1", "blocks.2", "blocks.3"], example=torch.randint(0, 11, (3, 5)))
     heads = [nn.Linear(4, 11) for _ in range(3)]
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -63,6 +63,58 @@ def test_a_split_network_trains() -> None:
     pipe = nwise.Pipeline(stages, heads, loss, "2-wise")
     pipe.step(torch.randint(0, 11, (3, 5)), target=torch.randint(0, 11, (3, 5)))
     assert pipe.stages[0].embed.weight.grad is not None  # type: ignore[union-attr]
+
+
+class Residual(nn.Module):
+    """Its children in order are another network: without the sums and the ReLU between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        y: Tensor = self.c(torch.relu(x + self.b(x)))
+        return y
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = 2 * super().forward(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "at", "who"),
+    [
+        (Residual(), 3, "`model`, a Residual,"),
+        (Residual(), ["b"], "`model`, a Residual,"),
+        (Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), 2, "`model`, a Doubled,"),
+        (nn.Sequential(Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)), ["0.1"], "'0', a Doubled,"),
+    ],
+)
+def test_a_forward_that_would_be_lost_is_told_of(model: nn.Module, at: Any, who: str) -> None:
+    """Sums and functions between the children were dropped, and another network trained without a word."""
+    with pytest.warns(UserWarning, match=f"{who} has a forward of its own.*Give `example=`"):
+        nwise.split(model, at=at)
+    with pytest.raises(ValueError, match="Found another output for `example`"):
+        nwise.split(model, at=at, example=torch.randn(2, 4))
+
+
+def test_a_sequence_with_a_forward_of_its_own_that_is_not_opened_keeps_it() -> None:
+    model = nn.Sequential(Doubled(nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert len(nwise.split(model, at=["1"])) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compilation_that_would_be_lost_is_told_of(inside: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if inside:
+        model.compile()
+    compiled = model if inside else torch.compile(model)
+    with pytest.warns(UserWarning, match=r"`model` is compiled, and its stages are not.*`nwise.compile_module`"):
+        nwise.split(compiled, at=2)  # type: ignore[arg-type]
 
 
 class Loose(nn.Module):

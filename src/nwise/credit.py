@@ -90,10 +90,8 @@ class Strategy(ABC):
 
 
 def _each_stage_by(loss_of_stage: list[int]) -> Tensor:
-    credit = torch.zeros(len(loss_of_stage), len(loss_of_stage), dtype=torch.float64)
-    for stage, loss in enumerate(loss_of_stage):
-        credit[loss, stage] = 1.0
-    return credit
+    losses = range(len(loss_of_stage))
+    return torch.tensor([[float(j == loss) for loss in loss_of_stage] for j in losses], dtype=torch.float64)
 
 
 @dataclass(frozen=True)

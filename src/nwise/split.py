@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.chain import Chain
+from nwise.compiled import is_compiled
 from nwise.hint import hint
 from nwise.microbatch import Tensors, as_tuple
 from nwise.modes import evaluating
@@ -58,7 +60,8 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
         at: names of the modules at which a new stage begins, such as ``["3", "6"]`` or ``["transformer.h.4"]``; or how
             many stages, with as equal numbers of blocks as possible, the blocks being the pieces of the commonest class.
         example: an input, or a tuple of them, on which the stages are run once, without gradient and in evaluation mode,
-            and compared with the model; give it for a module whose ``forward`` is not plainly its children in order.
+            and compared with the model; give it for a module with a ``forward`` of its own. Without it such a module is
+            split with a warning.
 
     Returns:
         Stages whose parameters keep the names they have in `model`: ``len(at) + 1``, or `at` of them.
@@ -78,8 +81,16 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
         raise TypeError(
             f"`at` should be a list of module names, such as ['2', 'blocks.4'], or a number of stages. Found {at!r}."
         )
+    compiled = is_compiled(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    pieces = _pieces(model, [] if isinstance(at, int) else at)
+    if compiled:
+        warnings.warn(
+            "`model` is compiled, and its stages are not, since its own call is not used. Compile their parts by "
+            "`nwise.compile_module`, or modules inside the model before it is split.",
+            stacklevel=2,
+        )
+    names = [] if isinstance(at, int) else at
+    pieces = _pieces(model, names)
     groups = groups_of(pieces, _evenly(pieces, at) if isinstance(at, int) else at)
     stages = _hub().passages(model, groups) if _of_hub(model) else [Chain(group) for group in groups]
     kept = {name for stage in stages for name in stage.state_dict()}
@@ -92,6 +103,8 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
     _refuse_tied(stages)
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
+    elif not _of_hub(model):
+        _warn_of_own_forward(model, names)
     return stages
 
 
@@ -177,6 +190,29 @@ def _unrolled(model: nn.Module, opened: set[str], prefix: str = "") -> dict[str,
     return pieces
 
 
+def _warn_of_own_forward(model: nn.Module, at: Sequence[str]) -> None:
+    """Warn of modules that do not plainly run their children, and whose children are run all the same."""
+    opened = {name.rpartition(".")[0] for name in at}
+    parts = {path for name in opened for path in _paths(name)}
+    for path in ["", *sorted(parts)]:
+        module = model.get_submodule(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward not in _RUNS_CHILDREN:
+            what = f"{path!r}, a {type(module).__name__}," if path else f"`model`, a {type(module).__name__},"
+            warnings.warn(
+                f"{what} has a forward of its own, and its children are run in the order they were registered instead: sums, "
+                "reshapes and functions of that forward would be lost. Give `example=`, an input, to have the stages compared "
+                "with the model, or write the stages as modules of your own.",
+                stacklevel=3,
+            )
+            return
+
+
+def _paths(name: str) -> list[str]:
+    """A dotted name and those of the modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1) if parts[0]]
+
+
 def _evenly(pieces: Mapping[str, nn.Module], num_stages: int) -> list[str]:
     """Where stages begin that have as equal numbers of blocks as possible, the later ones one more."""
     blocks = blocks_of(pieces)
@@ -219,6 +255,7 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
         raise ValueError(f"{rule} Found another output for `example`: {error}") from error
 
 
+_RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
 _ORDER = (
     "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
     "write the stages as modules of your own."
