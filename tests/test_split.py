@@ -80,7 +80,7 @@ class Residual(nn.Module):
 
 class Doubled(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = 2 * super().forward(x)
+        y: Tensor = 2 * super().forward(x)  # type: ignore[no-untyped-call]
         return y
 
 
