@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import nwise
 from launch import results
 from nwise.chain import Chain
-from nwise.training import Checkpoints, DamagedError, checkpoint
+from nwise.training import Checkpoints, DamagedError, Resumed, checkpoint
 from ranks import mesh_resume
 from ranks.common import batches, optimizer_of
 from ranks.resume import WIDTH, main, pipeline
@@ -250,7 +250,7 @@ def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
     for step, loss in enumerate([3.0, 1.0, None, 2.0, 2.5], start=1):
         pipe.steps = step
         checkpoints.save(loss=loss)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-00000005"]
 
 
 def test_keep_is_at_least_one() -> None:
@@ -262,7 +262,7 @@ def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
     one = saved(tmp_path)
     shutil.copytree(one, one.with_name("step-00000007.part"))
     pipe = pipeline((2, 2), "2-wise")
-    assert Checkpoints(one.parent, pipe).resume() == ""
+    assert Checkpoints(one.parent, pipe).resume() == Resumed(2, "")
     assert pipe.steps == 2
     Checkpoints(one.parent, pipe).save()
     assert not list(one.parent.glob("*.part"))
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(error: int, tmp_path: Path, mo
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="should be written as a checkpoint"):
+    with pytest.raises(OSError, match="should be written to, for checkpoints"):
         Checkpoints(tmp_path / "file", pipeline((4,), "end-to-end")).save()
 
 
@@ -407,7 +407,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": {"../x.safetensors": [1, "a"]}}, "should name files of its own folder"),
+        ({"files": {"../x.safetensors": [1, "a"]}}, "name files of its own folder"),
         ({"facts": {"step": "1"}}, "should have 'step' among its facts. Found '1'"),
         ({"facts": {"step": 1, "seed": 0}}, "should have 'strategy' among its facts. Found None"),
         ({"facts": []}, "should have 'step' among its facts"),
@@ -447,7 +447,7 @@ def test_nothing_is_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     one = saved(tmp_path)
     for name in ("pickle.load", "pickle.loads", "torch.load"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a pickle"))
-    assert Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume() == ""
+    assert Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume() == Resumed(2, "")
     assert {p.suffix for p in one.iterdir()} == {".json", ".safetensors"}
 
 
@@ -457,7 +457,9 @@ def test_a_head_of_which_the_checkpoint_has_more_is_new(tmp_path: Path) -> None:
     deep = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     Checkpoints(tmp_path, nwise.Pipeline(stages, [deep], strategy="local")).save()
     flat = nwise.Pipeline(stages, [nn.Sequential(nn.Linear(4, 4))], strategy="local")
-    assert Checkpoints(tmp_path, flat).resume() == "new heads at stages 0; dropped the heads of the former stages 0"
+    assert Checkpoints(tmp_path, flat).resume() == Resumed(
+        0, "new heads at stages 0; dropped the heads of the former stages 0"
+    )
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "NAdam", "Adam"])
@@ -483,7 +485,7 @@ def test_another_kind_of_the_same_optimizer(tmp_path: Path) -> None:
     pipe = nwise.Pipeline([nn.Linear(WIDTH, 4)], strategy="end-to-end")
     Checkpoints(tmp_path, pipe, torch.optim.Adam(pipe.parameters())).save()
     other = torch.optim.Adam(pipe.parameters(), amsgrad=True)
-    assert Checkpoints(tmp_path, pipe, other).resume() == "optimizer Adam -> Adam with amsgrad, begun anew"
+    assert Checkpoints(tmp_path, pipe, other).resume() == Resumed(0, "optimizer Adam -> Adam with amsgrad, begun anew")
 
 
 def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:

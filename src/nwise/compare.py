@@ -63,6 +63,10 @@ def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...]) -> Resu
     trainer = Trainer(recipe)
     run = new_run(recipe, folder)
     trainer.train(run, watchers)
+    if run.unwritten:
+        raise OSError(
+            f"{run.folder} should have the results of {recipe.strategy}. Found that they could not be written."
+        )
     kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
     steps, values, seconds = _tests(run, kind)
     return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer.pipe, steps)), seconds)

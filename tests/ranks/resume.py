@@ -57,7 +57,7 @@ def main(
     torch.set_num_threads(1)
     pipe = pipeline(cut, strategy)
     update = optimizer_of(optimizer, pipe)
-    said = Checkpoints(source, pipe, update).resume()
+    resumed = Checkpoints(source, pipe, update).resume()
     Checkpoints(target / "loaded", pipe, update).save()
     losses = []
     after = Checkpoints(target / "after", pipe, update, asynchronous=asynchronous)
@@ -71,7 +71,7 @@ def main(
         after.save()
     after.wait()
     return {
-        "said": said,
+        "said": None if resumed is None else resumed.changes,
         "losses": losses,
         "steps": pipe.steps,
         "stage": None if pipe.team is None else pipe.team.stage,

@@ -28,7 +28,11 @@ __all__ = ["main", "parsed", "run"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 training failed, 2 bad input, 75 stopped and can be resumed, 130 interrupted."""
+    """Run a command and exit.
+
+    0 done, 1 training failed, 2 bad input, 74 trained but not all of it could be written, 75 stopped and can be resumed, 130
+    interrupted.
+    """
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -9,7 +9,8 @@ import tyro
 
 from nwise.training.run import plain
 
-OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130  # 75 is what mail programs end with to be tried again
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+UNWRITTEN, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h
 
 # `--lr`, not `--config.lr`.
 FLAT = tyro.conf.arg(name="")

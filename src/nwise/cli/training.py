@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nwise import compare as comparison
-from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, print_json
+from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, print_json
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report.display import display_for, number, quality
@@ -84,7 +84,8 @@ class Train:
                 )
         except StoppedError as error:
             if run is not None:
-                _note(f"{error} Go on with `nwise train --resume {run.folder}`.")
+                lost = f" Not written: {_missing(trainer.unwritten)}." if trainer.unwritten else ""
+                _note(f"{error}{lost} Go on with `nwise train --resume {run.folder}`.")
             return STOPPED
         except NotFiniteError as error:
             tell_all(error)
@@ -101,6 +102,12 @@ class Train:
             print_json({"run": str(run.folder), "heads": dataclasses.asdict(scores)["heads"]})
         elif run is not None:
             console.print(f"Run folder: {run.folder}", soft_wrap=True, highlight=False)
+        if run is not None and trainer.unwritten:
+            _note(
+                f"nwise train: all steps are done, but not everything is written: {_missing(trainer.unwritten)}. Make room, and "
+                f"go on from the newest checkpoint with `nwise train --resume {run.folder}`."
+            )
+            return UNWRITTEN
         return OK
 
     def _begun(self) -> Run | None:
@@ -132,6 +139,10 @@ def stopping(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, former in before.items():
             signal.signal(number, former)
+
+
+def _missing(unwritten: dict[str, str]) -> str:
+    return "; ".join(f"{path} ({why})" for path, why in unwritten.items())
 
 
 def _note(text: str) -> None:

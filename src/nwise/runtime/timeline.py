@@ -38,11 +38,11 @@ class Timeline:
         if self._first <= step < self._last and len(self._events) < _CHUNK:
             self._events.append((step, action, begin, end))
 
-    def save(self, path: Path | None) -> None:
+    def collect(self) -> dict[str, Any]:
         """Bring all processes' actions together; a call for all ranks.
 
-        Args:
-            path: where rank 0 writes them.
+        Returns:
+            What `load` reads, of JSON's types.
         """
         offset = _clock_offset(self._team)
         mine = [
@@ -51,11 +51,9 @@ class Timeline:
         ]
         team = self._team
         ranks = team.world.everyone("timeline", {"events": mine, "bytes": team.bytes_per_step})
-        if path is not None:
-            # Of several replicas, those of the one that rank 0 is in.
-            here = [ranks[rank] for rank in team.world.ranks]
-            value = {name: [one[name] for one in here] for name in ("events", "bytes")}
-            path.write_text(json.dumps({"strategy": self._strategy, **value}) + "\n")
+        # Of several replicas, those of the one that rank 0 is in.
+        here = [ranks[rank] for rank in team.world.ranks]
+        return {"strategy": self._strategy, **{name: [one[name] for one in here] for name in ("events", "bytes")}}
 
 
 def _clock_offset(team: Team) -> float:
@@ -79,7 +77,7 @@ def _clock_offset(team: Team) -> float:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What `Timeline.save` wrote.
+    """What `Timeline.collect` gave.
 
     Args:
         strategy: name of the one that was in force.

@@ -2,7 +2,7 @@
 
 from nwise.training.build import compile_blocks, pipeline_of
 from nwise.training.checkpoint import DamagedError
-from nwise.training.checkpoints import Checkpoints
+from nwise.training.checkpoints import Checkpoints, Resumed
 from nwise.training.evaluate import Score, Scores, evaluate
 from nwise.training.finite import Finite, NotFiniteError
 from nwise.training.optimizers import Rate, optimizer_of, rate_factor
@@ -18,6 +18,7 @@ __all__ = [
     "Keeping",
     "NotFiniteError",
     "Rate",
+    "Resumed",
     "Run",
     "Score",
     "Scores",

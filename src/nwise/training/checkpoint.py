@@ -14,9 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FORMAT = 1
+NAME = re.compile(r"step-\d{8,}")
 _FACTS = "checkpoint.json"
 _ASIDE = ".part"
 T = TypeVar("T")
@@ -47,7 +50,7 @@ def write(
         group: of all processes, with nothing else under way in it; None for one process.
 
     Raises:
-        OSError: it could not be written; nothing has changed then but a folder that ends in ``.part``.
+        OSError: it could not be written; nothing has changed then.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -55,17 +58,19 @@ def write(
 
     aside = folder.with_name(folder.name + _ASIDE)
     try:
-        _together(group, lambda: _fresh(aside) if _rank(group) == 0 else None)
+        together(group, lambda: _fresh(aside) if _rank(group) == 0 else None)
         writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
         _ignore_no_dist()
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
-        listed = _together(group, lambda: {p.name: _print_of(p) for p in _mine(aside, group)})
-        _together(group, lambda: _finish(aside, folder, listed, facts) if _rank(group) == 0 else None)
-    except CheckpointException as error:
+        listed = together(group, lambda: {p.name: _print_of(p) for p in _mine(aside, group)})
+        together(group, lambda: _finish(aside, folder, listed, facts) if _rank(group) == 0 else None)
+    except (CheckpointException, OSError) as error:
+        if _rank(group) == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again for the rest
+        if isinstance(error, OSError):
+            raise OSError(f"{folder} should be written as a checkpoint. Found: {error}") from error
         rank, (first, _) = next(iter(error.failures.items()))
         raise OSError(f"{folder} should be written as a checkpoint. Found on rank {rank}: {first}") from error
-    except OSError as error:
-        raise OSError(f"{folder} should be written as a checkpoint. Found: {error}") from error
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -73,6 +78,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: they are not as they were written, or of a newer format.
+        OSError: they cannot be read now, which says nothing about them.
     """
     facts: dict[str, Any] = _index(folder)["facts"]
     return facts
@@ -83,6 +89,7 @@ def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         DamagedError: on every process, if anything differs.
+        OSError: on every process, if a file cannot be read now.
     """
 
     def compared() -> dict[str, Any]:
@@ -93,11 +100,13 @@ def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
                 f"{folder} should hold {odd}. Found none." if odd in files else f"{folder} holds {odd} too."
             )
         for name in sorted(files)[_rank(group) :: _size(group)]:
-            if _print_of(folder / name) != files[name]:
+            with _readable(folder / name):
+                differs = _print_of(folder / name) != files[name]
+            if differs:
                 raise DamagedError(f"{folder / name} should be as it was written. Found that its SHA-256 differs.")
         return {}
 
-    _together(group, compared)
+    together(group, compared)
 
 
 def layout_of(folder: Path) -> dict[str, Tensor]:
@@ -109,7 +118,10 @@ def layout_of(folder: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     try:
-        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        with _readable(folder):
+            metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    except (DamagedError, OSError):
+        raise
     except Exception as error:  # of many kinds, from the readers of three formats
         raise DamagedError(f"{folder} should hold tensors as nwise writes them. Found: {error}") from error
     return {
@@ -136,7 +148,8 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
         load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))
-        raise DamagedError(f"{folder} should be read as a checkpoint. Found on rank {rank}: {first}") from error
+        kind = OSError if isinstance(first, OSError) else DamagedError
+        raise kind(f"{folder} should be read as a checkpoint. Found on rank {rank}: {first}") from error
 
 
 def remove(folder: Path) -> None:
@@ -154,30 +167,46 @@ def _put_away(folder: Path) -> Path:
 
 
 def sweep(parent: Path) -> None:
-    """Take away what writers that were stopped have left."""
+    """Take away what writers that were stopped have left, and nothing of anybody else's."""
     for left in parent.glob(f"*{_ASIDE}"):
-        shutil.rmtree(left, ignore_errors=True)
+        if NAME.match(left.name):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _index(folder: Path) -> dict[str, Any]:
     """What checkpoint.json says, once it is known to be as it was written."""
     path = folder / _FACTS
+    with _readable(path):
+        data = path.read_bytes()
     try:
-        line, written, rest = path.read_bytes().decode().split("\n")
+        line, written, rest = data.decode().split("\n")
         if rest or hashlib.sha256(line.encode()).hexdigest() != written:
             raise ValueError("its SHA-256 differs")
         index: dict[str, Any] = json.loads(line)
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} should be as it was written. Found: {error}") from error
-    known = isinstance(index, dict) and index.get("format")
+    known = index.get("format") if isinstance(index, dict) else None
     if known != FORMAT:
         raise DamagedError(
             f"{path} should be of format {FORMAT}, which this nwise reads. Found {known!r}; use the nwise that wrote it."
         )
-    names = list(index["files"])
-    if any(Path(name).name != name for name in names):
-        raise DamagedError(f"{path} should name files of its own folder. Found {names}.")
+    files = index.get("files")
+    if not isinstance(files, dict) or any(Path(name).name != name for name in files) or "facts" not in index:
+        raise DamagedError(f"{path} should have facts, and name files of its own folder. Found {str(index)[:200]}.")
     return index
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Tell what is not there, which is damage, from what cannot be read now, as on a network disk that is away."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise DamagedError(f"{path} should be as it was written. Found: {error}") from error
+    except OSError as error:
+        raise OSError(
+            f"{path} should be readable. Found: {error}. Nothing has been changed; try again when it can be read."
+        ) from error
 
 
 def _finish(aside: Path, folder: Path, listed: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -234,8 +263,13 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, T] | None]) -> dict[str, T]:
-    """Do a part of the work on every process; all of it, and the first error, are known to all."""
+def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, T] | None]) -> dict[str, T]:
+    """Do a part of the work on every process; all of it, and the first error, are known to all.
+
+    Args:
+        group: of all processes; None for one.
+        work: this process's part, by name; None for nothing.
+    """
     said: tuple[dict[str, T], Exception | None]
     try:
         said = work() or {}, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
+import math
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +18,8 @@ import torch
 from nwise.pipeline import Pipeline
 from nwise.training import checkpoint, state
 from nwise.training.checkpoint import DamagedError
+from nwise.training.lock import FolderLock
 from nwise.training.weights import check_names
-
-_NAME = re.compile(r"step-\d{8,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,19 @@ class Found:
     facts: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `Checkpoints.resume` has done.
+
+    Args:
+        step: number of mini-batches done, after which the run goes on.
+        changes: what is not as it was saved, in one line; empty if everything is.
+    """
+
+    step: int
+    changes: str
+
+
 class Checkpoints:
     """Checkpoints in ``<folder>/step-<number>``, of which only the last few stay.
 
@@ -47,7 +59,7 @@ class Checkpoints:
         pipe: whose state is saved.
         optimizer: of its parameters; may be set anew.
         keep: how many of the newest stay, at least 1.
-        keep_best: whether the one with the lowest ``loss`` among its facts stays too.
+        keep_best: whether the one with the lowest finite ``loss`` among its facts stays too.
         asynchronous: copy before `save` returns, and write while training goes on.
 
     Raises:
@@ -61,7 +73,7 @@ class Checkpoints:
     >>> checkpoints.save().name
     'step-00000001'
     >>> checkpoints.resume(), pipe.steps
-    ('', 1)
+    (Resumed(step=1, changes=''), 1)
     """
 
     def __init__(
@@ -84,31 +96,37 @@ class Checkpoints:
         self._group = None if pipe.team is None else pipe.team.world.new_group(backend="gloo")
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._writing: Future[None] | None = None
+        self._lock = FolderLock(self.folder)
+        # Whether it may write beside others: a pipeline that has made steps, or has looked for a checkpoint, is no new run.
+        self._knows = pipe.steps > 0
 
     def save(self, **facts: Any) -> Path:
         """Write a checkpoint of now.
 
         Args:
-            facts: to be kept with it, of JSON's types.
+            facts: to be kept with it, of JSON's types, under names other than a checkpoint's own (``step``, ``seed``,
+                ``strategy``, ``num_microbatches``, ``ends``, ``optimizer``).
 
         Returns:
             Its folder, which is there at once unless it is written in the background.
 
         Raises:
             OSError: it could not be written. If it is written in the background, the next call warns of that.
-            ValueError: there are checkpoints of later steps, which this one would be mistaken for.
+            ValueError: the folder has checkpoints of another run (a new run should call `resume` first), or of later steps, or
+                another process writes to it; or a fact has a reserved name.
         """
+        if reserved := sorted(set(facts) & set(state.FACTS)):
+            raise ValueError(
+                f"`save` should be given facts with names of your own. Found {reserved[0]!r}, which nwise writes."
+            )
         try:
             self.wait()
         except OSError as error:
             if self._is_first:
                 warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
-        later = [name for name in self._names() if _step(name) > self._pipe.steps]
-        if later:
-            raise ValueError(
-                f"{self.folder} should hold no checkpoint of a step beyond {self._pipe.steps}. Found {later[-1]}; go on from it "
-                "(`resume`) or give another folder."
-            )
+        with self._telling():
+            checkpoint.together(self._group, self._claim)
+        self._knows = True
         self._pipe.forget_versions()  # Hogwild's, which are not saved; so that a run that is not stopped goes on likewise
         with self._telling():
             tensors = state.tensors_of(self._pipe, self.optimizer)
@@ -121,6 +139,27 @@ class Checkpoints:
         else:
             self._writing = self._writer.submit(self._write, folder, tensors, known)
         return folder
+
+    def _claim(self) -> None:
+        """Before anything is written: nobody else writes here, and nothing is lost or mistaken for another run's."""
+        if not self._is_first:
+            return
+        there = sorted(self.folder.glob("step-*"))
+        if not self._knows and (old := [p.name for p in there if p.suffix != ".part"]):
+            raise ValueError(
+                f"{self.folder} should hold no checkpoints of another run. Found {old[-1]}; go on from it (`resume`) or give "
+                "another folder."
+            )
+        later = [name for name in self._names() if _step(name) > self._pipe.steps]
+        if later:
+            raise ValueError(
+                f"{self.folder} should hold no checkpoint of a step beyond {self._pipe.steps}. Found {later[-1]}; go on from it "
+                "(`resume`) or give another folder."
+            )
+        try:
+            self._lock.acquire()
+        except OSError as error:
+            raise OSError(f"{self.folder} should be written to, for checkpoints. Found: {error}") from error
 
     def wait(self) -> None:
         """Until everything has been written."""
@@ -135,18 +174,21 @@ class Checkpoints:
         Those that are damaged are told of in a warning and get another name.
 
         Raises:
-            ValueError: there are some, but all of them are damaged.
+            ValueError: there are some, but all of them are damaged, now or since earlier.
+            OSError: one cannot be read now; nothing has been changed.
         """
-        names = self._names()
+        names, damaged = self._names(), sorted(p.name for p in self.folder.glob("step-*.damaged*"))
         if self._team is not None:
-            names = self._team.world.everyone("checkpoints", names)[0]
-        problem = ""
+            names, damaged = self._team.world.everyone("checkpoints", [names, damaged])[0]
+        problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
         for name in reversed(names):
             folder = self.folder / name
             try:
                 with self._telling():
                     checkpoint.check(folder, self._group)
-                return Found(folder, state.checked(checkpoint.facts_of(folder), folder))
+                found = Found(folder, state.checked(checkpoint.facts_of(folder), folder))
+                self._knows = True
+                return found
             except DamagedError as error:
                 problem = str(error)
                 if self._is_first:
@@ -154,19 +196,28 @@ class Checkpoints:
                     with suppress(OSError):  # in a folder that cannot be written to
                         folder.rename(_free(folder.with_name(name + ".damaged")))
         if problem:
-            raise ValueError(f"{self.folder} should hold a checkpoint that can be read. Found none: {problem}")
+            raise ValueError(
+                f"{self.folder} should hold a checkpoint that can be read. Found none: {problem} To begin anew, give another "
+                "folder."
+            )
+        self._knows = True
         return None
 
-    def restore(self, found: Found) -> str:
+    def restore(self, found: Found) -> Resumed:
         """Go on from a checkpoint; see `nwise.training.state.restore`."""
         with self._telling():
-            return state.restore(found.folder, self._pipe, self.optimizer, self._group)
+            changes = state.restore(found.folder, self._pipe, self.optimizer, self._group)
+        return Resumed(self._pipe.steps, changes)
 
-    def resume(self) -> str | None:
+    def resume(self) -> Resumed | None:
         """Go on from the newest checkpoint that can be read.
 
         Returns:
-            What is not as it was saved, in one line; None if there is no checkpoint.
+            The step, and what is not as it was saved; None if there is no checkpoint.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or of another network.
+            OSError: one cannot be read now.
         """
         found = self.newest()
         return None if found is None else self.restore(found)
@@ -176,7 +227,7 @@ class Checkpoints:
         return self._team is None or not self._team.world.rank
 
     def _names(self) -> list[str]:
-        return sorted((p.name for p in self.folder.glob("step-*") if _NAME.fullmatch(p.name)), key=_step)
+        return sorted((p.name for p in self.folder.glob("step-*") if checkpoint.NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         if self._is_first:
@@ -192,9 +243,15 @@ class Checkpoints:
         if self._keep_best:
             known: dict[str, float] = {}
             for name in names:
-                with suppress(DamagedError):
+                try:
                     loss = checkpoint.facts_of(self.folder / name).get("loss")
-                    known.update({} if loss is None else {name: loss})
+                except DamagedError:
+                    continue
+                except OSError:  # it may be the best
+                    stay.add(name)
+                    continue
+                if isinstance(loss, int | float) and math.isfinite(loss):
+                    known[name] = loss
             stay.update(sorted(known, key=lambda name: (known[name], name))[:1])
         for name in names:
             if name not in stay:

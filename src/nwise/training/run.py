@@ -4,8 +4,12 @@ run.json             configuration, versions, status
 metrics.jsonl        one record a line, as the run writes them
 weights.safetensors  ``model.<name of the unsplit network>`` and ``heads.<stage>.<name>``
 tokenizer.json       for text
-checkpoints/         what the run can be gone on from
+checkpoints/         checkpoints to resume from
 post-mortem.json     where a loss or gradient was not finite, if it was
+.lock                held by the process that writes
+
+Training does not end because a file cannot be written, as on a full disk: that is warned of once for each file, records are
+kept until there is room, and `Run.unwritten` says in the end what is missing.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import itertools
 import json
 import os
 import platform
-from contextlib import suppress
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +33,25 @@ import nwise
 from nwise.data.text import Bpe, Bytes, Tokenizer
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe, from_json, to_json
+from nwise.training.lock import FolderLock
 from nwise.training.weights import load_main_state, save_tensors, under
 
 
-@dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder."""
+    """A run's folder.
 
-    folder: Path
+    Args:
+        folder: its path.
+
+    Attributes:
+        unwritten: files that could not be written, with the reason.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unwritten: dict[Path, str] = {}
+        self._records: list[str] = []  # that are not in the file yet
+        self._lock = FolderLock(folder)
 
     @classmethod
     def create(cls, parent: Path, name: str, recipe: Recipe) -> Run:
@@ -88,11 +104,46 @@ class Run:
         return json.loads((self.folder / "run.json").read_text())
 
     def _write_state(self, state: dict[str, Any]) -> None:
-        _write(self.folder / "run.json", json.dumps(state, indent=2) + "\n")
+        write_text(self.folder / "run.json", json.dumps(state, indent=2) + "\n")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing to the folder meanwhile.
+
+        Raises:
+            ValueError: one does already.
+        """
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def attempt(self, path: Path, write: Callable[[], None]) -> None:
+        """Write a file that training can go on without.
+
+        Args:
+            path: of the file.
+            write: writes it.
+
+        Warns:
+            It cannot be written; once, until it can be.
+        """
+        try:
+            write()
+        except OSError as error:
+            reason = str(error.__cause__ or error)
+            if path not in self.unwritten:
+                warnings.warn(f"{path} should be written. Found: {reason}. Training goes on.", stacklevel=2)
+            self.unwritten[path] = reason
+        else:
+            self.unwritten.pop(path, None)
 
     def finish(self, status: str) -> None:
         """Write how the run ended; see `status`."""
-        self._write_state({**self._state(), "status": status})
+        if self._records:
+            self.attempt(self._metrics, self._append)
+        self.attempt(self.folder / "run.json", lambda: self._write_state({**self._state(), "status": status}))
 
     def resumed(self, recipe: Recipe, step: int, changes: str) -> None:
         """Note that the run goes on, with a configuration that may be another."""
@@ -105,28 +156,44 @@ class Run:
 
     def rewind(self, step: int) -> None:
         """Take away the records after a step, and the last line if whoever wrote it was stopped halfway."""
-        path = self.folder / "metrics.jsonl"
+        path = self._metrics
         kept = []
         for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []:
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-        _write(path, "".join(kept))
+        write_text(path, "".join(kept))
 
     def record(self, **values: Any) -> None:
         """Append one line to the metrics; nan becomes null."""
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(plain(values), allow_nan=False) + "\n")
+        self._records.append(json.dumps(plain(values), allow_nan=False) + "\n")
+        self.attempt(self._metrics, self._append)
+
+    @property
+    def _metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def _append(self) -> None:
+        """Write the records that wait; all of them or none."""
+        size = self._metrics.stat().st_size if self._metrics.exists() else 0
+        try:
+            with self._metrics.open("ab") as file:
+                file.write("".join(self._records).encode())
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._metrics, size)
+            raise
+        self._records.clear()
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records."""
-        path = self.folder / "metrics.jsonl"
+        path = self._metrics
         records = []
         for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
             try:
                 record = json.loads(line)
                 record["kind"], record["step"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}, should be a record with 'kind' and 'step'. Found {line[:40]!r}; remove the line."
                 ) from error
@@ -135,7 +202,8 @@ class Run:
 
     def save_weights(self, weights: dict[str, Tensor]) -> None:
         """Write what `weights_of` gives, aside first."""
-        save_tensors(weights, self.folder / "weights.safetensors")
+        path = self.folder / "weights.safetensors"
+        self.attempt(path, lambda: save_tensors(weights, path))
 
     def weights(self) -> dict[str, Tensor]:
         """What `save_weights` wrote."""
@@ -213,10 +281,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that there is never half of one."""
     aside = path.with_name(path.name + ".part")
-    aside.write_text(text)
-    os.replace(aside, path)
+    try:
+        aside.write_text(text)
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def plain(value: Any) -> Any:

@@ -55,10 +55,12 @@ class Saver:
 
     Attributes:
         phase: the one that is in force.
+        unwritten: why the newest checkpoint is missing, as on a full disk; empty if it is there.
     """
 
     def __init__(self, folder: Path, pipe: Pipeline, keeping: Keeping, facts: Callable[[], dict[str, Any]]) -> None:
         self.phase: Phase | None = None
+        self.unwritten = ""
         self._pipe, self._keeping, self._facts = pipe, keeping, facts
         self._checkpoints = Checkpoints(
             folder,
@@ -100,7 +102,7 @@ class Saver:
         if phase is not None:
             phase.rate.restore(found.facts["rate"], done)
         self._written = self._pipe.steps
-        return said
+        return said.changes
 
     @property
     def is_late(self) -> bool:
@@ -123,33 +125,32 @@ class Saver:
         if is_last:
             self.save(wait=True)
         elif better or (keeping.checkpoint_every and step % keeping.checkpoint_every == 0):
-            self.try_to_save()
-
-    def try_to_save(self) -> None:
-        """Write a checkpoint; if that cannot be done, say so and go on."""
-        try:
             self.save()
-        except OSError as error:
-            if self._pipe.team is None or not self._pipe.team.world.rank:
-                warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
 
     def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this step.
+        """Write a checkpoint, unless there is one of this step; if that cannot be done, say so and go on.
 
         Args:
             wait: until it is there, also if it is written in the background.
 
         Raises:
-            OSError: it cannot be written.
             nwise.training.NotFiniteError: a parameter is not finite, and the policy is to stop.
         """
         assert self.phase is not None
         self._saved = time.monotonic()
-        if self._written != self._pipe.steps:
-            self._write(self.phase)
-            self._written = self._pipe.steps
-        if wait:
-            self._checkpoints.wait()
+        try:
+            if self._written != self._pipe.steps:
+                self._write(self.phase)
+                self._written = self._pipe.steps
+            if wait:
+                self._checkpoints.wait()
+        except OSError as error:
+            self._written = -1
+            self.unwritten = str(error)
+            if self._pipe.team is None or not self._pipe.team.world.rank:
+                warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
+        else:
+            self.unwritten = ""
 
     def _write(self, phase: Phase) -> None:
         phase.finite.check_parameters()

@@ -84,7 +84,8 @@ def facts_of(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> 
     }
 
 
-_FACTS = {
+# Types of the facts that every checkpoint has.
+FACTS = {
     "step": int,
     "seed": int,
     "strategy": str,
@@ -94,7 +95,7 @@ _FACTS = {
 }
 
 
-def checked(facts: dict[str, Any], folder: Path, kinds: Mapping[str, Any] = _FACTS) -> dict[str, Any]:
+def checked(facts: dict[str, Any], folder: Path, kinds: Mapping[str, Any] = FACTS) -> dict[str, Any]:
     """The facts of a checkpoint, which should be what `facts_of` gives, and more.
 
     Args:
@@ -111,7 +112,7 @@ def checked(facts: dict[str, Any], folder: Path, kinds: Mapping[str, Any] = _FAC
             check_type(found, kind, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         except TypeCheckError as error:
             raise checkpoint.DamagedError(f"{folder} should have {name!r} among its facts. Found {found!r}.") from error
-    if kinds is _FACTS and (facts["step"] < 0 or not facts["ends"]):
+    if kinds is FACTS and (facts["step"] < 0 or not facts["ends"]):
         raise checkpoint.DamagedError(f"{folder} should be of a step and of some stages. Found {facts['step']!r}.")
     return facts
 

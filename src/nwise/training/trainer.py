@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nwise.training.evaluate import Scores, evaluate
 from nwise.training.finite import write_post_mortem
 from nwise.training.log import StepLog
 from nwise.training.phase import Phase, check_phases
-from nwise.training.run import Run, versions
+from nwise.training.run import Run, versions, write_text
 from nwise.training.saver import Keeping, Saver
 from nwise.training.weights import weights_of
 
@@ -115,12 +115,20 @@ class Trainer:
             anew: begin from the start if it has none, as a run that was lost before it had written one.
 
         Returns:
-            The scores after the last step. An interruption (Ctrl-C) saves the weights before it goes on.
+            The scores after the last step. An interruption (Ctrl-C) saves the weights before it goes on. A file that cannot be
+            written does not end training; `unwritten` has it.
 
         Raises:
+            ValueError: another process writes to the run's folder, or there is no checkpoint to go on from.
             StoppedError: after `stop`, once a checkpoint has been written.
             nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
+        with nullcontext() if run is None else run.locked():
+            return self._train(run, watchers, keeping, resume=resume, anew=anew)
+
+    def _train(
+        self, run: Run | None, watchers: tuple[Watcher, ...], keeping: Keeping | None, *, resume: bool, anew: bool
+    ) -> Scores:
         self.run, self.watchers = run, watchers
         shared: list[Any] = [None if run is None else str(run.folder.resolve()), resume, anew]
         if self.pipe.team is not None:
@@ -140,7 +148,10 @@ class Trainer:
                 run.save_tokenizer(self.train_data.tokenizer)
             scores = self._all_phases(found)
             if self._timeline is not None:
-                self._timeline.save(None if run is None else run.folder / "timeline.json")
+                recorded = self._timeline.collect()
+                if run is not None:
+                    path = run.folder / "timeline.json"
+                    run.attempt(path, lambda: write_text(path, json.dumps(recorded) + "\n"))
             status = "done"
         except KeyboardInterrupt:
             status = "interrupted"
@@ -153,7 +164,7 @@ class Trainer:
             if run is not None and self._is_ready:
                 # Of several processes the last evaluation has saved them; and it should stay if all went wrong since.
                 if status in ("stopped", "interrupted") and self.pipe.team is None:
-                    self._save_weights(run)
+                    run.save_weights(weights_of(self.pipe))
                 run.finish(status)
             self._tell("finished", status)
         return scores
@@ -185,11 +196,13 @@ class Trainer:
             )
         self._timeline = Timeline(self.pipe.team, now.name, first, first + steps)
 
-    def _save_weights(self, run: Run) -> None:
-        try:
-            run.save_weights(weights_of(self.pipe))
-        except OSError as error:
-            warnings.warn(f"The weights should be written. Found: {error}; those before stay.", stacklevel=2)
+    @property
+    def unwritten(self) -> dict[str, str]:
+        """What could not be written to the run's folder, as on a full disk, with the reason; by path."""
+        files = {} if self.run is None else {str(path): why for path, why in self.run.unwritten.items()}
+        if self._saver is not None and self._saver.unwritten:
+            files[f"{self._folder}/checkpoints"] = self._saver.unwritten
+        return files
 
     def _found(self, anew: bool) -> Found | None:
         """The checkpoint that is gone on from."""
@@ -266,7 +279,7 @@ class Trainer:
             self._appointment.ask("save")
         while (what := self._appointment.due(step)) is not None:
             if what == "save" and self._saver is not None:
-                self._saver.try_to_save()
+                self._saver.save()
             if what == "stop":
                 if self._saver is not None:
                     self._saver.save(wait=True)

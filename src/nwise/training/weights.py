@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -62,11 +64,20 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file, written aside and renamed, so that there is never half of one."""
+    """Write a safetensors file aside and rename it, so that there is never half of one.
+
+    Raises:
+        OSError: it cannot be written; the file of before stays.
+    """
     aside = path.with_name(path.name + ".part")
-    # safetensors refuses tensors that share memory, as those of a module in two places do.
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
-    os.replace(aside, path)
+    try:
+        # safetensors refuses tensors that share memory, as those of a module in two places do.
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            aside.unlink()  # a full disk has room again for the rest
+        raise OSError(f"{path} should be written. Found: {error}") from error
 
 
 def check_names(pipe: Pipeline) -> None:

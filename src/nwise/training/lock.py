@@ -1,0 +1,62 @@
+"""One writer of a folder at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+class FolderLock:
+    """A lock on a folder, held by one process until it lets go or ends, however it ends.
+
+    Objects of one process share it.
+
+    Args:
+        folder: where ``.lock`` is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / ".lock"
+        self._lock: FileLock | None = None
+
+    def acquire(self) -> None:
+        """Take the lock; once is enough.
+
+        Raises:
+            ValueError: another process holds it.
+            OSError: the lock cannot be made.
+        """
+        if self._lock is not None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._path, timeout=0, is_singleton=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"{self._folder} should be written by one process at a time. Found that {self._owner()} writes to it; wait for "
+                "it, stop it, or give another folder."
+            ) from None
+        self._lock = lock
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            self._path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}))
+
+    def release(self) -> None:
+        """Let go."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _owner(self) -> str:
+        try:
+            owner = json.loads(self._path.read_text())
+            return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"

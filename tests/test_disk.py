@@ -1,0 +1,341 @@
+"""A full disk, a disk that cannot be read for a moment, and two writers: nothing is lost, and nothing ends without a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+from torch import Tensor
+
+from launch import torchrun
+from nwise.cli import run as command
+from nwise.training import Checkpoints, Keeping, Resumed, Run, Trainer, Watcher, checkpoint, new_run
+from nwise.training.lock import FolderLock
+from ranks.resume import pipeline
+from test_checkpoint import flip, saved, signed
+from test_faults import OPTIONS, TINY, Stops
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 400 KiB, which root can make."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root can make a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no room, not even for a line."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (4096, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+class Fills(Watcher):
+    """Fills the disk after a step, and makes room after another."""
+
+    def __init__(self, disk: Path, after: int, until: int | None = None) -> None:
+        self.disk, self.after, self.until = disk, after, until
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        if step == self.after:
+            fill(self.disk)
+        if step == self.until:
+            (self.disk / "filler").unlink()
+
+
+LONG = dataclasses.replace(TINY, max_steps=50)  # so that metrics need a second page of memory
+
+
+def test_training_outlives_a_full_disk(small_disk: Path) -> None:
+    """Weights raised an error that was none of the disk's, and a line of metrics ended the run as `running`."""
+    run, trainer = new_run(LONG, small_disk), Trainer(LONG)
+    whole = Trainer(LONG)
+    with pytest.warns(UserWarning, match="No space left") as seen:
+        scores = trainer.train(run, (Fills(small_disk, after=2),), Keeping(checkpoint_every=4))
+    assert scores == whole.train()
+    told = [str(warning.message).split(" should be")[0].rpartition("/")[2] for warning in seen]
+    assert told.count("metrics.jsonl") == 1, "once for each file"
+    assert {"metrics.jsonl", "weights.safetensors", "step-00000004"} <= set(told)
+    assert {Path(path).name for path in trainer.unwritten} >= {"metrics.jsonl", "checkpoints"}
+    assert not list(run.folder.glob("*.part"))
+    assert all(json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines())
+
+
+def test_what_waited_is_written_when_there_is_room_again(small_disk: Path) -> None:
+    run, trainer = new_run(LONG, small_disk), Trainer(LONG)
+    with pytest.warns(UserWarning, match="No space left"):
+        trainer.train(run, (Fills(small_disk, after=2, until=45),), Keeping(checkpoint_every=4))
+    assert not trainer.unwritten
+    assert run.status == "done"
+    assert [record["step"] for record in run.metrics() if record["kind"] == "train"] == list(range(1, 51))
+    assert run.weights()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_command_on_a_full_disk_ends_in_a_sentence(
+    stop: bool, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchers = [Fills(small_disk, after=2), *([Stops(after=45)] if stop else [])]
+    monkeypatch.setattr("nwise.cli.training.loggers", lambda names: watchers)
+    code = command(
+        ["train", "digits", *OPTIONS, "--max-steps", "50", "--checkpoint-every", "20", "--runs", str(small_disk)]
+    )
+    said = capsys.readouterr().err
+    assert code == (75 if stop else 74)
+    assert "metrics.jsonl should be written. Found: [Errno 28] No space left on device. Training goes on." in said
+    assert (
+        "Stopped at step 45, as asked. Not written:" in said
+        if stop
+        else "all steps are done, but not everything" in said
+    )
+    assert "Traceback" not in said
+    (small_disk / "filler").unlink()
+    (folder,) = small_disk.glob("digits*")
+    assert command(["train", "--resume", str(folder)]) == 2  # there is no checkpoint, and it says so
+
+
+@pytest.mark.parametrize("what", ["weights", "metrics", "state"])
+def test_a_writer_that_fails(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, for those who cannot make one."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)") if what == "weights" else full_disk
+
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+    run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
+    places = {
+        "weights": "nwise.training.weights.save_file",
+        "metrics": "os.truncate",
+        "state": "nwise.training.run.write_text",
+    }
+    if what == "metrics":
+        monkeypatch.setattr(Run, "_append", full)
+    else:
+        monkeypatch.setattr(places[what], full)
+    with pytest.warns(UserWarning, match=r"should be written. Found: .*No space left"):
+        trainer.train(run)
+    name = {"weights": "weights.safetensors", "metrics": "metrics.jsonl", "state": "run.json"}[what]
+    assert [Path(path).name for path in trainer.unwritten] == [name]
+
+
+def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, pathlib\nfrom nwise import cli\nimport nwise.cli.training as t\nfrom test_disk import Fills\n"
+        "t.loggers = lambda names: [Fills(pathlib.Path(sys.argv[1]), after=2)]\n"
+        f"more = {[*OPTIONS, '--cut', '2', '2', '--max-steps', '50', '--checkpoint-every', '20']}\n"
+        "sys.exit(cli.run(['train', 'digits', *more, '--runs', sys.argv[1]]))\n"
+    )
+    done = torchrun(2, [str(script), str(small_disk)])
+    assert done.returncode
+    assert "nwise train: all steps are done, but not everything is written" in done.stderr
+    assert "metrics.jsonl should be written" in done.stderr
+    assert "exitcode  : 74" in done.stderr
+
+
+# A disk that cannot be read for a moment
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("which", ["checkpoint.json", "*.safetensors"])
+def test_what_cannot_be_read_now_is_no_damage(
+    number: int, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Healthy checkpoints were renamed, and the next start of torchrun began at step 0 and emptied the metrics."""
+    one = saved(tmp_path)
+    before = sorted(p.name for p in one.parent.iterdir())
+
+    def broken(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.match(which):
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    def broken_bytes(path: Path) -> bytes:
+        with broken(path, "rb") as file:
+            data: bytes = file.read()
+        return data
+
+    opened = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", broken)
+        patch.setattr(Path, "read_bytes", broken_bytes)
+        with pytest.raises(
+            OSError, match=rf"should be readable. Found: .*{os.strerror(number)}.*Nothing has been changed"
+        ):
+            Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
+    assert sorted(p.name for p in one.parent.iterdir()) == before
+    assert Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume() == Resumed(2, "")
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    """The first start renamed them; the second found no checkpoint, and began at step 0."""
+    one = saved(tmp_path)
+    flip(one / "checkpoint.json", 99)
+    pipe = pipeline((2, 2), "2-wise")
+    with (
+        pytest.warns(UserWarning, match="SHA-256"),
+        pytest.raises(ValueError, match="To begin anew, give another folder"),
+    ):
+        Checkpoints(one.parent, pipe).resume()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"step-00000002.damaged was found to be damaged. To begin anew"):
+            Checkpoints(one.parent, pipe).resume()
+        with pytest.raises(
+            ValueError, match="should hold no checkpoints of another run. Found step-00000002.damaged; go"
+        ):
+            Checkpoints(one.parent, pipe).save()
+
+
+@pytest.mark.filterwarnings("ignore:.*The checkpoint before it is looked for")
+def test_a_restart_does_not_begin_a_damaged_run_anew(tmp_path: Path) -> None:
+    run = new_run(TINY, tmp_path)
+    Trainer(TINY).train(run, keeping=Keeping())
+    before = run.metrics()
+    for path in run.folder.glob("checkpoints/step-*/checkpoint.json"):
+        path.write_text("")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Found none: .*To begin anew, give another folder"):
+            Trainer(TINY).train(run, keeping=Keeping(), resume=True, anew=True)
+    assert run.metrics() == before
+    assert run.status == "done"
+
+
+def test_a_run_is_not_mixed_with_checkpoints_of_another(tmp_path: Path) -> None:
+    one = saved(tmp_path)
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(one.parent, pipe)
+    pipe.steps = 7
+    with pytest.raises(
+        ValueError, match=r"should hold no checkpoints of another run. Found step-00000002; go on from it"
+    ):
+        checkpoints.save()
+    checkpoints.resume()
+    checkpoints.save()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"format": 1},
+        {"format": 1, "facts": {}},
+        {"format": 1, "files": [], "facts": {}},
+        {"format": 1, "files": {}},
+        [],
+        "[" * 100_000,
+    ],
+)
+def test_crafted_facts_are_damage(index: Any, tmp_path: Path) -> None:
+    """They ended in a KeyError and a RecursionError."""
+    one = saved(tmp_path)
+    data = signed(index)
+    if isinstance(index, str):
+        import hashlib
+
+        data = f"{index}\n{hashlib.sha256(index.encode()).hexdigest()}\n".encode()
+    (one / "checkpoint.json").write_bytes(data)
+    with pytest.raises(checkpoint.DamagedError, match="should"):
+        checkpoint.check(one)
+
+
+# Two writers
+
+HOLD = """
+import sys
+from pathlib import Path
+from nwise.training.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that writes to `tmp_path / "folder"`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "folder")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_folder_has_one_writer(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Two of them both ended as done with every record twice, or mixed a checkpoint."""
+    folder = tmp_path / "folder"
+    checkpoints = Checkpoints(folder, pipeline((2, 2), "2-wise"))
+    with pytest.raises(
+        ValueError, match=rf"by one process at a time. Found that process {other.pid} on .* \(since 20.*\) writes"
+    ):
+        checkpoints.save()
+    trainer = Trainer(TINY)
+    run = new_run(TINY, tmp_path)
+    run.folder.joinpath("run.json").rename(folder / "run.json")
+    with pytest.raises(ValueError, match="by one process at a time"):
+        trainer.train(Run.open(folder))
+    assert not (folder / "metrics.jsonl").exists()
+    other.kill()  # whose lock ends with it
+    other.wait()
+    checkpoints.save()
+
+
+def test_objects_of_one_process_share_a_lock(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.acquire()
+    second.acquire()
+    second.release()
+    first.release()
+    first.release()
+
+
+# What stays
+
+
+def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path) -> None:
+    """It stayed for ever, and the best one went."""
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe, keep=1, keep_best=True)
+    for step, loss in enumerate([2.0, float("nan"), 1.0, float("-inf"), 3.0], start=1):
+        pipe.steps = step
+        checkpoints.save(loss=loss)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000005"]
+
+
+def test_facts_have_names_of_their_own(tmp_path: Path) -> None:
+    """`save(step=7)` wrote over the checkpoint's own step."""
+    checkpoints = Checkpoints(tmp_path, pipeline((2, 2), "2-wise"))
+    with pytest.raises(ValueError, match="facts with names of your own. Found 'step', which nwise writes"):
+        checkpoints.save(step=7, loss=1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_have_left_stays(tmp_path: Path) -> None:
+    for name in ("download.part", "step-1.part", "step-00000001.part"):
+        (tmp_path / name).mkdir()
+    Checkpoints(tmp_path, pipeline((2, 2), "2-wise")).save()
+    assert {p.name for p in tmp_path.glob("*.part")} == {"download.part", "step-1.part"}
