@@ -25,7 +25,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_train_evaluate_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.run(["train", "--epochs", "1", "--strategy", "3-wise"]) == 0
+    assert cli.run(["train", "--epochs", "1", "--strategy", "3-wise", "--heads", "all"]) == 0
     out = capsys.readouterr().out
     assert "digits: 4 stages, 3-wise" in out
     assert "Run folder: runs/digits-3-wise-001" in out
@@ -158,21 +158,84 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--figure", "x.xyz"], "Found 'x.xyz'"),
         (["train", "--epochs", "inf"], "`epochs` should be a finite number above 0. Found inf"),
         (["train", "--eval-every", "nan"], "`eval_every` should be a finite number above 0. Found nan"),
-        (["train", "--strategy", "local@infepochs,end-to-end"], "a number of epochs after '@'"),
+        (["train", "--strategy", "local@infepochs,end-to-end"], "a number of epochs above 0 after '@'"),
         (["train", "--device", "meta"], "`device` should be auto, cpu, cuda or cuda:<number>. Found 'meta'"),
         (["train", "--warmup-steps", "-5"], "`warmup_steps` should be at least 0. Found -5"),
         (["train", "--strategy", "rotating-30000000"], "from 1 to 1024"),
+        (["train", "--strategy", "e2e"], "Found 'e2e'. Did you mean 'end-to-end'?"),
+        (["train", "--strategy", "local@-5epochs,end-to-end"], "a number of epochs above 0 after '@'"),
+        (["train", "--lr", "-1"], "`lr` should be a finite number above 0. Found -1"),
+        (["train", "--lr", "nan"], "`lr` should be a finite number above 0. Found nan"),
+        (["train", "--beta1", "1"], "`beta1` should be a finite number at least 0 and below 1. Found 1"),
+        (["train", "--weight-decay", "-1"], "`weight_decay` should be a finite number at least 0. Found -1"),
+        (["train", "--stage-lr", "1", "1", "-1", "1"], "`stage_lr` should be a finite number at least 0. Found -1"),
+        (
+            ["train", "cifar10-resnet-small", "--momentum", "1"],
+            "`momentum` should be .* at least 0 and below 1. Found 1",
+        ),
+        (["compare", "--strategies", "local", "2-wize"], "Found '2-wize'. Did you mean '2-wise'?"),
+        (["compare", "--strategies", "local", "credit-1,0;0,1"], "each of the 4 stages. Found 2"),
+        (["schedule", "--strategy", "1f2b"], "or one of gpipe, 1f1b.*Found '1f2b'. Did you mean '1f1b'?"),
+        (["explore", "--strategy", "1f2b", "--out", "x/e.html"], "Did you mean '1f1b'?"),
+        (["flow", "--strategy", "2-wize", "--out", "x/f.png"], "Did you mean '2-wise'?"),
+        (["plan", "--costs", "transformr"], "Found 'transformr'. Did you mean 'transformer'?"),
+        (["report", "nope"], "A run should be a folder with a run.json.*Found none in nope"),
+        (["reproduce"], "`EXPERIMENT` should be one of .*, or all, which takes an hour.*Found none"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nothing is made before everything is checked: some of these left empty folders, and `reproduce` began an hour's work."""
     import re
 
     assert cli.run(arguments) == 2
     error = capsys.readouterr().err
     assert re.search(message.replace("?", r"\?"), error), error
     assert "Traceback" not in error
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "y"), ("TORCHELASTIC_RESTART_COUNT", "z")])
+def test_an_odd_environment_is_one_sentence(
+    name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`RANK=x` ended in a traceback of the sentence that was to say so."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(name, value)
+    assert cli.run(["train", "--max-steps", "1"]) == 2
+    error = capsys.readouterr().err
+    assert f"`{name}` in the environment should be a whole number, as torchrun sets it. Found {value!r}" in error
+    assert not list(Path().iterdir())
+
+
+def test_a_run_whose_output_is_closed_can_be_resumed() -> None:
+    """`nwise train | head -1` ended the run as failed, without a word."""
+    command = [sys.executable, "-m", "nwise", "train", "--epochs", "500"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "digits: 4 stages" in process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 75, error
+    assert "as asked. Go on with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert "Traceback" not in error
+    assert "Exception ignored" not in error
+
+
+def test_a_command_whose_output_is_closed_says_so() -> None:
+    script = "import sys; from nwise import cli; sys.stdin.read(1); cli.main(['recipes'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, error = process.communicate("x", timeout=60)
+    assert process.returncode == 141
+    assert error == "nwise recipes: the output was closed.\n"
 
 
 @pytest.mark.parametrize(

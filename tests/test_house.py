@@ -37,7 +37,7 @@ RANKS = [
     ["strategy", "flow", "heads", "split", "huggingface"],
     ["schedule", "stage", "models"],
     ["hogwild", "runtime", "arguments", "data"],
-    ["pipeline", "recipes"],
+    ["inference", "summary", "pipeline", "recipes"],
     ["training"],
     ["report"],
     ["compare", "profile"],

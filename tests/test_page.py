@@ -237,6 +237,9 @@ def test_the_explorer_says_who_wins_as_the_planner_does(
         driver.find_element("css selector", f"input[name=stages][value='{[2, 4, 8].index(stages)}']").click()
         answer = driver.find_element("id", "answer").text
         assert answer.startswith(f"Winner: {plan['recommended']} with M = {m} (")
+        [best_row] = driver.find_elements("css selector", "#methods tr.best")
+        assert best_row.text.startswith(f"{plan['recommended']} "), "the star and the sentence name one winner"
+        assert ("own stages run it slower" in answer.split(")")[0]) == best_row.text.endswith("slower")
 
 
 def test_every_choice_is_reached_by_keyboard(pages: Path, opened: Callable[[Path], Any]) -> None:
@@ -342,7 +345,7 @@ def charts(page: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("before", "after"), [("1 1 1 1", "2 2"), ("2 2", "1 1 1 1")])
 def test_a_run_that_went_on_with_other_stages(before: str, after: str, tmp_path: Path) -> None:
     """It used to end in a traceback one way, and to call an inner stage the output the other way."""
-    trained(tmp_path, "--max-steps", "6", "--cut", *before.split())
+    trained(tmp_path, "--max-steps", "6", "--heads", "all", "--cut", *before.split())
     run = tmp_path / "digits-2-wise-001"
     assert cli.run(["train", "--resume", str(run), "--cut", *after.split(), "--max-steps", "12"]) == 0
     assert cli.run(["report", str(run)]) == 0

@@ -754,3 +754,51 @@ def test_heads_that_are_needed_are_not_discarded() -> None:
     pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
     with pytest.raises(ValueError, match=r"Found that local needs those of stages \[0\] from step 0 on"):
         pipe.discard_heads()
+
+
+# What is said of a pipeline, and what it is not given
+
+
+def test_a_summary_says_what_heads_cost_and_who_learns_from_what() -> None:
+    pipe = nwise.Pipeline(linears(3, 4, 4, 2), [nn.Linear(4, 2), None], strategy="end-to-end", num_microbatches=2)
+    pipe.strategy = nwise.Credit([[0.5, 0, 0], [0, 0, 0], [0.5, 1, 1]])
+    assert pipe.summary().splitlines() == [
+        "3 stages, credit-0.5,0,0;0,0,0;0.5,1,1, 2 micro-batches",
+        "stage  parameters       head                 learns from  passes  sends back",
+        "    0          16         10  0.5 × loss 0, 0.5 × loss 2       1           0",
+        "    1          20          –                      loss 2       1           1",
+        "    2          10     output                      loss 2       1           1",
+        "  all          46  10 (22 %)                                   3           2",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_should_have_seen_an_input() -> None:
+    lazy = nn.LazyBatchNorm1d(affine=False)
+    with pytest.raises(
+        ValueError, match=r"Found stages.0.running_mean of a lazy module without any; run the network once"
+    ):
+        nwise.Pipeline([lazy, nn.Linear(3, 3)], strategy="end-to-end")
+    lazy(torch.randn(4, 3))
+    nwise.Pipeline([lazy, nn.Linear(3, 3)], strategy="end-to-end").step(X, target=Y)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+def test_torchscript_stages_train_and_what_they_cannot_do_is_said() -> None:
+    def scripted(strategy: str, m: int = 1, **options: Any) -> nwise.Pipeline:
+        first = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        return nwise.Pipeline([first, nn.Linear(3, 3)], [nn.Linear(3, 3)], cross_entropy, strategy, m, **options)
+
+    pipe = scripted("local")
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    with pytest.raises(IndexError):
+        pipe.step(X, target=Y + 99)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items()), "no trace"
+    pipe.step(X, target=Y)
+    assert all(p.grad is not None for p in pipe.parameters())
+    with pytest.raises(ValueError, match="Stage 0 should be no TorchScript.*as under Hogwild or with `recompute`"):
+        scripted("local", recompute=True).step(X, target=Y)
+    with pytest.warns(UserWarning, match=r"With 2 micro-batches, batch norm .* \(stages.0.1\)"):
+        pipe = scripted("local", 2)
+    with pytest.raises(ValueError, match="Batch norms should be deferred before they are scripted. Found 'stages.0.1'"):
+        nwise.defer_batchnorm(pipe)

@@ -301,3 +301,34 @@ def test_any_error_of_a_stage_on_the_example_is_one_of_the_cut() -> None:
 def test_only_stages_of_a_cut_have_an_end_to_copy() -> None:
     with pytest.raises(TypeError, match="should be those of `nwise.split`"):
         nwise.heads.copied([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
+
+
+def small_cnn(norm: Any) -> list[nn.Module]:
+    """Two stages, of 4 and 8 channels, and a classifier."""
+    first = [nn.Conv2d(3, 4, 3, padding=1), *norm(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+    second = [nn.Conv2d(4, 8, 3, padding=1), *norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    return [nn.Sequential(*first), nn.Sequential(*second), nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 5))]
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [
+        (lambda c: [], None),
+        (lambda c: [nn.BatchNorm2d(c)], nn.BatchNorm2d),
+        (lambda c: [nn.GroupNorm(2, c)], nn.GroupNorm),
+        (lambda c: [nn.InstanceNorm2d(c)], nn.GroupNorm),
+    ],
+)
+def test_fitting_heads_are_as_small_as_the_stages_and_have_their_norm(norm: Any, kind: Any) -> None:
+    """They were 11.8 times as large as a small CNN, and brought batch norm into a network without any."""
+    stages = small_cnn(norm)
+    heads = nwise.heads.fitting(stages, torch.zeros(2, 3, 8, 8), 5)
+    sizes = [[sum(p.numel() for p in part.parameters()) for part in parts] for parts in (stages[:-1], heads)]
+    assert all(head < 2 * stage for stage, head in zip(*sizes, strict=True)), sizes
+    norms = {type(m) for head in heads for m in head.modules() if "Norm" in type(m).__name__}
+    assert norms == ({kind} if kind else set())
+
+
+def test_heads_are_never_wider_than_the_papers() -> None:
+    [head] = nwise.heads.fitting([nn.Conv2d(3, 512, 1), nn.Identity()], torch.zeros(2, 3, 4, 4), 5)
+    assert [m.out_channels for m in head.modules() if isinstance(m, nn.Conv2d)] == [128, 64]

@@ -146,3 +146,17 @@ def test_refusals(build, message) -> None:  # type: ignore[no-untyped-def]
 def test_a_strategy_is_a_text_or_a_strategy() -> None:
     with pytest.raises(TypeError, match=r"`nwise.Credit\(matrix\)`. Found int"):
         nwise.strategy(2)  # type: ignore[arg-type]
+
+
+class Odd(nwise.Strategy):
+    """One method is enough for a strategy of one's own."""
+
+    def credit(self, num_stages: int, turn: int = 0) -> torch.Tensor:
+        return nwise.NWise(1 + num_stages // 2).credit(num_stages)
+
+
+def test_a_strategy_needs_one_method() -> None:
+    stages = [torch.nn.Linear(2, 2) for _ in range(4)]
+    pipe = nwise.Pipeline(stages, [torch.nn.Linear(2, 2) for _ in range(3)], strategy=Odd())
+    assert pipe.strategy.name == "Odd"
+    assert pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1])).ran == (False, False, True, True)

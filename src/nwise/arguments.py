@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nwise.chain import Chain
 from nwise.stage import LossFn
@@ -101,11 +102,27 @@ def _takes(module: nn.Module, count: int) -> bool:
     return True
 
 
+def refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse parameters and buffers without values, whose shapes other stages, optimizers and processes need to know.
+
+    Raises:
+        ValueError: a lazy module has not seen an input yet.
+    """
+    for owner, module in modules:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"Parameters and buffers should have values. Found {owner}.{name} of a lazy module without any; run the "
+                    "network once on an input before it is given to `Pipeline`."
+                )
+
+
 def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]) -> None:
     """A parameter in two places would have two credits, and on two devices two values."""
     seen: dict[int, tuple[str, str]] = {}
     owners = [(f"stages.{k}", main) for k, main in enumerate(mains)]
     owners += [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None]
+    refuse_lazy(owners)
     for owner, module in owners:
         for name, parameter in module.named_parameters():
             first = seen.setdefault(id(parameter), (owner, name))

@@ -99,6 +99,9 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
     Returns:
         The module (a converted copy if it is itself a batch norm).
 
+    Raises:
+        ValueError: a batch norm is compiled by TorchScript, which keeps its own code.
+
     >>> type(defer_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))[0]).__name__
     'DeferredBatchNorm'
     """
@@ -109,6 +112,11 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
             replacements[child] = DeferredBatchNorm(child) if _moves(child) else child  # type: ignore[arg-type]
         return replacements[child]
 
+    if scripted := [name for name, child in module.named_modules() if _is_scripted(child)]:
+        raise ValueError(
+            f"Batch norms should be deferred before they are scripted. Found {scripted[0]!r} in TorchScript; call "
+            "`defer_batchnorm` first, or script the network without it."
+        )
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None and _moves(child):
@@ -120,9 +128,13 @@ def _moves(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
 
 
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(module.original_name)
+
+
 def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
     """Warn whoever makes a pipeline of batch norms and several micro-batches that it is another function."""
-    plain = [name for name, child in module.named_modules() if _moves(child)]
+    plain = [name for name, child in module.named_modules() if _moves(child) or _is_scripted(child)]
     if plain and num_microbatches > 1:
         warnings.warn(
             f"With {num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "

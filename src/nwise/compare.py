@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nwise.data import Tokens
+from nwise.data import Images, Tokens
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.report.figures import Curve, compare_figure
@@ -41,8 +41,27 @@ class Result:
         return float(np.interp(slots, self.curve.slots, self.curve.values))
 
 
+Data = tuple[Images, Images] | tuple[Tokens, Tokens]
+
+
+def check(recipe: Recipe, strategies: Sequence[str], data: Data) -> None:
+    """Refuse what could not be trained, before anything is written.
+
+    Raises:
+        ValueError: there is no strategy, or one that the network or the recipe does not go with.
+    """
+    if not strategies:
+        raise ValueError("`strategies` should name at least one. Found none.")
+    for variant in _variants(recipe, strategies):
+        Trainer(variant, data)
+
+
 def compare(
-    recipe: Recipe, strategies: Sequence[str], folder: Path, watchers: tuple[Watcher, ...] = ()
+    recipe: Recipe,
+    strategies: Sequence[str],
+    folder: Path,
+    watchers: tuple[Watcher, ...] = (),
+    data: Data | None = None,
 ) -> list[Result]:
     """Train each strategy from the same initial values on the same batches.
 
@@ -51,16 +70,18 @@ def compare(
         strategies: names, as for `nwise.strategy`.
         folder: for the runs.
         watchers: told of every run.
+        data: of the recipe, if it was loaded before.
     """
-    if not strategies:
-        raise ValueError("`strategies` should name at least one. Found none.")
+    return [_result(variant, folder, watchers, data or recipe.load()) for variant in _variants(recipe, strategies)]
+
+
+def _variants(recipe: Recipe, strategies: Sequence[str]) -> list[Recipe]:
     # That one diverges is a result too.
-    variants = [dataclasses.replace(recipe, strategy=strategy, on_nan="ignore") for strategy in strategies]
-    return [_result(variant, folder, watchers) for variant in variants]
+    return [dataclasses.replace(recipe, strategy=strategy, on_nan="ignore") for strategy in strategies]
 
 
-def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...]) -> Result:
-    trainer = Trainer(recipe)
+def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...], data: Data) -> Result:
+    trainer = Trainer(recipe, data)
     run = new_run(recipe, folder)
     trainer.train(run, watchers)
     if run.unwritten:

@@ -42,9 +42,9 @@ class Strategy(ABC):
         """Refuse arguments that name no strategy."""
 
     @property
-    @abstractmethod
     def name(self) -> str:
-        """The text that `nwise.strategy` parses back into this strategy, options aside."""
+        """The text that `nwise.strategy` parses back into this strategy, options aside; of a custom one, its class."""
+        return type(self).__name__
 
     @abstractmethod
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:

@@ -6,16 +6,18 @@ B  batch    C  channels    T  sequence length    D  width    V  vocabulary
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from torch import Tensor, nn
 
 from nwise.chain import Chain
-from nwise.layers import TransformerBlock, conv_bn_relu, vocabulary
+from nwise.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
 from nwise.microbatch import Tensors, as_tuple
 from nwise.modes import evaluating
 from nwise.split import blocks_of
+
+_WIDTHS = (128, 64)  # the paper's
 
 
 def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
@@ -32,20 +34,23 @@ def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), num_classes))
 
 
-def convolutional(channels: int, num_classes: int, widths: Sequence[int] = (128, 64)) -> nn.Sequential:
-    """Convolutions (3x3, batch norm, ReLU), global average pool, linear (the paper's ResNets).
+def convolutional(
+    channels: int, num_classes: int, widths: Sequence[int] = _WIDTHS, norm: Norm | None = "batch"
+) -> nn.Sequential:
+    """Convolutions (3x3, norm, ReLU), global average pool, linear (the paper's ResNets).
 
     Args:
         channels: of the feature map ``[B, C, H, W]``, of any height and width.
         num_classes: number of outputs.
         widths: channels of each convolution.
+        norm: see `nwise.layers.conv_norm_relu`.
 
     >>> import torch
     >>> convolutional(8, 10)(torch.zeros(2, 8, 5, 5)).shape
     torch.Size([2, 10])
     """
     layers: list[nn.Module] = [
-        conv_bn_relu(before, after) for before, after in zip([channels, *widths], widths, strict=False)
+        conv_norm_relu(before, after, norm) for before, after in zip([channels, *widths], widths, strict=False)
     ]
     return nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear([channels, *widths][-1], num_classes)
@@ -149,6 +154,9 @@ def fitting(
 ) -> list[nn.Module]:
     """Heads for whatever the stages give: `convolutional` for maps, `pooled_tokens` for sequences, `linear` for vectors.
 
+    Convolutions are no wider than the stage's output, nor than the paper's, and have a norm if the network has one.
+    `Pipeline.summary` says what the heads cost.
+
     Args:
         stages: the main network, which is run once on the example, without gradient and in evaluation mode.
         example: an input, or a tuple of them; one sample is enough.
@@ -164,15 +172,24 @@ def fitting(
     """
     hidden = as_tuple(example, "`example`")
     heads: list[nn.Module] = []
+    norm = _norm_like(stages)
     for k, stage in enumerate(stages[:-1]):
         with evaluating(stage):
             hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
-        head = _fitting(hidden[0], num_outputs, per_token, k)
+        head = _fitting(hidden[0], num_outputs, per_token, k, norm)
         heads.append(OfFirst(head.to(hidden[0].device, hidden[0].dtype)))
     return heads
 
 
-def _fitting(output: Tensor, num_outputs: int, per_token: bool, stage: int) -> nn.Module:
+def _norm_like(stages: Iterable[nn.Module]) -> Norm | None:
+    """The norm that goes with those of a network: none with none, and no batch statistics where it has none."""
+    names = {type(module).__name__ for stage in stages for module in stage.modules()}
+    if any("BatchNorm" in name for name in names):
+        return "batch"
+    return "group" if any("Norm" in name for name in names) else None
+
+
+def _fitting(output: Tensor, num_outputs: int, per_token: bool, stage: int, norm: Norm | None) -> nn.Module:
     shape = output.shape[1:]
     if per_token and len(shape) == 2:
         return vocabulary(shape[1], num_outputs)
@@ -183,5 +200,5 @@ def _fitting(output: Tensor, num_outputs: int, per_token: bool, stage: int) -> n
             f"{list(output.shape)}; write one yourself."
         )
     if len(shape) == 3:
-        return convolutional(shape[0], num_outputs)
+        return convolutional(shape[0], num_outputs, [min(width, shape[0]) for width in _WIDTHS], norm)
     return pooled_tokens(shape[1], num_outputs) if len(shape) == 2 else linear(shape, num_outputs)

@@ -1,16 +1,40 @@
-"""What somebody may have meant who wrote a name that there is not."""
+"""Suggest the closest known name for an unknown one."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
+# What people write who know the method by another name.
+_ALIASES = {
+    "e2e": "end-to-end",
+    "endtoend": "end-to-end",
+    "backprop": "end-to-end",
+    "bp": "end-to-end",
+    "global": "end-to-end",
+    "greedy": "local",
+    "layerwise": "local",
+    "dgl": "local",
+    "zb": "zero-bubble",
+    "zb-h1": "zero-bubble-lean",
+    "pipedream-flush": "1f1b",
+}
 
-def hint(found: str, names: Iterable[str]) -> str:
-    """The end of an error sentence, empty if no name is close.
 
-    >>> hint("digit", ["digits", "lm1b"])
-    " Did you mean 'digits'?"
+def hint(text: str, names: Iterable[str]) -> str:
+    """Suggest a name.
+
+    Args:
+        text: that is none of the names.
+        names: the known ones.
+
+    Returns:
+        The end of an error sentence, empty if no name is close.
+
+    >>> hint("digit", ["digits", "lm1b"]), hint("e2e", ["local", "end-to-end"])
+    (" Did you mean 'digits'?", " Did you mean 'end-to-end'?")
     """
-    close = difflib.get_close_matches(found, list(names), n=1)
+    known = list(names)
+    alias = _ALIASES.get(text.lower())
+    close = [alias] if alias in known else difflib.get_close_matches(text, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

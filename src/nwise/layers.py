@@ -5,6 +5,8 @@ B  batch    T  sequence length    D  width    V  vocabulary
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,8 +87,17 @@ def vocabulary(width: int, size: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(width), Linear(width, size, bias=False))
 
 
-def conv_bn_relu(in_channels: int, out_channels: int) -> nn.Sequential:
-    """3x3 convolution of stride and padding 1, batch norm, ReLU."""
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU()
-    )
+Norm = Literal["batch", "group"]
+
+
+def conv_norm_relu(in_channels: int, out_channels: int, norm: Norm | None = "batch") -> nn.Sequential:
+    """Make a 3x3 convolution of stride and padding 1, a norm, and a ReLU.
+
+    Args:
+        in_channels, out_channels: of the feature maps.
+        norm: ``"batch"``, ``"group"`` (one group, so that it does not depend on other samples), or None.
+    """
+    layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=norm is None)]
+    if norm is not None:
+        layers.append(nn.BatchNorm2d(out_channels) if norm == "batch" else nn.GroupNorm(1, out_channels))
+    return nn.Sequential(*layers, nn.ReLU())

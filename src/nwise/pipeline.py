@@ -17,6 +17,7 @@ from nwise.compiled import is_compiled, keep_buffers
 from nwise.credit import Strategy
 from nwise.flow import Flow, flows_for
 from nwise.hogwild import Past
+from nwise.inference import Outputs, all_outputs, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import Batch, Tensors, Terms, as_tuple, cut
 from nwise.randomness import derive
@@ -27,8 +28,9 @@ from nwise.schedule.actions import Action
 from nwise.schedule.choose import Order, check_order, choose
 from nwise.schedule.lists import Schedule
 from nwise.snapshot import Snapshot
-from nwise.stage import LossFn, Stage, unchanged
+from nwise.stage import LossFn, Stage
 from nwise.strategy import strategy as parse
+from nwise.summary import describe
 
 
 class Pipeline(nn.Module):
@@ -181,45 +183,43 @@ class Pipeline(nn.Module):
         """Parameters of the heads."""
         return self.heads.parameters()
 
+    def summary(self) -> str:
+        """Describe the next step: parameters, who learns from which loss, what crosses. Of several processes all call it."""
+        here = [
+            [sum(p.numel() for p in part.parameters()) for part in (stage, self.heads.of(k) or nn.Module())]
+            for k, stage in enumerate(self.stages)
+        ]
+        counts = here if self.team is None else self.team.facts(here[self.team.stage])
+        now = self.strategy.in_force(self.steps)
+        title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch"
+        title += "es" if self.num_microbatches > 1 else ""
+        return describe(title, counts, self._flows(now)[self.steps % now.turns][0], self.credit)
+
     def forward(self, *inputs: Tensor) -> Any:
         """Inference through the main network: the last stage's output; None in processes that do not hold it."""
         return self.head_outputs(*inputs, only=())[-1]
 
-    def head_outputs(self, *inputs: Tensor, only: Collection[int] | None = None) -> list[Tensor | Tensors | None]:
+    def head_outputs(self, *inputs: Tensor, only: Collection[int] | None = None) -> Outputs:
         """Inference with the heads: one output per stage, None without a head; the last is `forward`'s.
 
         Args:
             inputs: of the first stage.
             only: stages whose heads are run; default: all.
         """
-        if self.team is not None:
-            return self._outputs_here(inputs, only)
-        hidden: Tensors = inputs
-        outputs: list[Tensor | Tensors | None] = []
-        for k, stage in enumerate(self.stages):
-            output = stage(*hidden)
-            hidden = as_tuple(output, f"The output of stage {k}")
-            if k == self.num_stages - 1:
-                outputs.append(output)
-            else:
-                outputs.append(self._head_output(k, hidden, only))
-        return outputs
+        if self.team is None:
+            return all_outputs(list(self.stages), self.heads, inputs, only)
+        return self._outputs_here(inputs, only)
 
-    def _head_output(self, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
-        head = self.heads.of(k) if only is None or k in only else None
-        with unchanged(hidden, f"The head of stage {k}"):
-            return None if head is None else head(*hidden)
-
-    def _outputs_here(self, inputs: Tensors, only: Collection[int] | None) -> list[Tensor | Tensors | None]:
+    def _outputs_here(self, inputs: Tensors, only: Collection[int] | None) -> Outputs:
         """The outputs of this process's stage, None for others'."""
         assert self.team is not None
         k = self.team.stage
-        outputs: list[Tensor | Tensors | None] = [None] * self.num_stages
+        outputs: Outputs = [None] * self.num_stages
 
         def call(hidden: Tensors) -> Tensors:
             output = self.stages[k](*hidden)
             made = as_tuple(output, f"The output of stage {k}")
-            outputs[k] = output if k == self.num_stages - 1 else self._head_output(k, made, only)
+            outputs[k] = output if k == self.num_stages - 1 else head_output(self.heads, k, made, only)
             return made
 
         self.team.infer(self._stages[k], as_tuple(inputs, "The input"), self.steps, call)

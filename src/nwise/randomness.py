@@ -28,6 +28,9 @@ def generator(*names: int | str) -> torch.Generator:
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Draw from `seed` inside, and leave the global generators as they were.
 
+    They are the process's: a thread that draws from them meanwhile gets numbers of this seed, disturbs what is drawn here, and
+    draws the same again afterwards. It should have a `torch.Generator` of its own.
+
     Args:
         seed: as from `derive`.
         device: also this device's generator, if it is a GPU.

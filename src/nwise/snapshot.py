@@ -28,8 +28,8 @@ class Snapshot:
         self._deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         for norm in self._deferred:
             norm.discard()  # of inference in training mode
-        norms = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-        self._buffers = [(b, b.clone()) for m in norms for b in m._buffers.values() if b is not None]
+        norms = [module for module in modules if module.training and _moves_statistics(module)]
+        self._buffers = [(b, b.clone()) for norm in norms for b in norm.buffers(recurse=False)]
 
     def commit(self) -> None:
         """After a step: move the statistics that wait for the whole mini-batch."""
@@ -47,3 +47,9 @@ class Snapshot:
             buffer.copy_(values)
         for norm in self._deferred:
             norm.discard()
+
+
+def _moves_statistics(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # says no more of itself
+        return True
+    return isinstance(module, _NormBase) and module.track_running_stats

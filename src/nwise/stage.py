@@ -118,6 +118,11 @@ class Stage:
         return result
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
+        if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
+            raise ValueError(
+                f"Stage {self.index} should be no TorchScript to run with other parameters or buffers than its own, as under "
+                "Hogwild or with `recompute`. Found a scripted module; give the module itself."
+            )
         with seeded(seed, inputs[0].device), unchanged(inputs, f"Stage {self.index}"):
             outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")

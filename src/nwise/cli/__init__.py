@@ -16,7 +16,7 @@ from rich.table import Table
 
 import nwise
 from nwise.cli.commands import COMMANDS, command_of
-from nwise.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, PARSING
+from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, OK, PARSING, Output, hide_output
 from nwise.hint import hint
 from nwise.recipes import recipe
 from nwise.runtime.team import tell_all
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
     0 done, 1 training failed, 2 bad input, 74 trained but not all of it could be written, 75 stopped and can be resumed, 130
-    interrupted.
+    interrupted, 141 the output was closed.
     """
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
@@ -48,21 +48,27 @@ def run(arguments: list[str]) -> int:
     try:
         if name not in COMMANDS:
             raise ValueError(f"A command should be one of {', '.join(COMMANDS)}. Found {name!r}.{hint(name, COMMANDS)}")
-        if name != "train" and launched():
+        if launched() and name != "train":
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
-            return int(parsed(name, rest).run(Console()))
+            code = int(parsed(name, rest).run(Output()))
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt as error:
         tell_all(error)
         print(f"nwise {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except RankError:  # every rank has said what it was
         return FAILED
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except BrokenPipeError:
+        hide_output()
+        print(f"nwise {name}: the output was closed.", file=sys.stderr)
+        return CLOSED
+    except (ValueError, TypeError, OSError, ImportError, RecursionError) as error:
         tell_all(error)
-        rank = int(os.environ.get("RANK", "0"))
-        where = f"nwise {name}" if not rank else f"nwise {name}, rank {rank}"
+        rank = os.environ.get("RANK", "0")
+        where = f"nwise {name}" if rank == "0" else f"nwise {name}, rank {rank}"
         Console(stderr=True).print(f"{where}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
         return BAD_INPUT
 

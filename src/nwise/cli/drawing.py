@@ -45,8 +45,11 @@ class Flow:
             raise ValueError("`strategy` should name at least one. Found none.")
         if not 1 <= self.stages <= 32:
             raise ValueError(f"`stages` should be from 1 to 32, so that they can be drawn. Found {self.stages}.")
+        strategies = [nwise.strategy(name) for name in self.strategy]
+        for strategy in strategies:
+            strategy.credit(self.stages)  # refuses a matrix of another size
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        flow_figure([nwise.strategy(name) for name in self.strategy], self.stages, self.out)
+        flow_figure(strategies, self.stages, self.out)
         console.print(f"Figure: {self.out}", soft_wrap=True, highlight=False)
         return OK
 
@@ -154,7 +157,6 @@ class Explore:
     """Print what is on the page as JSON, without the pictures, and nothing else."""
 
     def run(self, console: Console) -> int:
-        check_page(self.out)
         for name in ("strategy", "stages", "microbatches", "costs", "latency"):
             if not getattr(self, name):
                 raise ValueError(f"`{name}` should have at least one value. Found none.")
@@ -167,6 +169,7 @@ class Explore:
             tuple(dict.fromkeys(self.latency)),
         )
         choices.check()
+        check_page(self.out)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("timing schedules")
             found = explore(choices, self.out, lambda done, total: progress.update(task, completed=done, total=total))

@@ -34,8 +34,8 @@ class Report:
         if not self.folders:
             raise ValueError("`RUN` should be one or more folders of runs. Found none.")
         out = self.out or self.folders[0] / "report.html"
-        check_page(out)
         runs = Summary.of(self.folders)
+        check_page(out)
         for run in runs:
             if (found := run.measured) is not None:
                 trace = json.dumps(found.trace(run.title), allow_nan=False)

@@ -33,8 +33,8 @@ from nwise.reproduce.index import EXPERIMENTS, experiment, write_index
 class Reproduce:
     """Run an experiment of the paper again: tables, figures and verdicts from records; what has a record is not run again."""
 
-    experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")] = "all"
-    """e1 to e7, t, stale-gradients, flow, timing-grid, microbatch-grid, or all."""
+    experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")] = ""
+    """e1 to e7, t, stale-gradients, flow, timing-grid, microbatch-grid, or all (an hour in the small size)."""
     size: Literal["small", "full"] = "small"
     """small: two cores, an hour for all with two seeds each; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
@@ -51,6 +51,11 @@ class Reproduce:
     """Print the claims as JSON, and nothing else."""
 
     def run(self, console: Console) -> int:
+        if not self.experiment:
+            raise ValueError(
+                f"`EXPERIMENT` should be one of {', '.join(EXPERIMENTS)}, or all, which takes an hour in the small size. Found "
+                "none."
+            )
         for name, number in (("seeds", self.seeds), ("workers", self.workers)):
             if number is not None and number < 1:
                 raise ValueError(f"`{name}` should be at least 1. Found {number}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 import signal
 import threading
 import warnings
@@ -21,13 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from nwise import compare as comparison
-from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, print_json
+from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, print_json
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.team import tell_all
+from nwise.runtime.world import variable
 from nwise.training import (
     Keeping,
     NotFiniteError,
@@ -65,13 +65,14 @@ class Train:
     keeping: Annotated[Keeping, FLAT] = field(default_factory=Keeping)
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         begun = self._begun()
         if self.timeline and begun is not None:
             raise ValueError("`timeline` should be asked of a run from its start. Found one that is gone on from.")
         # What is wrong with configuration or data shows before a folder is made.
         trainer = Trainer(self.config, None if begun is None else self.config.load(begun.tokenizer()))
         trainer.record_timeline(self.timeline)
+        console.when_closed = trainer.stop  # nothing is lost, and whoever reads on is told how to go on
         is_first = trainer.pipe.team is None or not trainer.pipe.team.world.rank
         watchers: list[Any] = [] if self.json or not is_first else [display_for(console)]
         if is_first:
@@ -114,7 +115,7 @@ class Train:
         """The run that is gone on from: the one that was asked for, or, after a restart by torchrun, the one it made."""
         if self.resume is not None:
             return Run.open(self.resume)
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        if variable("TORCHELASTIC_RESTART_COUNT"):
             return Run.of_launch(self.runs, self.config)
         return None
 
@@ -167,15 +168,15 @@ class Compare:
 
     def run(self, console: Console) -> int:
         check_format(self.figure)
+        watchers = () if self.json else (display_for(console),)
+        data = self.config.load()
+        comparison.check(self.config, self.strategies, data)
         parent = numbered(self.runs, f"compare-{self.config.name}")
         figure = self.figure or parent / "compare.png"
-        watchers = () if self.json else (display_for(console),)
         try:
-            results = comparison.compare(self.config, self.strategies, parent, watchers)
+            results = comparison.compare(self.config, self.strategies, parent, watchers, data)
         except KeyboardInterrupt:
-            Console(stderr=True).print(
-                f"Interrupted. The runs so far are in {parent}.", soft_wrap=True, highlight=False
-            )
+            _note(f"Interrupted. The runs so far are in {parent}.")
             return INTERRUPTED
         figure.parent.mkdir(parents=True, exist_ok=True)
         comparison.draw(results, self.config, figure)

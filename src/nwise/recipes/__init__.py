@@ -2,7 +2,6 @@
 
 from nwise.recipes.book import RECIPES, recipe
 from nwise.recipes.config import (
-    Adam,
     ConvNet,
     Digits,
     EmbeddedText,
@@ -11,11 +10,11 @@ from nwise.recipes.config import (
     Mlp,
     Recipe,
     ResNet,
-    Sgd,
     TextSource,
     from_json,
     to_json,
 )
+from nwise.recipes.optimizers import Adam, Sgd
 
 __all__ = [
     "RECIPES",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from nwise.hint import hint
 from nwise.recipes.config import (
-    Adam,
     ConvNet,
     Digits,
     EmbeddedText,
@@ -14,9 +13,9 @@ from nwise.recipes.config import (
     ImageSource,
     Recipe,
     ResNet,
-    Sgd,
     TextSource,
 )
+from nwise.recipes.optimizers import Adam, Sgd
 
 # Embedded: no network, no files.
 
@@ -28,7 +27,6 @@ def digits() -> Recipe:
         data=Digits(),
         model=ConvNet(num_stages=4),
         optimizer=Adam(lr=1e-3),
-        heads="all",
         batch_size=64,
         epochs=20,
     )
@@ -84,17 +82,13 @@ _LATE_DROPS = (0.7, 0.85, 0.95)  # of the paper's shorter runs
 
 def cifar10_resnet() -> Recipe:
     """E2, full size: the paper's ResNet-32 on CIFAR-10, SGD 0.1, 200 epochs."""
-    return Recipe(
-        name="cifar10-resnet", data=_CROP_FLIP, model=ResNet(), optimizer=Sgd(drops=_DROPS), epochs=200, heads="all"
-    )
+    return Recipe(name="cifar10-resnet", data=_CROP_FLIP, model=ResNet(), optimizer=Sgd(drops=_DROPS), epochs=200)
 
 
 def cifar100_resnet() -> Recipe:
     """E2, full size: the paper's ResNet-32 on CIFAR-100, SGD 0.1, 200 epochs."""
     data = ImageSource(source="cifar100", hub="uoft-cs/cifar100", num_classes=100, augmentation="crop-flip")
-    return Recipe(
-        name="cifar100-resnet", data=data, model=ResNet(), optimizer=Sgd(drops=_DROPS), epochs=200, heads="all"
-    )
+    return Recipe(name="cifar100-resnet", data=data, model=ResNet(), optimizer=Sgd(drops=_DROPS), epochs=200)
 
 
 def imagenet_resnet() -> Recipe:
@@ -114,7 +108,6 @@ def imagenet_resnet() -> Recipe:
         optimizer=Sgd(plateau_epochs=10),
         epochs=120,
         batch_size=256,
-        heads="all",
     )
 
 
@@ -143,7 +136,6 @@ def cifar10_resnet_small() -> Recipe:
         optimizer=Sgd(drops=_LATE_DROPS),
         epochs=5,
         eval_every=1,
-        heads="all",
     )
 
 

@@ -18,6 +18,7 @@ from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
+from nwise.recipes.optimizers import Adam, Sgd, check_range
 from nwise.strategy import strategy
 
 
@@ -183,44 +184,6 @@ class Gpt:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sgd:
-    """Stochastic gradient descent with rate drops."""
-
-    lr: float = 0.1
-    """Rate at the start."""
-    momentum: float = 0.9
-    """Momentum."""
-    weight_decay: float = 2e-4
-    """Weight decay."""
-    drops: tuple[float, ...] = ()
-    """The rate is divided by 10 at these shares of the phase's steps."""
-    plateau_epochs: int | None = None
-    """Divide the rate by 10 after so many epochs without a lower test loss of the last head; None for never."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adam:
-    """Adam, at a constant rate or with the Transformer's warm-up."""
-
-    lr: float = 1e-3
-    """Rate; with `warmup_steps` the factor before min(step^-0.5, step * warmup_steps^-1.5)."""
-    beta1: float = 0.9
-    """Decay of the mean."""
-    beta2: float = 0.999
-    """Decay of the square."""
-    eps: float = 1e-8
-    """Added to the denominator."""
-    weight_decay: float = 0.0
-    """Weight decay."""
-    warmup_steps: int = 0
-    """0 for a constant rate."""
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"`warmup_steps` should be at least 0. Found {self.warmup_steps}.")
-
-
 # On the command line `--lr`, not `--optimizer.lr`.
 _FLAT = tyro.conf.arg(name="")
 
@@ -246,7 +209,7 @@ class Recipe:
     blocks-2, rotating-2, rotating-2-microbatch, credit-1,0;1,1 (rows of one's own matrix), hogwild or 2-wise-hogwild, and
     local@500,end-to-end for one up to step 500 and then another (local@3epochs,end-to-end: up to epoch 3)."""
     heads: Heads = "live"
-    """Whether heads that no stage needs run too, as probes."""
+    """Which heads run: live, those whose loss some stage learns from; all, the others too, as probes that only learn."""
     microbatches: int = 1
     """Parts that a mini-batch is cut into, M."""
     batch_size: int = 128
@@ -293,6 +256,8 @@ class Recipe:
         for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
             if number is not None and not 0 < number < math.inf:
                 raise ValueError(f"`{name}` should be a finite number above 0. Found {number}.")
+        for factor in self.stage_lr:
+            check_range("stage_lr", factor, 0, math.inf, least=True)
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"`max_steps` should be at least 1. Found {self.max_steps}.")
         if self.microbatches > self.batch_size:
@@ -323,10 +288,13 @@ class Recipe:
 
         def steps(match: re.Match[str]) -> str:
             try:
-                return f"@{max(1, round(float(match[1]) * steps_per_epoch))},"
+                epochs = float(match[1])
+                if epochs <= 0:
+                    raise ValueError("no number of epochs")
+                return f"@{max(1, round(epochs * steps_per_epoch))},"
             except (ValueError, OverflowError) as error:
                 raise ValueError(
-                    f"`strategy` should give a number of epochs after '@'. Found {self.strategy!r}."
+                    f"`strategy` should give a number of epochs above 0 after '@'. Found {self.strategy!r}."
                 ) from error
 
         text = re.sub(r"@([^@,]*)epochs,", steps, self.strategy)

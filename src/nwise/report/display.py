@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -52,9 +53,12 @@ class _Base(Watcher):
         self.kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
         recipe, pipe = trainer.recipe, trainer.pipe
         parameters, side = trainer.num_parameters
+        threads = torch.get_num_threads()
         return (
             f"{recipe.name}: {pipe.num_stages} stages, {recipe.strategy}, {parameters:,} parameters"
             f" + {side:,} in heads, {trainer.num_steps:,} steps of {recipe.batch_size} on {trainer.device}"
+            f"{'' if pipe.team is None else f', {pipe.team.world.size} processes'}"
+            f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.team is None else ' each'}"
         )
 
 
@@ -129,7 +133,9 @@ class PlainDisplay(_Base):
         """Say what is trained."""
         self.console.print(self.begin(trainer), soft_wrap=True)
         self.console.print(
-            "numbers are of the heads of stages 0, 1, ..., the last of which is the output", soft_wrap=True
+            "columns: heads of stages 0, 1, ..., the last one the network's output; – where no stage learns from a head "
+            "(--heads all runs it too)",
+            soft_wrap=True,
         )
         self.total = trainer.num_steps
         self.losses = ""

@@ -19,7 +19,7 @@ from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture, batch_of, farth
 from nwise.report.html import write_page
 from nwise.schedule import Timed
 from nwise.schedule.costs import Costs
-from nwise.schedule.rivals import RIVALS, timed_method
+from nwise.schedule.rivals import RIVALS, known_method, timed_method
 from nwise.strategy import Switch
 from nwise.strategy import strategy as strategy_of
 
@@ -66,7 +66,7 @@ class Choices:
                 f"{max(self.microbatches)} micro-batches; draw fewer."
             )
         for name, stages in product(self.methods, self.stages):
-            found = None if name in RIVALS else strategy_of(name)
+            found = None if name in RIVALS else known_method(name)
             if isinstance(found, Switch):
                 raise ValueError(f"`strategy` should not change with time here. Found {name!r}; give its parts.")
             if found is not None:
@@ -254,8 +254,9 @@ gradient comes from; every other mini-batch is hatched. Every schedule was found
 </tbody></table></div>
 </div>
 <h2>All of them</h2>
-<p class="note">&#9733; has the shortest step at this M. Pipelines are priced with every layer's cotangent stored, as they are
-built; strategies as nwise's own stages run them.</p>
+<p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
+compared by time. </span>Pipelines are priced with every layer's cotangent stored, as they are built; strategies as nwise's own
+stages run them.</p>
 <div class="wide" tabindex="0"><table id="methods"><thead><tr>
 <th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
 <th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>

@@ -15,9 +15,11 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from nwise.machine import num_cores
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 
 DIMENSIONS = ("pp", "dp", "tp")
@@ -228,7 +231,20 @@ def launched() -> bool:
     """Whether this process is one of several of a `torchrun`, or of a process group that is already there."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    variable("RANK")
+    return "RANK" in os.environ and variable("WORLD_SIZE", 1) > 1
+
+
+def variable(name: str, default: int = 0) -> int:
+    """A number of the environment, as torchrun sets it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"`{name}` in the environment should be a whole number, as torchrun sets it. Found {text!r}.")
+    return int(text)
 
 
 def start(timeout: float = 300.0) -> bool:
@@ -243,6 +259,7 @@ def start(timeout: float = 300.0) -> bool:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     _keep_memory()
+    _share_cores()
     limit = timedelta(seconds=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
@@ -264,6 +281,29 @@ def _keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+
+
+def _share_cores() -> None:
+    """Give this process its share of the machine's cores as threads, unless the user has said how many there should be.
+
+    torchrun says 1 where nobody has, however many cores there are; what its own user said, the system remembers.
+    """
+    said = os.environ.get("OMP_NUM_THREADS")
+    if said is not None and not (said == "1" and _said_by_torchrun()):
+        return
+    share = max(1, num_cores() // variable("LOCAL_WORLD_SIZE", 1))
+    if said is not None or torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+
+
+def _said_by_torchrun() -> bool:
+    """Whether ``OMP_NUM_THREADS`` comes from torchrun and not from the one who started it."""
+    path = Path(f"/proc/{os.getppid()}/environ")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not path.exists():
+        return False
+    with suppress(OSError):
+        return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in path.read_bytes().split(b"\0"))
+    return False
 
 
 def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -241,6 +241,7 @@ def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(
                 f"Costs should be {', '.join(PRESETS)}, or like forward=1,head=0.5,input_grad=1,weight_grad=1. Found {part!r}."
+                f"{hint(text, PRESETS)}"
             ) from error
         if name.strip() in values:
             raise ValueError(f"Costs should give {name.strip()} once. Found it twice in {text!r}.")
@@ -257,7 +258,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _from_json(where: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} should hold JSON. Found {error}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} should hold one JSON object of costs. Found {type(values).__name__}.")

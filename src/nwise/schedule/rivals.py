@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nwise.credit import EndToEnd
+from nwise.credit import EndToEnd, Strategy
 from nwise.flow import flows_for
 from nwise.hint import hint
 from nwise.schedule import orders
@@ -24,6 +24,7 @@ from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
 from nwise.schedule.search import Search
 from nwise.schedule.timed import Timed, check_memory, peak_bytes
+from nwise.strategy import strategy as strategy_of
 
 RIVALS = ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
 
@@ -74,8 +75,29 @@ def timed_method(name: str, **options: Any) -> Timed:
     Args:
         name: which.
         options: of `rival` and `best`, which take the same.
+
+    Raises:
+        ValueError: there is no such pipeline or strategy, or an option is out of range.
     """
-    return rival(name, **options) if name in RIVALS else best(name, **options)
+    if name in RIVALS:
+        return rival(name, **options)
+    return best(known_method(name), **options)
+
+
+def known_method(name: str) -> Strategy:
+    """The strategy of a name; of an unknown one, suggest a pipeline too.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    try:
+        return strategy_of(name)
+    except ValueError as error:
+        if meant := hint(name, RIVALS):
+            raise ValueError(
+                f"`strategy` should be a strategy, or one of {', '.join(RIVALS)}. Found {name!r}.{meant}"
+            ) from error
+        raise
 
 
 def _schedules(name: str, search: Search) -> list[Schedule]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +18,7 @@ from nwise.losses import TokenCrossEntropy
 from nwise.models import materialize
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
-from nwise.runtime.world import launched
+from nwise.runtime.world import launched, variable
 from nwise.stage import LossFn
 
 
@@ -29,7 +28,7 @@ def device_of(recipe: Recipe) -> torch.device:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         # Several processes of one machine have a GPU each, as far as there are any.
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        return torch.device("cuda", variable("LOCAL_RANK") % torch.cuda.device_count())
     try:
         device = torch.device(recipe.device)
     except RuntimeError as error:

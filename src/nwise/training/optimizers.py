@@ -50,9 +50,14 @@ def optimizer_of(
     # One pass over a parameter instead of one for every operation: a fifth of a small Transformer's step.
     fused = not any(is_dtensor(p) for group in kept for p in group["params"])
     if isinstance(config, Sgd):
-        return torch.optim.SGD(
+        sgd = torch.optim.SGD(
             kept, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
         )
+        if config.momentum:
+            # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
+            for p in (p for group in kept for p in group["params"]):
+                sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return sgd
     betas = (config.beta1, config.beta2)
     return torch.optim.Adam(
         kept, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused

@@ -67,7 +67,7 @@ class Run:
         """The newest folder that processes of this torchrun made, before it restarted them, with this configuration."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
         for path in sorted(parent.glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-            with suppress(ValueError, AttributeError):  # of a folder that is none of ours
+            with suppress(ValueError, AttributeError, RecursionError):  # of a folder that is none of ours
                 state = cls(path.parent)._state()
                 if wanted == {name: state.get(name) for name in wanted} and state.get("status") != "done":
                     return cls(path.parent)
@@ -87,7 +87,7 @@ class Run:
         """The resolved configuration."""
         try:
             recipe = from_json(self._state()["config"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.folder / 'run.json'} should hold a run's configuration. Found: {error}") from error
         if not isinstance(recipe, Recipe):
             raise ValueError(

@@ -22,7 +22,7 @@ function draw() {
   const message = document.getElementById("answer");
   document.getElementById("absent").hidden = Boolean(entry);
   document.getElementById("found").hidden = !entry;
-  message.textContent = compared ? answer() : "";
+  message.textContent = compared ? verdict().text : "";
   message.hidden = !compared;
   table();
   if (!entry) { document.getElementById("absent").textContent = absence(); return; }
@@ -76,12 +76,12 @@ function cell(row, text, kind = "td") {
 function table() {
   const body = document.querySelector("#methods tbody");
   const rows = methods().map(method => ({ method, entry: at({ method }), best: atBestM(method) }));
-  const shortest = Math.min(...rows.map(row => row.entry.period));
+  const { winner } = verdict();
   rows.sort((a, b) => a.entry.period - b.entry.period);
   body.replaceChildren(...rows.map(({ method, entry, best }) => {
     const row = document.createElement("tr");
     if (method === chosen.method) row.classList.add("chosen");
-    if (entry.period <= shortest * (1 + 1e-9)) row.classList.add("best");
+    if (compared && winner === method) row.classList.add("best");
     cell(row, dimensions.method[method] + (isRival(method) ? " (end-to-end)" : ""), "th");
     cell(row, show(entry.period));
     cell(row, show(entry.bound));
@@ -94,19 +94,24 @@ function table() {
 }
 
 // As the planner recommends: end-to-end needs the fewest steps, so it wins wherever its step is not longer.
-function answer() {
+// Local training, whose step is nearly always the shortest, is not compared by time.
+function verdict() {
   const all = methods().filter(method => !local.includes(dimensions.method[method])).map(method => ({ method, ...atBestM(method) }));
   const first = list => list.reduce((a, b) => (b && (!a || b.entry.period < a.entry.period * (1 - 1e-9)) ? b : a), null);
   const pipeline = first(all.filter(one => isRival(one.method)));
   const strategy = first(all.filter(one => !isRival(one.method)));
-  const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)})`;
-  if (!pipeline || !strategy) return pipeline || strategy ? `The shortest step: ${named(pipeline || strategy)}.` : "";
+  const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)}` +
+    `${one.entry.runs ? "" : "; nwise's own stages run it slower"})`;
+  if (!pipeline || !strategy) {
+    const only = pipeline || strategy;
+    return { winner: only && only.method, text: only ? `The shortest step: ${named(only)}.` : "" };
+  }
   const ratio = pipeline.entry.period / strategy.entry.period;
-  if (!Number.isFinite(ratio)) return "";
-  if (ratio <= 1.005) return `Winner: ${named(pipeline)}. No strategy between local and end-to-end has a shorter step; ` +
-    `the best of them is ${named(strategy)}, ${Math.round(100 / ratio - 100)} % longer.`;
-  return `Winner: ${named(strategy)}, if it reaches your quality in fewer than ${ratio.toFixed(2)} times the steps of end-to-end; ` +
-    `the best end-to-end pipeline is ${named(pipeline)}.`;
+  if (!Number.isFinite(ratio)) return { winner: null, text: "" };
+  if (ratio <= 1.005) return { winner: pipeline.method, text: `Winner: ${named(pipeline)}. No strategy between local and ` +
+    `end-to-end has a shorter step; the best of them is ${named(strategy)}, ${Math.round(100 / ratio - 100)} % longer.` };
+  return { winner: strategy.method, text: `Winner: ${named(strategy)}, if it reaches your quality in fewer than ${ratio.toFixed(2)} ` +
+    `times the steps of end-to-end; the best end-to-end pipeline is ${named(pipeline)}.` };
 }
 
 function menus() {

@@ -1,0 +1,34 @@
+"""Inference through the main network and, on the way, its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from nwise.arguments import Heads
+from nwise.microbatch import Tensors, as_tuple
+from nwise.stage import unchanged
+
+# One for every stage; None where there is no head, or it is not asked for.
+Outputs = list[Tensor | Tensors | None]
+
+
+def all_outputs(stages: Sequence[nn.Module], heads: Heads, inputs: Tensors, only: Collection[int] | None) -> Outputs:
+    """Run the main network, and the heads of the stages in `only` (None for all); the last entry is the network's output."""
+    outputs: Outputs = []
+    output: Any = inputs
+    for k, stage in enumerate(stages):
+        output = stage(*inputs)
+        inputs = as_tuple(output, f"The output of stage {k}")
+        if k < len(stages) - 1:
+            outputs.append(head_output(heads, k, inputs, only))
+    return [*outputs, output]
+
+
+def head_output(heads: Heads, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
+    """Run the head of a stage, if there is one and it is asked for."""
+    head = heads.of(k) if only is None or k in only else None
+    with unchanged(hidden, f"The head of stage {k}"):
+        return None if head is None else head(*hidden)

@@ -1,0 +1,45 @@
+"""A pipeline in words: what each stage and head costs, which losses train it, and what crosses its borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nwise.flow import Flow
+
+
+def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit: Tensor) -> str:
+    """Make the table that `Pipeline.summary` returns.
+
+    Args:
+        title: its first line.
+        parameters: of each stage and of its head, ``[A]`` pairs.
+        flow: of a micro-batch.
+        credit: ``[A, A]``.
+
+    >>> import nwise
+    >>> strategy = nwise.NWise(2).credit(2)
+    >>> print(describe("two stages", [(10, 5), (20, 0)], nwise.flow_of(strategy), strategy))
+    two stages
+    stage  parameters      head  learns from  passes  sends back
+        0          10         5       loss 1       1           0
+        1          20    output       loss 1       1           1
+      all          30  5 (17 %)                    2           1
+    """
+    heads = [f"{side:,}" if side else "–" for _, side in parameters[:-1]] + ["output"]
+    rows = [["stage", "parameters", "head", "learns from", "passes", "sends back"]]
+    for k, stage in enumerate(flow.stages):
+        losses = ", ".join(_loss(j, float(credit[j, k])) for j in range(len(credit)) if credit[j, k]) or "nothing"
+        rows.append([str(k), f"{parameters[k][0]:,}", heads[k], losses, str(stage.passes), str(len(stage.messages))])
+    main, side = (sum(column) for column in zip(*parameters, strict=True))
+    passes, messages = sum(stage.passes for stage in flow.stages), sum(flow.messages)
+    share = f"{side:,} ({100 * side / main:.0f} %)" if main else f"{side:,}"
+    rows.append(["all", f"{main:,}", share, "", str(passes), str(messages)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([title, *lines])
+
+
+def _loss(loss: int, weight: float) -> str:
+    return f"loss {loss}" if weight == 1 else f"{weight:g} × loss {loss}"
