@@ -133,8 +133,7 @@ class PlainDisplay(_Base):
         """Say what is trained."""
         self.console.print(self.begin(trainer), soft_wrap=True)
         self.console.print(
-            "columns: heads of stages 0, 1, ..., the last one the network's output; – where no stage learns from a head "
-            "(--heads all runs it too)",
+            f"columns: the heads of stages 0 to {trainer.pipe.num_stages - 1}, the last is the output; – not trained (see --heads)",
             soft_wrap=True,
         )
         self.total = trainer.num_steps
