@@ -133,7 +133,7 @@ class PlainDisplay(_Base):
         """Say what is trained."""
         self.console.print(self.begin(trainer), soft_wrap=True)
         self.console.print(
-            f"columns: the heads of stages 0 to {trainer.pipe.num_stages - 1}, the last is the output; – not trained (see --heads)",
+            f"columns: the heads of stages 0 to {trainer.pipe.num_stages - 1}, the last the output; – not trained (see --heads)",
             soft_wrap=True,
         )
         self.total = trainer.num_steps
