@@ -321,7 +321,7 @@ def test_a_signal_ends_a_run_that_can_be_resumed(number: int, tmp_path: Path, st
     assert process.returncode == 75, said
     (folder,) = tmp_path.iterdir()
     assert f"as asked. Go on with `nwise train --resume {folder}`." in said
-    (one,) = (folder / "checkpoints").iterdir()
+    (one,) = (folder / "checkpoints").glob("step-*")
     assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
 
 
@@ -423,9 +423,10 @@ def test_stop_sees_gradients_too() -> None:
 
 def test_ignore_does_not_look() -> None:
     pipe = broken("local", 2, {0})
+    finite = Finite(pipe, "ignore")
     (x, y), *_ = batches(1)
     pipe.step(x, target=y)
-    assert Finite(pipe, "ignore")() == []
+    assert finite() == []
 
 
 # A gradient of nan at stage 3 spoils those of the stages that its loss reaches, and what shares a loss with any of them.

@@ -41,7 +41,6 @@ RANKS = [
     ["training"],
     ["report"],
     ["compare", "profile"],
-    ["reproduce"],
     ["cli", "__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

@@ -19,19 +19,27 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from experiments import index
+from experiments import pictures as drawn
+from experiments.e1 import experiment as e1
+from experiments.e2 import experiment as e2
+from experiments.e4 import experiment as e4
+from experiments.e6 import experiment as e6
+from experiments.harness.cell import Cell, Record, cell_of, measure
+from experiments.harness.claims import Claim, equal, greater, interval
+from experiments.harness.clock import network_costs, step_time, work
+from experiments.harness.experiment import Job
+from experiments.harness.pool import run_cells
+from experiments.harness.runs import Runs, accuracy, loss, loss_at
+from experiments.harness.store import Store
+from experiments.harness.trained import Parts, Trained
+from experiments.index import EXPERIMENTS
+from experiments.t import experiment as t
+from experiments.t import plots as timing_plots
+from experiments.t import timing
 from nwise import cli, models
 from nwise.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
 from nwise.recipes import recipe as recipe_of
-from nwise.reproduce import drawn, e1, e2, e4, e6, index, t, timing, timing_plots
-from nwise.reproduce.cell import Cell, Record, cell_of, measure
-from nwise.reproduce.claims import Claim, equal, greater, interval
-from nwise.reproduce.clock import network_costs, step_time, work
-from nwise.reproduce.experiment import Job
-from nwise.reproduce.index import EXPERIMENTS, RESULTS
-from nwise.reproduce.pool import run_cells
-from nwise.reproduce.runs import Runs, accuracy, loss, loss_at
-from nwise.reproduce.store import Store
-from nwise.reproduce.trained import Parts, Trained
 from nwise.schedule import PAPER, paper_time
 from nwise.schedule.costs import TRANSFORMER
 from nwise.training import Trainer, rate_factor
@@ -154,7 +162,7 @@ def test_what_has_a_record_is_not_run_again(tmp_path: Path) -> None:
         tables=lambda runs: f"{len(runs.records)} records",
         seeds={"small": 2, "full": 2},
     )
-    experiment = Trained("tiny", "Tiny", parts)
+    experiment = Trained("tiny", "Tiny", parts, [])
     job = Job(
         folder=tmp_path,
         told=lambda name, done, total: ran.append(name),
@@ -208,7 +216,7 @@ def test_cells_without_data_are_skipped_and_said(tmp_path: Path, monkeypatch: py
     )
     said: list[str] = []
     job = Job(folder=tmp_path, skipped=said.append)
-    experiment = Trained("tiny", "Tiny", parts)
+    experiment = Trained("tiny", "Tiny", parts, [])
     experiment.reproduce(job)
     assert len(said) == 1
     assert re.search("Tiny: 1 cells are not run. .*Found 'no-such-pictures' in none of them", said[0])
@@ -603,8 +611,9 @@ def test_virtual_and_real_runs_are_measured() -> None:
 
 
 def test_the_index_shows_all_sixteen_results(tmp_path: Path) -> None:
-    assert [number for number, *_ in RESULTS] == list(range(1, 17))
-    assert {name for *_, name, _ in RESULTS} == set(EXPERIMENTS)
+    numbers = [result.number for one in EXPERIMENTS.values() for result in one.results]
+    assert sorted(number for number in numbers if isinstance(number, int)) == list(range(1, 17))
+    assert all(one.results for one in EXPERIMENTS.values())
     text = index.table(tmp_path)
     assert text.count("| not run |") == 22, "and six rows of further claims"
     assert text.count("| not run: no data |") == 3, "CIFAR-100 and ImageNet"
@@ -618,7 +627,7 @@ def test_the_index_shows_all_sixteen_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_claim_is_in_a_row_of_the_index(name: str) -> None:
     """Those about the work of Transformers once were in none."""
-    sources = [source for *_, of, source in (*RESULTS, *index.FURTHER) if of == name]
+    sources = [result.source for result in EXPERIMENTS[name].results]
     claims = EXPERIMENTS[name].claims(Job(folder=Path(__file__).parents[1] / "experiments"))
     assert claims
     assert [claim.text for claim in claims if not claim.source.startswith(tuple(sources))] == []

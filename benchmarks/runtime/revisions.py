@@ -18,10 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import tyro
-from benchmarks.runtime.run import HERE, Record, grouped, spread, write
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.runtime.run import HERE, Record, grouped, spread, write
 from nwise.runtime.bench import Case
 
 # What both revisions are asked to do, by their own code.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import warnings
@@ -121,7 +120,7 @@ def _help() -> None:
     console.print("[bold]nwise[/] trains networks in stages, each loss's gradient travelling through only N of them.\n")
     console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for name in COMMANDS:
-        table.add_row(name, inspect.getdoc(command_of(name)))
+    for name, command in COMMANDS.items():
+        table.add_row(name, command.summary)
     console.print(table)
     console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

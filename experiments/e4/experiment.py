@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from experiments.e2 import experiment as e2
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, difference, equal, greater, mean_of
+from experiments.harness.experiment import Result, Size, Waiting
+from experiments.harness.plots import grid_of_fine_tuning
+from experiments.harness.runs import Runs, accuracy, shown
+from experiments.harness.trained import Parts, Trained
 from nwise.recipes import ImageSource, Recipe, Sgd
-from nwise.reproduce import e2, markdown
-from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, difference, equal, greater, mean_of
-from nwise.reproduce.experiment import Size
-from nwise.reproduce.plots import grid_of_fine_tuning
-from nwise.reproduce.runs import Runs, accuracy, shown
-from nwise.reproduce.trained import Parts, Trained
 
 METHODS = ("end-to-end", "2-wise", "1-wise", "fine-tuning")
 _DROPS = (0.7, 0.85, 0.95)
@@ -215,8 +216,13 @@ def draw(runs: Runs, path: Path) -> None:
     grid_of_fine_tuning(runs, list(METHODS), validation(runs), path.with_suffix(".png"))
 
 
-E4 = Trained(
+EXPERIMENT = Trained(
     "e4",
     "E4, equal time and fine-tuning",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 4}),
+    [
+        Result(12, "table: equal time (E4)", "table 12"),
+        Result(15, "table: grid of fine-tuning (E4)", "table 15"),
+    ],
+    waiting=[Waiting("12, 15", "tables: equal time, and grid of fine-tuning, on CIFAR-100", ("cifar100",))],
 )

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from experiments.harness import claims as claiming
+from experiments.harness import markdown
+from experiments.harness.cell import Cell, Record, missing_data
+from experiments.harness.claims import Claim
+from experiments.harness.experiment import Experiment, Job, NothingMatches, Result, Size
+from experiments.harness.pool import run_cells
+from experiments.harness.runs import Runs
+from experiments.harness.store import Store
 from nwise.recipes import Gpt, Recipe
-from nwise.reproduce import claims as claiming
-from nwise.reproduce import markdown
-from nwise.reproduce.cell import Cell, Record, missing_data
-from nwise.reproduce.claims import Claim
-from nwise.reproduce.experiment import Experiment, Job, NothingMatches, Size
-from nwise.reproduce.pool import run_cells
-from nwise.reproduce.runs import Runs
-from nwise.reproduce.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class Parts:
 
 
 class Trained(Experiment):
-    """An experiment of training runs."""
+    """An experiment of training runs; takes what `Experiment` takes, and its parts."""
 
-    def __init__(self, name: str, title: str, parts: Parts, *, of: str | None = None) -> None:
-        super().__init__(name, title, of=of)
+    def __init__(self, name: str, title: str, parts: Parts, results: Sequence[Result], **options: Any) -> None:
+        super().__init__(name, title, results, **options)
         self.parts = parts
 
     def cells(self, job: Job) -> list[Cell]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nwise.reproduce import claims as claiming
-from nwise.reproduce import markdown, timing_plots
-from nwise.reproduce.claims import Claim, exact
-from nwise.reproduce.experiment import Experiment, Job, NothingMatches
-from nwise.reproduce.store import Store
-from nwise.reproduce.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
+from experiments.harness import claims as claiming
+from experiments.harness import markdown
+from experiments.harness.claims import Claim, exact
+from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
+from experiments.harness.store import Store
+from experiments.t import plots as timing_plots
+from experiments.t.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot
 from nwise.schedule.paper import POWERS, PRINTED_STAGES, BestCell
 from nwise.schedule.rivals import timed_method
@@ -197,4 +198,13 @@ def _pair(row: Row | None, slot: Slot | None) -> str:
     return f"{1e3 * row['seconds']:.1f} | {1e3 * model:.1f}".replace("|", "\\|")
 
 
-T = Timing("t", "T, the timing model")
+EXPERIMENT = Timing(
+    "t",
+    "T, the timing model",
+    [
+        Result(4, "figure: predicted speed-up over GPipe", "figure 4"),
+        Result(10, "figure: measured against modelled time per batch", "figure 10"),
+        Result(16, "table: best M", "table 16"),
+        Result("", "text: the formula, growth of the best M, uneven costs", "section T"),
+    ],
+)

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from experiments.harness import claims as claiming
+from experiments.harness.claims import Claim, exact
+from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
+from experiments.t.timing import steady
 from nwise.credit import EndToEnd, Local, NWise
 from nwise.flow import flow_of
 from nwise.pipeline import Pipeline
 from nwise.report.figures import flow_figure
 from nwise.report.grid import Picture, schedule_figure
-from nwise.reproduce import claims as claiming
-from nwise.reproduce.claims import Claim, exact
-from nwise.reproduce.experiment import Experiment, Job, NothingMatches
-from nwise.reproduce.timing import steady
 from nwise.schedule import PAPER
 from nwise.schedule.paper import paper_time
 from nwise.schedule.rivals import timed_method
@@ -29,8 +29,10 @@ _SLOTS = {"end-to-end": 8, "hogwild": 2, "1-wise": 2, "2-wise": 4, "3-wise": 6}
 class Drawn(Experiment):
     """A figure, and what can be counted in it."""
 
-    def __init__(self, name: str, title: str, draw: Callable[[Path], None], found: Callable[[], list[Claim]]) -> None:
-        super().__init__(name, title)
+    def __init__(
+        self, name: str, title: str, result: Result, draw: Callable[[Path], None], found: Callable[[], list[Claim]]
+    ) -> None:
+        super().__init__(name, title, [result])
         self._draw, self._found = draw, found
 
     def reproduce(self, job: Job) -> None:
@@ -107,24 +109,30 @@ def _microbatch_grids() -> list[Claim]:
 STALE = Drawn(
     "stale-gradients",
     "Stale gradients of Hogwild",
+    Result(1, "figure: stale gradients of Hogwild", "figure 1"),
     lambda path: schedule_figure([_picture("hogwild", 4, 1, batches=6)], path),
     _stale,
 )
 FLOW = Drawn(
     "flow",
     "Flow of activations and gradients",
+    Result(2, "figure: flow of activations and gradients", "figure 2"),
     lambda path: flow_figure([EndToEnd(), Local(), NWise(2), NWise(3)], 4, path),
     _flows,
 )
 GRID = Drawn(
     "timing-grid",
     "Timing grid of four steps",
+    Result(3, "figure: timing grid of four steps, time per batch", "figure 3"),
     lambda path: schedule_figure([_picture(name, 4, 1, batches=4) for name in _SLOTS], path),
     _grid,
 )
 MICROBATCH_GRID = Drawn(
     "microbatch-grid",
     "Timing grids with micro-batches",
+    Result(9, "figure: micro-batch grids", "figure 9"),
     lambda path: schedule_figure([_picture(name, 6, 4, batches=2) for name in ("gpipe", "3-wise")], path),
     _microbatch_grids,
 )
+
+PICTURES = (STALE, FLOW, GRID, MICROBATCH_GRID)

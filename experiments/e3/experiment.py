@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nwise.reproduce import e2, markdown
-from nwise.reproduce.claims import Claim, equal, greater, mean_of, slope
-from nwise.reproduce.plots import accuracy_of_heads
-from nwise.reproduce.runs import Runs, head_of
-from nwise.reproduce.trained import Parts, Trained
+from experiments.e2 import experiment as e2
+from experiments.harness import markdown
+from experiments.harness.claims import Claim, equal, greater, mean_of, slope
+from experiments.harness.experiment import Result
+from experiments.harness.plots import accuracy_of_heads
+from experiments.harness.runs import Runs, head_of
+from experiments.harness.trained import Parts, Trained
 
 _METHODS = (*e2.PAPER, *e2.BEYOND)
 
@@ -48,9 +50,10 @@ def draw(runs: Runs, path: Path) -> None:
     accuracy_of_heads(runs, list(_METHODS), 4, path.with_suffix(".png"))
 
 
-E3 = Trained(
+EXPERIMENT = Trained(
     "e3",
     "E3, the accuracy of every head",
-    Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw, seeds=e2.E2.parts.seeds),
+    Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
+    [Result(6, "figure: accuracy of every head (E3)", "figure 6")],
     of="e2",
 )

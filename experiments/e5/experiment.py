@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nwise.reproduce import e2, markdown
-from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, no_greater
-from nwise.reproduce.experiment import Size
-from nwise.reproduce.plots import accuracy_of_ensembles
-from nwise.reproduce.runs import Runs, ensemble_of
-from nwise.reproduce.trained import Parts, Trained
+from experiments.e2 import experiment as e2
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, no_greater
+from experiments.harness.experiment import Result, Size
+from experiments.harness.plots import accuracy_of_ensembles
+from experiments.harness.runs import Runs, ensemble_of
+from experiments.harness.trained import Parts, Trained
 
 _METHODS = ("2-wise", "1-wise")
 _SHOWN = (*_METHODS, "2-wise-mean", "deep-supervision")
@@ -56,9 +57,10 @@ def draw(runs: Runs, path: Path) -> None:
     accuracy_of_ensembles(runs, list(_SHOWN), 4, path.with_suffix(".png"))
 
 
-E5 = Trained(
+EXPERIMENT = Trained(
     "e5",
     "E5, ensembles of the top heads",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.E2.parts.seeds),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
+    [Result(13, "table: ensembles (E5)", "table 13")],
     of="e2",
 )

@@ -8,7 +8,7 @@ from math import inf, isnan, sqrt
 from statistics import mean, stdev
 from typing import Literal
 
-from nwise.reproduce import markdown
+from experiments.harness import markdown
 
 Verdict = Literal["holds", "does not hold", "undecided"]
 Seeds = Mapping[int, float]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, equal, exact, greater
+from experiments.harness.clock import described, network_costs, slots_text, work
+from experiments.harness.experiment import Result, Size, Waiting
+from experiments.harness.plots import accuracy_and_step_time
+from experiments.harness.runs import Runs, accuracy
+from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.recipes import Recipe, ResNet, recipe
-from nwise.reproduce import markdown
-from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, equal, exact, greater
-from nwise.reproduce.clock import described, network_costs, slots_text, work
-from nwise.reproduce.experiment import Size
-from nwise.reproduce.plots import accuracy_and_step_time
-from nwise.reproduce.runs import Runs, accuracy
-from nwise.reproduce.trained import Parts, Trained, on_a_gpu
 from nwise.schedule import Costs
 
 PAPER = ("end-to-end", "1-wise", "2-wise", "3-wise")
@@ -99,8 +99,17 @@ def draw(runs: Runs, path: Path) -> None:
     accuracy_and_step_time(runs, [*PAPER, *BEYOND], 4, costs(runs), path.with_suffix(".png"))
 
 
-E2 = Trained(
+EXPERIMENT = Trained(
     "e2",
     "E2, residual networks in four stages",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 3}),
+    [
+        Result(11, "table: residual networks (E2)", "table 11"),
+        Result("", "text: work in total, residual networks", "section T"),
+        Result("", "ours: other strategies for residual networks", "ours"),
+    ],
+    waiting=[
+        Waiting("11", "table: residual networks on CIFAR-100 and ImageNet", ("cifar100", "imagenet")),
+        Waiting("6, 13", "every head, and ensembles, on ImageNet", ("imagenet",)),
+    ],
 )

@@ -12,10 +12,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.harness.cell import Record
+from experiments.harness.clock import step_time
+from experiments.harness.runs import Runs, Score, accuracy, ensemble_of, head_of, perplexity
 from nwise.report.figures import COLOURS, MARKERS
-from nwise.reproduce.cell import Record
-from nwise.reproduce.clock import step_time
-from nwise.reproduce.runs import Runs, Score, accuracy, ensemble_of, head_of, perplexity
 from nwise.schedule import PAPER, Costs
 
 styled = mpl.rc_context({"font.size": 9, "axes.titlesize": 10})

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, difference, equal, greater, mean_of, slope
+from experiments.harness.experiment import Result, Size
+from experiments.harness.plots import lines_over_stages
+from experiments.harness.runs import Runs, accuracy
+from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.recipes import ConvNet, recipe
-from nwise.reproduce import markdown
-from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, difference, equal, greater, mean_of, slope
-from nwise.reproduce.experiment import Size
-from nwise.reproduce.plots import lines_over_stages
-from nwise.reproduce.runs import Runs, accuracy
-from nwise.reproduce.trained import Parts, Trained, on_a_gpu
 
 DOUBLE = "1-wise double size"
 _WISE = ("1-wise", "2-wise", "3-wise", "4-wise", "end-to-end")
@@ -76,8 +76,9 @@ def draw(runs: Runs, path: Path) -> None:
     lines_over_stages(runs, accuracy, panels, "test accuracy, %", path.with_suffix(".png"))
 
 
-E1 = Trained(
+EXPERIMENT = Trained(
     "e1",
     "E1, accuracy against the number of stages",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 4}),
+    [Result(5, "figure: accuracy against stages, double size (E1)", "figure 5")],
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from nwise.reproduce.cell import Cell, Record, cell_of
+from experiments.harness.cell import Cell, Record, cell_of
 
 fcntl: ModuleType | None
 try:

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from nwise.reproduce.cell import Record
+from experiments.harness.cell import Record
 
 Score = Callable[[Record], float]
 

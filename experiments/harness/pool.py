@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nwise.reproduce.cell import Cell, Data, Record, measure
+from experiments.harness.cell import Cell, Data, Record, measure
 
 _OFTEN = 0.2  # seconds between two looks at how far the cells are
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, exact, greater, mean_of
+from experiments.harness.clock import described, network_costs, slots_text, step_time, work
+from experiments.harness.experiment import Result, Size
+from experiments.harness.plots import language_models, loss_over_time
+from experiments.harness.runs import Runs, loss, loss_at, perplexity
+from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.recipes import Gpt, Recipe, recipe
-from nwise.reproduce import markdown
-from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, exact, greater, mean_of
-from nwise.reproduce.clock import described, network_costs, slots_text, step_time, work
-from nwise.reproduce.experiment import Size
-from nwise.reproduce.plots import language_models, loss_over_time
-from nwise.reproduce.runs import Runs, loss, loss_at, perplexity
-from nwise.reproduce.trained import Parts, Trained, on_a_gpu
 from nwise.schedule import PAPER as PAPERS_COSTS
 from nwise.schedule import Costs
 from nwise.schedule.best import DoesNotFit
@@ -180,8 +180,15 @@ def draw(runs: Runs, path: Path) -> None:
     loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, clocks(runs), path.with_name(f"{path.name}-time.png"))
 
 
-E6 = Trained(
+EXPERIMENT = Trained(
     "e6",
     "E6, Transformers on One Billion Word",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 1}),
+    [
+        Result(7, "figure: perplexity and step time against stages (E6)", "figure 7"),
+        Result(8, "figure: equal time against equal steps (E6)", "figure 8"),
+        Result("", "text: work in total, Transformers", "section T"),
+        Result("", "text: the mean variant for language models", "section 4"),
+        Result("", "ours: other strategies and honest costs for Transformers", "ours"),
+    ],
 )

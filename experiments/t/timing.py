@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.harness.clock import chains_of
 from nwise.machine import machine
-from nwise.reproduce.clock import chains_of
 from nwise.runtime.bench import Case, start_all
 from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
 from nwise.schedule.costs import TRANSFORMER

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from experiments.harness.plots import legend, panels_of, style, styled
+from experiments.t.timing import MEASURED, Row, fitted, window
 from nwise.report.figures import COLOURS
-from nwise.reproduce.plots import legend, panels_of, style, styled
-from nwise.reproduce.timing import MEASURED, Row, fitted, window
 from nwise.schedule import Slot, paper_time
 
 

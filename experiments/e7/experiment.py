@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from nwise.reproduce import e6, markdown
-from nwise.reproduce.cell import Cell
-from nwise.reproduce.claims import Claim, greater
-from nwise.reproduce.experiment import Size
-from nwise.reproduce.plots import lines_over_stages
-from nwise.reproduce.runs import Runs, loss, perplexity
-from nwise.reproduce.trained import Parts, Trained
+from experiments.e6 import experiment as e6
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, greater
+from experiments.harness.experiment import Result, Size
+from experiments.harness.plots import lines_over_stages
+from experiments.harness.runs import Runs, loss, perplexity
+from experiments.harness.trained import Parts, Trained
 
 PRINTED = {3: "82.682", 4: "100.183", 5: "110.278"}
 
@@ -55,9 +56,10 @@ def draw(runs: Runs, path: Path) -> None:
     )
 
 
-E7 = Trained(
+EXPERIMENT = Trained(
     "e7",
     "E7, Hogwild on Transformers",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.E6.parts.seeds),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.EXPERIMENT.parts.seeds),
+    [Result(14, "table: Hogwild (E7)", "table 14")],
     of="e6",
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from nwise.reproduce.claims import Claim
-from nwise.reproduce.pool import Told
+from experiments.harness.claims import Claim
+from experiments.harness.pool import Told
 
 Size = Literal["small", "full"]
 
@@ -41,21 +41,60 @@ class Job:
     skipped: Callable[[str], None] = lambda why: None
 
 
+class Result(NamedTuple):
+    """A row of the index.
+
+    Args:
+        number: of the paper's figure or table among the sixteen; empty for claims of the text and for questions of our own.
+        what: the row's text.
+        source: what the sources of its claims begin with, see `Claim`.
+    """
+
+    number: int | str
+    what: str
+    source: str
+
+
+class Waiting(NamedTuple):
+    """A row of the index for which other data are needed than the small size has.
+
+    Args:
+        numbers: of the paper's figures and tables.
+        what: the row's text.
+        sources: names of the data sets.
+    """
+
+    numbers: str
+    what: str
+    sources: tuple[str, ...]
+
+
 class NothingMatches(ValueError):
     """No cell's name has any of the texts in it that were asked for."""
 
 
 class Experiment(ABC):
-    """A row of the index.
+    """An experiment of the paper, or several of its results.
 
     Args:
         name: of its folder.
         title: what it is about.
+        results: its rows of the index.
         of: the experiment whose runs it looks at; its own by default.
+        waiting: its rows for which there may be no data.
     """
 
-    def __init__(self, name: str, title: str, *, of: str | None = None) -> None:
-        self.name, self.title, self.of = name, title, of or name
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        results: Sequence[Result],
+        *,
+        of: str | None = None,
+        waiting: Sequence[Waiting] = (),
+    ) -> None:
+        self.name, self.title, self.results = name, title, tuple(results)
+        self.of, self.waiting = of or name, tuple(waiting)
 
     @abstractmethod
     def reproduce(self, job: Job) -> None:

@@ -1,0 +1,176 @@
+"""The command that runs the paper again: `python -m experiments e1`, or `nwise reproduce e1`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from experiments.harness.claims import Claim
+from experiments.harness.experiment import Job, NothingMatches
+from experiments.index import EXPERIMENTS, experiment, write_index
+from nwise.cli.output import INTERRUPTED, OK, PARSING, print_json
+from nwise.machine import num_cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduce:
+    """Run an experiment of the paper again: tables, figures and verdicts from records; what has a record is not run again."""
+
+    experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")] = ""
+    """e1 to e7, t, stale-gradients, flow, timing-grid, microbatch-grid, or all (an hour in the small size)."""
+    size: Literal["small", "full"] = "small"
+    """small: two cores, an hour for all with two seeds each; full: as printed, for a GPU."""
+    folder: Path = Path("experiments")
+    """Where records, tables and figures are."""
+    seeds: int | None = None
+    """How many; default: the experiment's own number."""
+    only: tuple[str, ...] = ()
+    """Run only cells whose name has one of these texts in it, such as "2-wise" "seed 0"."""
+    redraw: bool = False
+    """Run nothing, only write tables and figures from the records that there are."""
+    workers: int | None = None
+    """Processes at once; default: one for each core, on a GPU one."""
+    json: bool = False
+    """Print the claims as JSON, and nothing else."""
+
+    def run(self, console: Console) -> int:
+        if not self.experiment:
+            raise ValueError(
+                f"`EXPERIMENT` should be one of {', '.join(EXPERIMENTS)}, or all, which takes an hour in the small size. Found "
+                "none."
+            )
+        for name, number in (("seeds", self.seeds), ("workers", self.workers)):
+            if number is not None and number < 1:
+                raise ValueError(f"`{name}` should be at least 1. Found {number}.")
+        names = list(EXPERIMENTS) if self.experiment == "all" else [experiment(self.experiment).name]
+        display = _Display(console, quiet=self.json)
+        job = Job(
+            folder=self.folder,
+            size=self.size,
+            seeds=self.seeds,
+            only=self.only,
+            redraw=self.redraw,
+            workers=self.workers or (1 if torch.cuda.is_available() else num_cores()),
+            told=display.told,
+            began=display.began,
+            skipped=display.skipped,
+        )
+        try:
+            with display.progress:
+                ran = [name for name in names if _reproduce(name, job, alone=len(names) == 1)]
+        except KeyboardInterrupt:
+            Console(stderr=True).print(
+                f"Interrupted. The records so far are in {self.folder}; the same command goes on."
+            )
+            return INTERRUPTED
+        if not ran:
+            raise NothingMatches(
+                f"`only` should be part of the name of a cell. Found {self.only}, which is part of none."
+            )
+        write_index(self.folder)
+        claims = [(name, claim) for name in ran for claim in experiment(name).claims(job)]
+        if self.json:
+            print_json({"claims": [{"experiment": name, **dataclasses.asdict(claim)} for name, claim in claims]})
+        else:
+            if claims:
+                console.print(_table(claims))
+            console.print(
+                f"Tables and figures: {self.folder}; all results: {self.folder / 'README.md'}",
+                soft_wrap=True,
+                highlight=False,
+            )
+        return OK
+
+
+def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
+    """Whether it has any of the cells that are asked for; alone it should."""
+    try:
+        experiment(name).reproduce(job)
+    except NothingMatches:
+        if alone:
+            raise
+        return False
+    return True
+
+
+def _table(claims: list[tuple[str, Claim]]) -> Table:
+    table = Table(title="Claims", title_justify="left")
+    for heading in ("", "claim", "found", "95 % interval", "verdict"):
+        table.add_column(heading, overflow="fold")
+    colours = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+    for name, claim in claims:
+        between = f"{claim.low:+.3g} to {claim.high:+.3g}" if claim.seeds > 1 else ""
+        verdict = f"[{colours[claim.verdict]}]{claim.verdict}[/]"
+        table.add_row(name, claim.text, f"{claim.effect:+.3g} {claim.unit}", between, verdict)
+    return table
+
+
+class _Display:
+    """A bar for all cells of an experiment and one for each that runs; a line for each where there is no terminal."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+        self._plain = not quiet and not console.is_terminal
+        self._console = console
+        self._all: TaskID | None = None
+        self._missing = self._done = 0
+        self._began = time.perf_counter()
+        self._running: dict[str, TaskID] = {}
+
+    def began(self, title: str, cells: int, missing: int) -> None:
+        """A new experiment."""
+        self._missing, self._done, self._began = missing, 0, time.perf_counter()
+        note = f"{title}: {cells} cells" + (f", {cells - missing} of them recorded before" if missing < cells else "")
+        if self._plain:
+            self._console.print(note, soft_wrap=True, highlight=False)
+        if missing:
+            self._all = self.progress.add_task(title, total=missing)
+
+    def skipped(self, why: str) -> None:
+        """What cannot be run."""
+        Console(stderr=True).print(f"nwise reproduce: {why}", soft_wrap=True, highlight=False, markup=False)
+
+    def told(self, name: str, done: int, total: int) -> None:
+        """How far a cell is."""
+        if name not in self._running:
+            self._running[name] = self.progress.add_task(f"  {name}", total=total)
+        self.progress.update(self._running[name], completed=done, total=total)
+        if done == total:
+            self.progress.remove_task(self._running.pop(name))
+            self._done += 1
+            if self._all is not None:
+                self.progress.update(self._all, completed=self._done)
+            if self._plain:
+                seconds = time.perf_counter() - self._began
+                left = seconds / self._done * (self._missing - self._done)
+                line = f"  {self._done}/{self._missing} {name}; {left / 60:.0f} minutes left"
+                self._console.print(line, soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(Reproduce, config=PARSING).run(Console()))

@@ -1,0 +1,1 @@
+"""What experiments have in common: cells, records, claims with intervals, tables and figures."""

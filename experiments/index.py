@@ -1,0 +1,102 @@
+"""The experiments by name, and the index of the paper's sixteen results."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from experiments.harness import markdown
+from experiments.harness.claims import Claim
+from experiments.harness.experiment import Experiment, Job, Size
+from experiments.harness.store import Store
+from experiments.harness.trained import Trained
+from experiments.pictures import PICTURES
+from nwise.hint import hint
+
+
+def _in_folders() -> list[Experiment]:
+    """What the folders beside this file have as `EXPERIMENT`: the timing model first, and last what looks at others' runs."""
+    names = [
+        path.parent.name for path in Path(__file__).parent.glob("*/experiment.py") if path.parent.name != "harness"
+    ]
+    found: list[Experiment] = [import_module(f"experiments.{name}.experiment").EXPERIMENT for name in names]
+    return sorted(found, key=lambda one: (isinstance(one, Trained), one.of != one.name, one.name))
+
+
+# In the order in which they are run.
+EXPERIMENTS = {one.name: one for one in (*PICTURES, *_in_folders())}
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment of a name.
+
+    >>> experiment("e1").title
+    'E1, accuracy against the number of stages'
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(
+            f"`experiment` should be all or one of {', '.join(EXPERIMENTS)}. Found {name!r}.{hint(name, EXPERIMENTS)}"
+        )
+    return EXPERIMENTS[name]
+
+
+def verdict(claims: list[Claim]) -> str:
+    """How many claims hold.
+
+    >>> verdict([])
+    'no claims yet'
+    """
+    if not claims:
+        return "no claims yet"
+    counts = {what: sum(claim.verdict == what for claim in claims) for what in ("holds", "does not hold", "undecided")}
+    said = [f"{counts['holds']} of {len(claims)} claims hold"]
+    said += [
+        f"{counts['does not hold']} does not" if counts["does not hold"] == 1 else f"{counts['does not hold']} do not"
+    ]
+    said += [f"{counts['undecided']} undecided"]
+    return ", ".join(text for text, count in zip(said, counts.values(), strict=True) if count or text is said[0])
+
+
+_BEGIN, _END = "<!-- the index: written by nwise reproduce -->", "<!-- end of the index -->"
+
+
+def write_index(folder: Path) -> None:
+    """Write the table of all results into the folder's README, whose other words stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "README.md"
+    text = path.read_text() if path.exists() else f"# The paper's results, run again\n\n{_BEGIN}\n{_END}\n"
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(
+            f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found no such."
+        )
+    path.write_text(f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
+
+
+def table(folder: Path) -> str:
+    """As Markdown: every result, its status, its verdict."""
+    jobs: dict[Size, Job] = {"small": Job(folder=folder, size="small"), "full": Job(folder=folder, size="full")}
+    found = {
+        (name, size): (one.progress(job), one.claims(job))
+        for name, one in EXPERIMENTS.items()
+        for size, job in jobs.items()
+    }
+    rows: list[tuple[object, ...]] = []
+    results = [(result, one.name) for one in EXPERIMENTS.values() for result in one.results]
+    for result, name in sorted(results, key=lambda pair: pair[0].number or 99):
+        status, verdicts = [], []
+        for size in jobs:
+            (done, total), claims = found[name, size]
+            if done:
+                status.append(size if done == total else f"{size} ({done} of {total} runs)")
+                verdicts.append(f"{size}: {verdict([c for c in claims if c.source.startswith(result.source)])}")
+        where = f"[{name}]({name}/)"
+        rows.append((result.number, result.what, where, ", ".join(status) or "not run", "; ".join(verdicts) or "–"))
+    for one in EXPERIMENTS.values():
+        for waiting in one.waiting:
+            records = Store(folder / one.name / "full.jsonl").read()
+            runs = sum(record["config"]["data"].get("source") in waiting.sources for record in records)
+            said = (f"full: {runs} runs", "see full") if runs else ("not run: no data", "–")
+            rows.append((waiting.numbers, waiting.what, f"[{one.name}]({one.name}/)", *said))
+    return markdown.table(("", "result", "experiment", "status", "verdict"), rows)

@@ -1,1 +1,0 @@
-"""The paper's experiments, run again: every table and figure from records that a command wrote."""
