@@ -14,7 +14,7 @@ copyright = "the nwise authors, Apache-2.0"
 version = release = nwise.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "project"]  # what argues for the project is no manual
 html_theme = "furo"
 html_title = f"nwise {release}"
 html_show_sphinx = False

@@ -26,8 +26,8 @@ from rich.table import Table
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Job, NothingMatches
 from experiments.index import EXPERIMENTS, experiment, write_index
+from nwise._machine import num_cores
 from nwise.cli.output import INTERRUPTED, OK, PARSING, print_json
-from nwise.machine import num_cores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from experiments.harness.experiment import Experiment, Job, Size
 from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.pictures import PICTURES
-from nwise.hint import hint
+from nwise._errors import hint
 
 
 def _in_folders() -> list[Experiment]:

@@ -12,7 +12,6 @@ from experiments.harness import claims as claiming
 from experiments.harness.claims import Claim, exact
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
 from experiments.t.timing import steady
-from nwise.credit import EndToEnd, Local, NWise
 from nwise.flow import flow_of
 from nwise.pipeline import Pipeline
 from nwise.report.figures import flow_figure
@@ -20,7 +19,7 @@ from nwise.report.grid import Picture, schedule_figure
 from nwise.schedule import PAPER
 from nwise.schedule.paper import paper_time
 from nwise.schedule.rivals import timed_method
-from nwise.strategy import Hogwild
+from nwise.strategies import EndToEnd, Hogwild, Local, NWise
 
 # Slots per batch without micro-batches, A = 4, as the paper's grid and its table have them.
 _SLOTS = {"end-to-end": 8, "hogwild": 2, "1-wise": 2, "2-wise": 4, "3-wise": 6}

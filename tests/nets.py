@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nwise.layers import Embedding, TransformerBlock, vocabulary
+from nwise.models.layers import Embedding, TransformerBlock, vocabulary
 
 LossFn = Callable[..., Tensor]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
-from nwise.chain import Chain
+from nwise.models.chain import Chain
 from nwise.training import Checkpoints, DamagedError, Resumed, checkpoint
 from ranks import mesh_resume
 from ranks.common import batches, optimizer_of

@@ -112,20 +112,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_tests_that_the_tables_name_exist() -> None:
     for page in ("asks.md", "comparison.md"):
-        text = (ROOT / "docs" / page).read_text()
-        found = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", text)
+        text = (ROOT / "docs" / "project" / page).read_text()
+        found = re.findall(r"\[`(test_\w+)`\]\(\.\./\.\./(tests/[\w/]+\.py)\)", text)
         assert len(found) > 60
         for function, file in found:
             assert f"def {function}(" in (ROOT / file).read_text(), (page, function)
-        for case, file in re.findall(r"\[case \"([^\"]+)\"\]\(\.\./(tests/[\w/]+\.py)\)", text):
+        for case, file in re.findall(r"\[case \"([^\"]+)\"\]\(\.\./\.\./(tests/[\w/]+\.py)\)", text):
             assert f'"{case}"' in (ROOT / file).read_text(), (page, case)
         assert "MISSING" not in text
 
 
 def test_forty_asks_are_answered() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+) \|$", (ROOT / "docs" / "asks.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (\d+) \| (.+?) \| (.+?) \| (.+) \|$", (ROOT / "docs" / "project" / "asks.md").read_text(), re.M
+    )
     assert [int(row[0]) for row in rows] == list(range(1, 41))
-    assert all(row[1] and row[2] and "](../tests/" in row[3] for row in rows)
+    assert all(row[1] and row[2] and "](../../tests/" in row[3] for row in rows)
 
 
 def test_the_planners_table_is_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +187,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_version_is_one() -> None:
-    assert nwise.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    assert nwise.__version__.partition(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.slow

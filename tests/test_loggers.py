@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from nwise import cli
-from nwise.cli.completion import script
 from nwise.training import Run
 
 
@@ -136,28 +135,3 @@ def test_a_missing_package_is_named(
     assert cli.run(["train", "--log-to", name]) == 2
     assert f"pip install 'nwise[{name}]'" in capsys.readouterr().err
     assert not Path("runs").exists(), "what is missing shows before a folder is made"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["tra"], "train"),
-        (["rep"], "report reproduce"),
-        (["train", "--strat"], "--strategy"),
-        (["bench", "--slo"], "--slot-ms"),
-    ],
-)
-def test_bash_completes_commands_and_options(words: list[str], expected: str, tmp_path: Path) -> None:
-    (tmp_path / "completion").write_text(script("bash"))
-    line = " ".join(["nwise", *words])
-    place = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; COMP_LINE='{line}'"
-    code = f"source completion; {place}; _tyro_nwise; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert set(expected.split()) <= set(done.stdout.split()), done.stderr
-
-
-def test_completion_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out.startswith("#compdef nwise")
-    assert cli.run(["completion", "bash"]) == 0
-    assert "reproduce" in capsys.readouterr().out

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise import heads, models
-from nwise.layers import Linear, SelfAttention, TransformerBlock
+from nwise import models
+from nwise.models import heads
+from nwise.models.layers import Linear, SelfAttention, TransformerBlock
 
 
 def count(*modules: nn.Module) -> int:

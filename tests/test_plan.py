@@ -14,7 +14,6 @@ import torch
 import nwise
 from nwise import cli
 from nwise.flow import flow_of
-from nwise.profile import profile
 from nwise.recipes import Adam, Mlp, Recipe
 from nwise.schedule import Costs, best, rival
 from nwise.schedule.best import DoesNotFit
@@ -22,6 +21,7 @@ from nwise.schedule.costs import TRANSFORMER, costs_of_text
 from nwise.schedule.partition import Piece, costs_of, partition, work
 from nwise.schedule.plan import Plan, plan
 from nwise.schedule.verdict import verdict
+from nwise.training.profile import profile
 
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.

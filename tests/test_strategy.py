@@ -134,7 +134,7 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.strategy("geometric-e"), r"`strategy` should be one like"),
         (
             lambda: nwise.strategy("two-wise"),
-            r"one like local, 2-wise.* Found 'two-wise'. Did you mean '2-wise'?",
+            r"one like end-to-end, local, 2-wise.* Found 'two-wise'. Did you mean '2-wise'?",
         ),
     ],
 )

@@ -22,8 +22,8 @@ import tyro
 from rich.progress import track
 
 import nwise
+from nwise._machine import processor
 from nwise.losses import TokenCrossEntropy
-from nwise.machine import processor
 from nwise.models import gpt
 from nwise.training import Checkpoints, Finite
 

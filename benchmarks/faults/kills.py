@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nwise.machine import processor
+from nwise._machine import processor
 from nwise.training import Run
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
-from nwise.machine import processor
+from nwise._machine import processor
 from nwise.recipes import Mlp, Recipe
 from nwise.training import Keeping, Trainer, Watcher, new_run
 

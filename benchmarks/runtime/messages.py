@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from nwise.runtime.virtual import sharpen_timers
+from benchmarks.runtime.virtual import sharpen_timers
 from nwise.runtime.world import start
 
 ROUNDS, WARM = 60, 10

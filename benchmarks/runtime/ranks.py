@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
-from nwise.runtime.bench import Case, join, measure
-from nwise.runtime.virtual import Device
+from benchmarks.runtime.bench import Case, join, measure
+from benchmarks.runtime.virtual import Device
 from nwise.runtime.watch import Watch
 from nwise.runtime.world import World
 from nwise.schedule.costs import costs_of_text

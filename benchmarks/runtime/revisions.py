@@ -21,11 +21,11 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.runtime.bench import Case
 from benchmarks.runtime.run import HERE, Record, grouped, spread, write
-from nwise.runtime.bench import Case
 
 # What both revisions are asked to do, by their own code.
-SCRIPT = "import json, sys; from dataclasses import asdict; from nwise.runtime.bench import Case, start; "
+SCRIPT = "import json, sys; from dataclasses import asdict; from benchmarks.runtime.bench import Case, start; "
 SCRIPT += "print(json.dumps(asdict(start(Case(**json.loads(sys.argv[1]))))))"
 
 

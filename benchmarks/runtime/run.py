@@ -26,8 +26,8 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from nwise.machine import processor
-from nwise.runtime.bench import Case
+from benchmarks.runtime.bench import Case
+from nwise._machine import processor
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.rivals import RIVALS, timed_method
 

@@ -30,8 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
 from nwise import models
+from nwise._machine import processor
 from nwise.losses import TokenCrossEntropy
-from nwise.machine import processor
 
 PLAIN = "plain end-to-end"
 

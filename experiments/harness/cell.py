@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwise._machine import machine
 from nwise.data import Images, Tokens
 from nwise.data.sources import tables
-from nwise.machine import machine
 from nwise.recipes import Adam, ImageSource, Recipe, TextSource, from_json, to_json
 from nwise.training import Scores, Trainer, Watcher, evaluate
 from nwise.training.build import autocast

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runtime.bench import Case, start_all
 from experiments.harness.clock import chains_of
-from nwise.machine import machine
-from nwise.runtime.bench import Case, start_all
+from nwise._machine import machine
 from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.paper import POWERS, best_table, fit_slot

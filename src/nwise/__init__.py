@@ -1,18 +1,40 @@
-"""nwise: train networks in stages, each loss's gradient travelling through only N of them."""
+"""nwise: train networks in stages, each loss's gradient travelling through only N of them.
 
-from nwise import heads, losses, models
-from nwise.batchnorm import defer_batchnorm
-from nwise.chain import Chain
-from nwise.compiled import compile_module
-from nwise.credit import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating, Strategy
-from nwise.flow import Flow, flow_of
-from nwise.hogwild import staleness
-from nwise.pipeline import Pipeline
-from nwise.reference import reference_grads
-from nwise.split import split, untie
-from nwise.strategy import Hogwild, Switch, strategy
+Names are imported when they are first used, so that `nwise --help` need not wait for torch.
+"""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nwise import losses, models
+    from nwise._compiled import compile_module
+    from nwise.batchnorm import defer_batchnorm
+    from nwise.flow import Flow, flow_of
+    from nwise.hogwild import staleness
+    from nwise.models import heads
+    from nwise.models.chain import Chain
+    from nwise.models.split import split, untie
+    from nwise.pipeline import Pipeline
+    from nwise.reference import reference_grads
+    from nwise.strategies import (
+        Blocks,
+        Credit,
+        DeepSupervision,
+        EndToEnd,
+        Geometric,
+        Hogwild,
+        Local,
+        NWise,
+        Rotating,
+        Strategy,
+        Switch,
+        strategy,
+    )
+
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Blocks",
@@ -41,3 +63,32 @@ __all__ = [
     "strategy",
     "untie",
 ]
+
+# Where the names that are not strategies are.
+_PLACES = {
+    "Chain": "models.chain",
+    "Flow": "flow",
+    "Pipeline": "pipeline",
+    "compile_module": "_compiled",
+    "defer_batchnorm": "batchnorm",
+    "flow_of": "flow",
+    "heads": "models",
+    "reference_grads": "reference",
+    "split": "models.split",
+    "staleness": "hogwild",
+    "untie": "models.split",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("losses", "models"):
+        return import_module(f"nwise.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'nwise' has no attribute {name!r}")
+    value = getattr(import_module(f"nwise.{_PLACES.get(name, 'strategies')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nwise.credit import Strategy
+from nwise.strategies import Strategy
 
 # Credits such as 0.9 ** (j - k) are proportional only up to rounding; what a subtraction leaves that is smaller than
 # this next to what was subtracted is taken for rounding. A credit that is small by itself is not.

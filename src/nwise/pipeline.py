@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.arguments import Given, Heads, check_num_microbatches, check_target, checked, refuse_sharing
+from nwise._arguments import Given, Heads, check_num_microbatches, check_target, checked, refuse_sharing
+from nwise._compiled import is_compiled, keep_buffers
+from nwise._inference import Outputs, all_outputs, head_output
+from nwise._snapshot import Snapshot
+from nwise._summary import describe
 from nwise.batchnorm import warn_of_microbatches
-from nwise.compiled import is_compiled, keep_buffers
-from nwise.credit import Strategy
 from nwise.flow import Flow, flows_for
 from nwise.hogwild import Past
-from nwise.inference import Outputs, all_outputs, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import Batch, Tensors, Terms, as_tuple, cut
 from nwise.randomness import derive
@@ -27,10 +28,9 @@ from nwise.runtime.world import launched
 from nwise.schedule.actions import Action
 from nwise.schedule.choose import Order, check_order, choose
 from nwise.schedule.lists import Schedule
-from nwise.snapshot import Snapshot
 from nwise.stage import LossFn, Stage
-from nwise.strategy import strategy as parse
-from nwise.summary import describe
+from nwise.strategies import Strategy
+from nwise.strategies import strategy as parse
 
 
 class Pipeline(nn.Module):

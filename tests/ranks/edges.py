@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import nwise
 from nets import ZOO
-from nwise.modes import evaluating
+from nwise._modes import evaluating
 from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nwise
-from nwise.chain import Chain
+from nwise.models.chain import Chain
 from nwise.runtime.world import start
 from nwise.training import Checkpoints
 from ranks.common import batches, closed, write

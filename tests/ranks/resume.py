@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.chain import Chain
+from nwise.models.chain import Chain
 from nwise.training import Checkpoints
 from ranks.common import batches, closed, optimizer_of, write
 

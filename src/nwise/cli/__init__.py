@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 import nwise
+from nwise._errors import hint
 from nwise.cli.commands import COMMANDS, command_of
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, OK, PARSING, Output, hide_output
-from nwise.hint import hint
 from nwise.recipes import recipe
 from nwise.runtime.team import tell_all
 from nwise.runtime.watch import RankError

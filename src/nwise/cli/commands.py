@@ -30,10 +30,9 @@ COMMANDS = {
     "schedule": Command("drawing:Schedule", "Show orders of work, in the terminal or as a figure, a page, or a trace."),
     "explore": Command("drawing:Explore", "Write a page to explore schedules on."),
     "flow": Command("drawing:Flow", "Draw which loss trains which stage."),
-    "bench": Command("bench:Bench", "Measure the runtime on virtual devices."),
+    "bench": Command("beside:bench", "Measure the runtime on virtual devices."),
     "report": Command("report:Report", "Show runs on one page that opens offline."),
-    "reproduce": Command("reproduce:command", "Run an experiment of the paper again, in a copy of the repository."),
-    "completion": Command("completion:Completion", "Print a script that completes commands and options in a shell."),
+    "reproduce": Command("beside:reproduce", "Run an experiment of the paper again, in a copy of the repository."),
 }
 
 
@@ -44,4 +43,4 @@ def command_of(name: str) -> Any:
     'Train'
     """
     found = resolve_name(f"nwise.cli.{COMMANDS[name].place}")
-    return found() if name == "reproduce" else found
+    return found() if COMMANDS[name].place.startswith("beside:") else found

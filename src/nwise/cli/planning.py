@@ -17,7 +17,6 @@ from rich.table import Table
 from nwise.cli.output import OK, print_json
 from nwise.data import steps_per_epoch
 from nwise.flow import Flow
-from nwise.profile import Profile, profile
 from nwise.recipes import recipe as recipe_of
 from nwise.schedule import Costs
 from nwise.schedule import plan as planner
@@ -26,6 +25,7 @@ from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import costs_of, partition
 from nwise.schedule.verdict import verdict
 from nwise.training.build import device_of
+from nwise.training.profile import Profile, profile
 
 _GIB = 2.0**30
 _LEGEND = """* the recommendation; (walked): a W that follows an I of the same cotangent walks the chain of layers again

@@ -19,10 +19,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from nwise import compare as comparison
 from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, print_json
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
+from nwise.report import compare as comparison
 from nwise.report.display import display_for, number, quality
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from nwise import heads
+from nwise.models import heads
 from nwise.models.staged import StagedModel, build, check_at_least, named
 
 

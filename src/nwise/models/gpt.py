@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from nwise import heads
-from nwise.layers import Embedding, TransformerBlock, vocabulary
+from nwise.models import heads
+from nwise.models.layers import Embedding, TransformerBlock, vocabulary
 from nwise.models.staged import StagedModel, build, check_at_least, named
 
 

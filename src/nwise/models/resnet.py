@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nwise import heads
+from nwise.models import heads
 from nwise.models.staged import StagedModel, build, check_at_least
 
 

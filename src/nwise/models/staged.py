@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nwise.chain import Chain
+from nwise.models.chain import Chain
+from nwise.models.split import cut
 from nwise.randomness import derive, seeded
-from nwise.split import cut
 
 
 @dataclass(frozen=True, slots=True)

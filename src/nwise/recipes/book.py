@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nwise.hint import hint
+from nwise._errors import hint
 from nwise.recipes.config import (
     ConvNet,
     Digits,

@@ -12,14 +12,13 @@ import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise import models
-from nwise.credit import Heads
 from nwise.data import images as image_data
 from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
 from nwise.recipes.optimizers import Adam, Sgd, check_range
-from nwise.strategy import strategy
+from nwise.strategies import Heads, strategy
 
 
 @dataclass(frozen=True, kw_only=True)

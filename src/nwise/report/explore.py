@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from nwise.credit import NWise
 from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture, batch_of, farthest_loss
 from nwise.report.html import write_page
 from nwise.schedule import Timed
 from nwise.schedule.costs import Costs
 from nwise.schedule.rivals import RIVALS, known_method, timed_method
-from nwise.strategy import Switch
-from nwise.strategy import strategy as strategy_of
+from nwise.strategies import NWise, Switch
+from nwise.strategies import strategy as strategy_of
 
 METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *RIVALS)
 _END_TO_END = (*RIVALS, "end-to-end")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nwise.credit import Strategy
 from nwise.flow import flow_of
+from nwise.strategies import Strategy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import nwise
-from nwise.credit import Strategy
 from nwise.flow import flows_for
 from nwise.recipes import Recipe, to_json
 from nwise.report.measured import Comparison
 from nwise.runtime.timeline import load
 from nwise.schedule.choose import choose
+from nwise.strategies import Strategy
 from nwise.training import Run
 
 AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}

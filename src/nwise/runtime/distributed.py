@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nwise.dtensor import is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise.microbatch import Batch, Tensors
 from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of, start_all
 from nwise.runtime.replicas import Replicas

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nwise.dtensor import is_dtensor
+from nwise._dtensor import is_dtensor
 
 BUCKET_BYTES = 2**22  # that travel together: enough to pay for a sum's latency, little enough to begin early
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.dtensor import is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise.flow import Flow
 from nwise.microbatch import Batch, Tensors
 from nwise.randomness import derive, seeded

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from nwise.machine import num_cores
+from nwise._machine import num_cores
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 
 DIMENSIONS = ("pp", "dp", "tp")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nwise.credit import Strategy
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_chains, check_counts
 from nwise.schedule.search import Search
 from nwise.schedule.timed import CLOSE, Timed, check_memory, peak_bytes
-from nwise.strategy import Switch
-from nwise.strategy import strategy as strategy_of
+from nwise.strategies import Strategy, Switch
+from nwise.strategies import strategy as strategy_of
 
 
 class DoesNotFit(ValueError):

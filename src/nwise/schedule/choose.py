@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from nwise._errors import hint
 from nwise.flow import Flow
-from nwise.hint import hint
 from nwise.schedule import orders
 from nwise.schedule.best import best_order
 from nwise.schedule.costs import Costs

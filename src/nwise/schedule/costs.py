@@ -10,8 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
+from nwise._errors import hint
 from nwise.flow import StageFlow
-from nwise.hint import hint
 from nwise.schedule.actions import Action, Kind
 
 # How a W costs that follows an I of the same cotangent: "stored", the I has kept the cotangent of every layer;

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from nwise.credit import EndToEnd, Local, Strategy
 from nwise.flow import Flow, flows_for
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.rivals import RIVALS, timed_method
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
-from nwise.strategy import Switch
-from nwise.strategy import strategy as strategy_of
+from nwise.strategies import EndToEnd, Local, Strategy, Switch
+from nwise.strategies import strategy as strategy_of
 
 STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "5-wise")
 # Flows of a method, and M, to the costs of one micro-batch.

@@ -14,9 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nwise.credit import EndToEnd, Strategy
+from nwise._errors import hint
 from nwise.flow import flows_for
-from nwise.hint import hint
 from nwise.schedule import orders
 from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import Chains, Costs, check_counts
@@ -24,7 +23,8 @@ from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
 from nwise.schedule.search import Search
 from nwise.schedule.timed import Timed, check_memory, peak_bytes
-from nwise.strategy import strategy as strategy_of
+from nwise.strategies import EndToEnd, Strategy
+from nwise.strategies import strategy as strategy_of
 
 RIVALS = ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nwise._compiled import compile_module
 from nwise.batchnorm import defer_batchnorm
-from nwise.chain import Chain
-from nwise.compiled import compile_module
 from nwise.data import Images, Tokens
 from nwise.losses import TokenCrossEntropy
 from nwise.models import materialize
+from nwise.models.chain import Chain
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.runtime.world import launched, variable

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from nwise.dtensor import is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 
 ClipBy = Literal["global", "stage", "loss"]

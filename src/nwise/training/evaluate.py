@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nwise._modes import evaluating
 from nwise.data import Images, Tokens
-from nwise.modes import evaluating
 from nwise.pipeline import Pipeline
 from nwise.runtime.team import Team
 

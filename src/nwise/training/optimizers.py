@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from nwise.dtensor import is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Sgd
 

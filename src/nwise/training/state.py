@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Size, Tensor, nn
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from nwise.dtensor import is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.training import checkpoint
 from nwise.training.weights import main_state, under, weights_here

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nwise.arguments import Heads
+from nwise._arguments import Heads
 from nwise.microbatch import Tensors, as_tuple
 from nwise.stage import unchanged
 

@@ -1,26 +1,15 @@
-"""Strategies: relaxed in order (Hogwild), changing over time (Switch), and named by a text."""
+"""What is done with credit over time: relaxed in order (Hogwild), and changing from step to step (Switch)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from nwise.credit import (
-    Blocks,
-    Credit,
-    DeepSupervision,
-    EndToEnd,
-    Geometric,
-    Local,
-    NWise,
-    Rotating,
-    Strategy,
-)
-from nwise.hint import hint
+from nwise.strategies.base import Strategy, strategy
+from nwise.strategies.matrices import EndToEnd, Local
 
 
 @dataclass(frozen=True)
@@ -35,6 +24,9 @@ class Hogwild(Strategy):
         base: the credit that is relaxed; a strategy or its name.
     """
 
+    pattern = r"(?:([^@]+)-)?hogwild"
+    examples = ("hogwild", "2-wise-hogwild")
+
     base: Strategy = field(default_factory=EndToEnd)
 
     def _check(self) -> None:
@@ -46,6 +38,10 @@ class Hogwild(Strategy):
                 f"`base` should be a strategy of one credit matrix or a cycle of them. Found {self.base.name!r}; "
                 "put `Hogwild` inside `Switch` instead."
             )
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Hogwild:
+        return cls(strategy(match[1] or "end-to-end"), **options)
 
     @property
     def name(self) -> str:
@@ -86,6 +82,9 @@ class Switch(Strategy):
     ('local', 'end-to-end')
     """
 
+    pattern = r"([^@]+)@(\d+),(.+)"
+    examples = ("local@500,end-to-end",)
+
     at: int
     before: Strategy = field(default_factory=Local)
     after: Strategy = field(default_factory=EndToEnd)
@@ -101,6 +100,10 @@ class Switch(Strategy):
             raise ValueError("`before` should not be a `Switch`. Nest a second switch in `after`, with a later step.")
         if isinstance(self.after, Switch) and self.after.at <= self.at:
             raise ValueError(f"A second switch should come after the first at {self.at}. Found `at = {self.after.at}`.")
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Switch:
+        return cls(int(match[2]), strategy(match[1]), strategy(match[3]), **options)
 
     @property
     def name(self) -> str:
@@ -119,67 +122,3 @@ class Switch(Strategy):
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         return self.before.credit(num_stages, turn)
-
-
-def _rows(text: str) -> list[list[float]]:
-    """``"1,0;0.5,1"`` as rows of numbers."""
-    try:
-        return [[float(value) for value in row.split(",")] for row in text.split(";")]
-    except ValueError as error:
-        raise ValueError(f"`credit-` should be followed by rows like 1,0;0.5,1. Found {text!r}.") from error
-
-
-_NAMES: dict[str, Callable[..., Strategy]] = {
-    r"end-to-end": lambda **options: EndToEnd(**options),
-    r"local": lambda **options: Local(**options),
-    r"(\d+)-wise": lambda n, **options: NWise(int(n), **options),
-    r"(\d+)-wise-mean": lambda n, **options: NWise(int(n), reduce="mean", **options),
-    r"deep-supervision": lambda **options: DeepSupervision(**options),
-    r"geometric-(\d*\.?\d+(?:e-?\d+)?)": lambda decay, **options: Geometric(float(decay), **options),
-    r"blocks-(\d+)": lambda size, **options: Blocks(int(size), **options),
-    r"rotating-(\d+)": lambda size, **options: Rotating(int(size), **options),
-    r"rotating-(\d+)-microbatch": lambda size, **options: Rotating(int(size), every="microbatch", **options),
-    r"credit-(.+)": lambda rows, **options: Credit(_rows(rows), **options),
-    r"hogwild": lambda **options: Hogwild(**options),
-    r"([^@]+)-hogwild": lambda base, **options: Hogwild(strategy(base), **options),
-    r"([^@]+)@(\d+),(.+)": lambda before, at, after, **options: Switch(
-        int(at), strategy(before), strategy(after), **options
-    ),
-}
-
-EXAMPLES = (
-    "local, 2-wise, 3-wise-mean, end-to-end, deep-supervision, geometric-0.5, blocks-2, rotating-2, "
-    "rotating-2-microbatch, credit-1,0;1,1, hogwild, 2-wise-hogwild, local@500,end-to-end"
-)
-
-
-def strategy(text: str | Strategy, **options: Any) -> Strategy:
-    """The strategy that a text names.
-
-    Args:
-        text: one of ``local``, ``<n>-wise``, ``<n>-wise-mean``, ``end-to-end``, ``deep-supervision``,
-            ``geometric-<decay>``, ``blocks-<size>``, ``rotating-<size>[-microbatch]``,
-            ``credit-<row>;<row>...`` (numbers separated by commas), ``hogwild``,
-            ``<strategy>-hogwild``, ``<strategy>@<step>,<strategy>`` (a `Switch`); or a `Strategy`.
-        options: keyword options of the class, such as ``heads="all"``.
-
-    Raises:
-        ValueError: the text names no strategy.
-
-    >>> strategy("2-wise")
-    NWise(heads='live', n=2, reduce='last')
-    >>> strategy("local@500,end-to-end").name
-    'local@500,end-to-end'
-    """
-    if isinstance(text, Strategy):
-        return replace(text, **options) if options else text
-    if not isinstance(text, str):
-        raise TypeError(
-            "`strategy` should be a text or a `nwise.Strategy`, such as `nwise.Credit(matrix)`. "
-            f"Found {type(text).__name__}."
-        )
-    for pattern, build in _NAMES.items():
-        match = re.fullmatch(pattern, text)
-        if match:
-            return build(*match.groups(), **options)
-    raise ValueError(f"`strategy` should be one like {EXAMPLES}. Found {text!r}.{hint(text, EXAMPLES.split(', '))}")

@@ -1,6 +1,6 @@
 """Measures the runtime on virtual devices: how close a schedule comes to its predicted period.
 
-    python -m torch.distributed.run --nproc-per-node 4 -m nwise.runtime.bench '[{"method": "2-wise", ...}]'
+    python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.runtime.bench '[{"method": "2-wise", ...}]'
 
 runs every `Case` and prints its `Measured` as JSON; `start_all` does that.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.runtime.virtual import Device, VirtualStage, sharpen_timers
 from nwise.microbatch import Batch
 from nwise.runtime.distributed import Distributed
-from nwise.runtime.virtual import Device, VirtualStage, sharpen_timers
 from nwise.runtime.watch import Watch
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
@@ -206,7 +206,7 @@ def start_all(cases: Sequence[Case]) -> list[Measured]:
     if any(case.stages != stages for case in cases):
         raise ValueError(f"`cases` should have equally many stages. Found {sorted({case.stages for case in cases})}.")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
-    command += ["-m", "nwise.runtime.bench", json.dumps([asdict(case) for case in cases])]
+    command += ["-m", "benchmarks.runtime.bench", json.dumps([asdict(case) for case in cases])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     found = [Measured(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]

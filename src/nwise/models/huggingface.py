@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.chain import Chain
 from nwise.microbatch import Tensors
+from nwise.models.chain import Chain
 
 
 class Around:
@@ -282,7 +282,7 @@ def family_of(model: nn.Module) -> Family:
     if name not in FAMILIES:
         raise ValueError(
             f"A model of Hugging Face should be one of {', '.join(FAMILIES)}. Found {name}; write its stages as modules of your "
-            "own, or add a `nwise.huggingface.Family` to `nwise.huggingface.FAMILIES`."
+            "own, or add a `nwise.models.huggingface.Family` to `nwise.models.huggingface.FAMILIES`."
         )
     return FAMILIES[name]
 

@@ -11,11 +11,11 @@ from math import prod
 
 from torch import Tensor, nn
 
-from nwise.chain import Chain
-from nwise.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
+from nwise._modes import evaluating
 from nwise.microbatch import Tensors, as_tuple
-from nwise.modes import evaluating
-from nwise.split import blocks_of
+from nwise.models.chain import Chain
+from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
+from nwise.models.split import blocks_of
 
 _WIDTHS = (128, 64)  # the paper's
 
@@ -43,7 +43,7 @@ def convolutional(
         channels: of the feature map ``[B, C, H, W]``, of any height and width.
         num_classes: number of outputs.
         widths: channels of each convolution.
-        norm: see `nwise.layers.conv_norm_relu`.
+        norm: see `nwise.models.layers.conv_norm_relu`.
 
     >>> import torch
     >>> convolutional(8, 10)(torch.zeros(2, 8, 5, 5)).shape

@@ -1,4 +1,4 @@
-"""Which loss trains which stage: credit matrices.
+"""Credit matrices: the strategies of the paper, and custom ones.
 
 Every synchronous method is one lower-triangular matrix ``C`` of shape ``[A, A]``: ``C[j, k]`` is the
 weight that the gradient of loss ``j`` has in the update of stage ``k``. Stage ``k`` feeds loss ``j``
@@ -10,83 +10,14 @@ only if ``j >= k``, so there is nothing above the diagonal.
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Heads = Literal["live", "all"]
-
-
-@dataclass(frozen=True)
-class Strategy(ABC):
-    """A rule that gives every stage its losses.
-
-    Args:
-        heads: ``"live"`` runs only the heads whose loss some stage needs; ``"all"`` trains the others
-            too, as probes on detached activations, so that every depth can be scored.
-    """
-
-    heads: Heads = field(default="live", kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.heads not in ("live", "all"):
-            raise ValueError(f"`heads` should be 'live' or 'all'. Found {self.heads!r}.")
-        self._check()
-
-    def _check(self) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse arguments that name no strategy."""
-
-    @property
-    def name(self) -> str:
-        """The text that `nwise.strategy` parses back into this strategy, options aside; of a custom one, its class."""
-        return type(self).__name__
-
-    @abstractmethod
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        """The credit matrix, float64 of shape ``[num_stages, num_stages]``, of one turn of the cycle."""
-
-    @property
-    def turns(self) -> int:
-        """Length of the cycle of matrices; 1 unless the strategy rotates."""
-        return 1
-
-    def turn(self, step: int, microbatch: int) -> int:
-        """Which matrix of the cycle holds at a step and micro-batch."""
-        del step, microbatch
-        return 0
-
-    def in_force(self, step: int) -> Strategy:
-        """The strategy in force at a step; another one than this only for `Switch`."""
-        del step
-        return self
-
-    def next_switch(self, step: int) -> int | None:
-        """The first step after `step` at which another strategy is in force."""
-        del step
-        return None
-
-    def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
-        """First step, and the one after the last, of each strategy in force from `first` until `stop`."""
-        while first < stop:
-            switch = self.next_switch(first)
-            last = stop if switch is None else min(switch, stop)
-            yield first, last
-            first = last
-
-    def caution(self, num_stages: int) -> str | None:
-        """A warning for whoever uses the strategy with so many stages; None if there is none."""
-        del num_stages
-        return None
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether updates are applied the moment gradients arrive (`Hogwild`)."""
-        return False
+from nwise.strategies.base import Strategy
 
 
 def _each_stage_by(loss_of_stage: list[int]) -> Tensor:
@@ -102,6 +33,9 @@ class EndToEnd(Strategy):
     [[0.0, 0.0], [1.0, 1.0]]
     """
 
+    pattern = "end-to-end"
+    examples = ("end-to-end",)
+
     @property
     def name(self) -> str:
         return "end-to-end"
@@ -113,6 +47,9 @@ class EndToEnd(Strategy):
 @dataclass(frozen=True)
 class Local(Strategy):
     """Local (1-wise) training: every stage learns from its own loss, ``C = identity``."""
+
+    pattern = "local"
+    examples = ("local",)
 
     @property
     def name(self) -> str:
@@ -135,6 +72,9 @@ class NWise(Strategy):
     [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
     """
 
+    pattern = r"(\d+)-wise(-mean)?"
+    examples = ("2-wise", "3-wise-mean")
+
     n: int
     reduce: Literal["last", "mean"] = "last"
 
@@ -146,6 +86,10 @@ class NWise(Strategy):
             )
         if self.reduce not in ("last", "mean"):
             raise ValueError(f"`reduce` should be 'last' or 'mean'. Found {self.reduce!r}.")
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> NWise:
+        return cls(int(match[1]), "mean" if match[2] else "last", **options)
 
     @property
     def name(self) -> str:
@@ -168,6 +112,9 @@ class NWise(Strategy):
 class DeepSupervision(Strategy):
     """Every stage learns from the sum of its own and all later losses: ones on and below the diagonal."""
 
+    pattern = "deep-supervision"
+    examples = ("deep-supervision",)
+
     @property
     def name(self) -> str:
         return "deep-supervision"
@@ -184,11 +131,18 @@ class Geometric(Strategy):
         decay: weight lost per stage, above 0 and at most 1 (1 is deep supervision).
     """
 
+    pattern = r"geometric-(\d*\.?\d+(?:e-?\d+)?)"
+    examples = ("geometric-0.5",)
+
     decay: float
 
     def _check(self) -> None:
         if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
             raise ValueError(f"`decay` should be above 0 and at most 1. Found `decay = {self.decay!r}`.")
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Geometric:
+        return cls(float(match[1]), **options)
 
     @property
     def name(self) -> str:
@@ -222,10 +176,17 @@ class Blocks(Strategy):
     [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
 
+    pattern = r"blocks-(\d+)"
+    examples = ("blocks-2",)
+
     size: int
 
     def _check(self) -> None:
         _check_size(self.size)
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Blocks:
+        return cls(int(match[1]), **options)
 
     @property
     def name(self) -> str:
@@ -247,6 +208,9 @@ class Rotating(Strategy):
         every: the borders move with every ``"step"`` or with every ``"microbatch"``.
     """
 
+    pattern = r"rotating-(\d+)(-microbatch)?"
+    examples = ("rotating-2", "rotating-2-microbatch")
+
     size: int
     every: Literal["step", "microbatch"] = "step"
 
@@ -254,6 +218,10 @@ class Rotating(Strategy):
         _check_size(self.size)
         if self.every not in ("step", "microbatch"):
             raise ValueError(f"`every` should be 'step' or 'microbatch'. Found {self.every!r}.")
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Rotating:
+        return cls(int(match[1]), "microbatch" if match[2] else "step", **options)
 
     @property
     def name(self) -> str:
@@ -282,6 +250,9 @@ class Credit(Strategy):
     [[1.0, 0.0], [0.5, 1.0]]
     """
 
+    pattern = "credit-(.+)"
+    examples = ("credit-1,0;1,1",)
+
     matrix: Any
 
     def _check(self) -> None:
@@ -308,6 +279,14 @@ class Credit(Strategy):
             )
         # Tuples compare and hash, which a frozen value should.
         object.__setattr__(self, "matrix", tuple(map(tuple, rows.tolist())))
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Credit:
+        try:
+            matrix = [[float(value) for value in row.split(",")] for row in match[1].split(";")]
+        except ValueError as error:
+            raise ValueError(f"`credit-` should be followed by rows like 1,0;0.5,1. Found {match[1]!r}.") from error
+        return cls(matrix, **options)
 
     @property
     def name(self) -> str:

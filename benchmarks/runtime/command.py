@@ -10,8 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.runtime.bench import Case, start
 from nwise.cli.output import OK, print_json
-from nwise.runtime.bench import Case, start
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.chain import Chain
-from nwise.compiled import is_compiled
-from nwise.hint import hint
+from nwise._compiled import is_compiled
+from nwise._errors import hint
+from nwise._modes import evaluating
 from nwise.microbatch import Tensors, as_tuple
-from nwise.modes import evaluating
+from nwise.models.chain import Chain
 
 
 def cut(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Chain]:
@@ -52,7 +52,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
     """Stages of an `nn.Sequential`, of a module whose children run in order, or of a network of Hugging Face.
 
     Nothing is traced. Of a plain module the children, lists of blocks unrolled, are run in the order they were
-    registered; of a network of Hugging Face (GPT-2, Llama and its like, BERT, ViT, ResNet; `nwise.huggingface.FAMILIES`)
+    registered; of a network of Hugging Face (GPT-2, Llama and its like, BERT, ViT, ResNet; `nwise.models.huggingface.FAMILIES`)
     as its own forward runs them, attention masks and position ids travelling along.
 
     Args:
@@ -153,7 +153,7 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[
 
 
 def _hub() -> Any:
-    from nwise import huggingface
+    from nwise.models import huggingface
 
     return huggingface
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nwise.chain import Chain
+from nwise.models.chain import Chain
 from nwise.stage import LossFn
 
 # A module, or a function that makes it, which is called only in the process that holds it.

@@ -1,0 +1,24 @@
+"""Strategies: which loss trains which stage.
+
+To add one, write a class with `credit`, and with `pattern` and `from_name` if it should have a name.
+"""
+
+from nwise.strategies.base import Heads, Strategy, strategy
+from nwise.strategies.matrices import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating
+from nwise.strategies.over_time import Hogwild, Switch
+
+__all__ = [
+    "Blocks",
+    "Credit",
+    "DeepSupervision",
+    "EndToEnd",
+    "Geometric",
+    "Heads",
+    "Hogwild",
+    "Local",
+    "NWise",
+    "Rotating",
+    "Strategy",
+    "Switch",
+    "strategy",
+]
