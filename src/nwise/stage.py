@@ -273,8 +273,7 @@ def told(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
 
 def _note(error: Exception, index: int, inputs: Tensors, target: Tensors | None) -> None:
     given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
-    if hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(f"nwise: in the head or loss of stage {index}, given {given}, with a target of {wanted}")
+    error.add_note(f"nwise: in the head or loss of stage {index}, given {given}, with a target of {wanted}")
 
 
 def _versions(tensors: Tensors) -> list[int]:

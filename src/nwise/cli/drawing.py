@@ -82,6 +82,8 @@ class Schedule:
     def run(self, console: Console) -> int:
         if self.out is not None and (self.out.suffix not in _FORMATS or self.out.is_dir()):
             raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
+        if self.out is not None and self.out.suffix in (".png", ".svg", ".pdf"):
+            check_format(self.out)
         if self.batches < 1:
             raise ValueError(f"`batches` should be at least 1. Found {self.batches}.")
         pictures = list(self._pictures())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nwise._errors import needed
 from nwise.data import augment, sources
 from nwise.data.progress import tracked
 from nwise.randomness import derive, generator
@@ -95,9 +96,7 @@ def digits(seed: int = 0) -> tuple[Images, Images]:
     >>> len(train), len(test), train.size
     (1437, 360, 8)
     """
-    from sklearn.datasets import load_digits
-
-    bundle = load_digits()
+    bundle = needed("sklearn.datasets", "train", "The bundled digits").load_digits()
     pixels = torch.from_numpy(np.round(bundle.images * (255 / 16)).astype(np.uint8))[:, None]
     labels = torch.from_numpy(bundle.target.astype(np.int64))
     order = torch.randperm(len(labels), generator=generator(seed, "digits"))

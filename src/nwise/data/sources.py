@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nwise._errors import needed
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -35,13 +37,7 @@ def local_folder(source: str) -> Path | None:
 
 def library() -> Any:
     """The `datasets` module, or an error that names the extra."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "Data from the hub or from local files needs Hugging Face `datasets`; install it with "
-            "`pip install 'nwise[data]'`."
-        ) from error
+    datasets = needed("datasets", "data", "Data from the hub or from local files")
     datasets.disable_progress_bars()
     return datasets
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nwise._errors import needed
 from nwise.data import sources
 from nwise.data.progress import tracked
 
@@ -107,13 +108,7 @@ class Bpe:
 
 
 def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            "A BPE needs Hugging Face `tokenizers`; install it with `pip install 'nwise[data]'`."
-        ) from error
-    return tokenizers
+    return needed("tokenizers", "data", "A byte-pair encoding")
 
 
 @dataclass(frozen=True, slots=True)

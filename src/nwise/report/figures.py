@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nwise._errors import needed
 from nwise.flow import flow_of
 from nwise.strategies import Strategy
 
@@ -39,9 +40,10 @@ class Curve:
 
 
 def check_format(path: Path | None) -> None:
-    """Refuse a file that cannot be drawn before the work that leads to it."""
+    """Refuse a file that cannot be drawn, and a missing matplotlib, before the work that leads to it."""
     if path is not None and (path.suffix not in (".png", ".svg", ".pdf") or path.is_dir()):
         raise ValueError(f"A figure should be a file that ends in .png, .svg or .pdf. Found {str(path)!r}.")
+    needed("matplotlib", "figures", "A figure")
 
 
 def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from nwise._errors import needed
 from nwise.training.run import plain
 
 
@@ -72,11 +73,7 @@ def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str
 
 
 def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("Interactive pages need plotly. Install it with `pip install 'nwise[html]'`.") from error
-    return str(get_plotlyjs())
+    return str(needed("plotly.offline", "html", "A page").get_plotlyjs())
 
 
 def check_page(path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
+from nwise._errors import needed
 from nwise.recipes import to_json
 from nwise.training import Scores, Trainer, Watcher
 
@@ -55,7 +55,9 @@ class TensorBoard(Logger):
     """
 
     def __init__(self) -> None:
-        self._new_writer = _imported("torch.utils.tensorboard.writer", "tensorboard").SummaryWriter
+        self._new_writer = needed(
+            "torch.utils.tensorboard.writer", "tensorboard", "`--log-to tensorboard`"
+        ).SummaryWriter
 
     def open(self, trainer: Trainer) -> None:
         assert trainer.run is not None
@@ -92,7 +94,7 @@ class Tracker(Logger):
 
     def __init__(self, name: Literal["wandb", "trackio"]) -> None:
         self._name = name
-        self._package = _imported(name, name)
+        self._package = needed(name, name, f"`--log-to {name}`")
 
     def open(self, trainer: Trainer) -> None:
         assert trainer.run is not None
@@ -118,12 +120,3 @@ def loggers(names: tuple[LoggerName, ...]) -> list[Logger]:
         ImportError: one's package is missing; the message names the extra.
     """
     return [TensorBoard() if name == "tensorboard" else Tracker(name) for name in dict.fromkeys(names)]
-
-
-def _imported(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"`--log-to {extra}` needs a package that is not installed; `pip install 'nwise[{extra}]'`."
-        ) from error

@@ -230,16 +230,8 @@ def _fresh(folder: Path) -> None:
 
 def _print_of(path: Path) -> list[Any]:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return [path.stat().st_size, digest]
-
-
-def _digest(file: Any) -> str:
-    """`hashlib.file_digest`, which comes with Python 3.11."""
-    digest = hashlib.sha256()
-    while part := file.read(2**20):
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _flush(folder: Path) -> None:

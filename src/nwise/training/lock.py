@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -44,7 +44,7 @@ class FolderLock:
                 "it, stop it, or give another folder."
             ) from None
         self._lock = lock
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):  # a full disk: the lock holds without a name
             self._path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}))
 
