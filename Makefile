@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 .PHONY: train test test-all check format docs clean
 
 train: $(VENV)/.train
-	$(BIN)/nwise train
+	OMP_NUM_THREADS=1 $(BIN)/nwise train
 
 test: check
 	$(PYTEST)

@@ -1,22 +1,33 @@
-"""Starts a script of `tests/ranks` on several processes with torchrun, as a user would."""
+"""Starts a script on several processes: forked ones, which have torch already, or torchrun's, as a user would."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 RANKS = Path(__file__).parent / "ranks"
+Done = subprocess.CompletedProcess[str]
+
+# What a rank imports takes seven seconds; the server has it before it forks.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["ranks.preload"])
 
 
 def torchrun(
-    num_processes: int, arguments: list[str], *, timeout: float = 200, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python <arguments>`` on every rank; a rank that still runs after `timeout` seconds is a failure."""
+    num_processes: int, arguments: Sequence[str], *, timeout: float = 200, environment: Mapping[str, str] | None = None
+) -> Done:
+    """Run ``python <arguments>`` on every rank, each in an interpreter of its own, under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parent), **(environment or {})}
     return subprocess.run(
@@ -24,8 +35,95 @@ def torchrun(
     )
 
 
+def forked(
+    num_processes: int,
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    timeout: float = 100,
+    environment: Mapping[str, str] | None = None,
+) -> Done:
+    """Run ``python <arguments>`` on every rank, each a fork of a process that has imported torch.
+
+    Args:
+        num_processes: how many ranks.
+        arguments: a script and its arguments, or ``-m nwise`` and its.
+        folder: for what the ranks say.
+        timeout: seconds after which a rank that still runs is a failure.
+        environment: variables to set in every rank.
+
+    Returns:
+        The exit code of the first rank that ended with another one than 0, and what all of them said.
+    """
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )  # as torchrun's agent has one
+    variables = {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": folder.name,
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+    }
+    said = [folder / f"said-{rank}" for rank in range(num_processes)]
+    ranks = [
+        _context.Process(target=_rank, args=(rank, list(arguments), str(said[rank]), variables, os.getcwd()))
+        for rank in range(num_processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    first = _wait(ranks, time.monotonic() + timeout)
+    texts = [[path.with_suffix(end).read_text() for path in said] for end in (".out", ".err")]
+    return subprocess.CompletedProcess(list(arguments), first, *("".join(text) for text in texts))
+
+
+def _wait(ranks: Sequence[Any], deadline: float) -> int:
+    """Until all have ended, the others soon after one that failed; the first exit code that is not 0."""
+    first = 0
+    while any(rank.is_alive() for rank in ranks):
+        failed = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        if failed and not first:
+            first, deadline = failed, min(deadline, time.monotonic() + 30)
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+            raise TimeoutError(f"a rank has not ended; exit codes {[rank.exitcode for rank in ranks]}")
+        time.sleep(0.01)
+    return first or next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+
+
+def _rank(rank: int, arguments: list[str], said: str, variables: dict[str, str], folder: str) -> None:
+    """In the fork: what an interpreter does from its start to its end."""
+    for number, end in ((1, ".out"), (2, ".err")):
+        file = os.open(said + end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(folder)
+    code: Any = 0
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def results(num_processes: int, script: str, folder: Path, *arguments: str, **options: Any) -> list[Any]:
     """What each rank wrote, as JSON, into ``<folder>/<rank>.json``; an error of any rank is one here."""
-    done = torchrun(num_processes, [str(RANKS / script), str(folder), *arguments], **options)
+    done = forked(num_processes, [str(RANKS / script), str(folder), *arguments], folder, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]

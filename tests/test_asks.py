@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 import nwise
-from launch import results, torchrun
+from launch import forked, results
 from nwise.runtime import world
 from ranks.asks import CASES, first_of, second_of, skipping
 from ranks.common import network
@@ -65,7 +65,7 @@ def script(folder: Path, body: str) -> str:
 def test_ranks_that_are_given_other_batches_are_told_so(tmp_path: Path) -> None:
     """Loaders that shuffle by seeds of their own used to go unnoticed: inputs of one sample, labels of another."""
     body = "x, y = data[RANK]\npipe.step(x, target=y)\nraise SystemExit('not refused')\n"
-    done = torchrun(2, [script(tmp_path, body)])
+    done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode != 0
     assert (
         "Every rank should be given the same mini-batches. Found other targets on rank 1 than on rank 0" in done.stderr
@@ -76,7 +76,7 @@ def test_ranks_that_are_given_other_batches_are_told_so(tmp_path: Path) -> None:
 def test_a_rank_that_needs_no_target_may_have_none(tmp_path: Path) -> None:
     """Stage 0's head does not run under 2-wise."""
     body = "x, y = data[0]\npipe.step(x, target=y if RANK else None)\npipe.team.close()\nprint('done')\n"
-    done = torchrun(2, [script(tmp_path, body)])
+    done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("done") == 2
 
@@ -90,7 +90,7 @@ for step, (x, y) in enumerate(data):
 raise SystemExit("nothing was noticed")
 """
     began = time.time()
-    done = torchrun(2, [script(tmp_path, body)], timeout=100, environment={"NWISE_TIMEOUT": "3"})
+    done = forked(2, [script(tmp_path, body)], tmp_path, timeout=100, environment={"NWISE_TIMEOUT": "3"})
     assert done.returncode != 0
     assert "nothing was noticed" not in done.stderr
     assert time.time() - began < 90
@@ -138,9 +138,26 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("recipe", ["digits", "source-code"])
+SMALL = {
+    "digits": [],
+    "source-code": [
+        "--num-stages",
+        "2",
+        "--width",
+        "8",
+        "--num-heads",
+        "1",
+        "--sequence-length",
+        "256",
+        "--batch-size",
+        "64",
+    ],
+}
+
+
+@pytest.mark.parametrize("recipe", SMALL)
 def test_training_asks_no_network_and_imports_no_extra(recipe: str, tmp_path: Path) -> None:
-    options = ["train", recipe, "--max-steps", "2", "--runs", str(tmp_path)]
+    options = ["train", recipe, *SMALL[recipe], "--max-steps", "2", "--runs", str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", OFFLINE, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     [run] = tmp_path.iterdir()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nwise
-from launch import torchrun
+from launch import forked
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -75,7 +75,7 @@ def test_gpt2_goes_on_where_it_stopped_and_is_loaded_back(tmp_path: Path, capsys
 @pytest.mark.slow
 def test_gpt2_on_four_processes_saves_what_one_does(tmp_path: Path) -> None:
     gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
-    done = torchrun(4, [str(Path(gpt2.__file__)), str(tmp_path / "many")])
+    done = forked(4, [str(Path(gpt2.__file__)), str(tmp_path / "many")], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     gpt2.main(tmp_path / "one")
     saved = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("many", "one")]

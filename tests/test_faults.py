@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from launch import results, torchrun
+from launch import forked, results
 from nwise.cli import run as command
 from nwise.recipes import Mlp, Recipe, Sgd, recipe
 from nwise.training import (
@@ -485,7 +485,7 @@ def test_on_processes_those_that_share_a_loss_agree(tmp_path: Path) -> None:
 
 
 def test_on_processes_one_stops_all(tmp_path: Path) -> None:
-    done = torchrun(4, ["-m", "nwise", "train", "digits", "--lr", "1e30", "--runs", str(tmp_path)])
+    done = forked(4, ["-m", "nwise", "train", "digits", "--lr", "1e30", "--runs", str(tmp_path)], tmp_path)
     assert done.returncode
     assert "should be a finite number. Found" in done.stderr
     (folder,) = tmp_path.iterdir()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import nwise
-from launch import RANKS, results, torchrun
+from launch import RANKS, forked, results, torchrun
 from nwise.cli import run
 from nwise.report.measured import Comparison
 from nwise.runtime.channel import Spec
@@ -50,7 +50,7 @@ def test_many_processes_do_what_one_does(name: str, found: list[Any]) -> None:
 
 
 def test_the_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
-    done = torchrun(2, ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2"])
+    done = forked(2, ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2"], tmp_path)
     assert done.returncode != 0
     assert "`torchrun` should start a multiple of 4 processes, one for each stage. Found 2" in done.stderr
     assert "nwise/pipeline.py" not in done.stderr, "no traceback of ours"
@@ -61,7 +61,7 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
     script.write_text(
         "import os\nfrom ranks.common import pipeline\npipeline(2, ['local', '2-wise-mean'][int(os.environ['RANK'])], 1)\n"
     )
-    done = torchrun(2, [str(script)])
+    done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert (
         "`strategy` should be the same on every rank. Found 'local' on rank 0 and '2-wise-mean' on rank 1"
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
 
 def test_a_step_that_raises_leaves_no_trace_on_its_rank(tmp_path: Path) -> None:
     """The others end: what they wait for never comes."""
-    done = torchrun(2, [str(RANKS / "undone.py"), str(tmp_path)])
+    done = forked(2, [str(RANKS / "undone.py"), str(tmp_path)], tmp_path)
     assert "rank 0 (stage 0) stops: Rank 1 (stage 1) failed at" in done.stderr
     found = json.loads((tmp_path / "1.json").read_text())
     assert found["same"]
@@ -89,7 +89,7 @@ def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
         "pipe = pipeline(2, '2-wise', 2, schedule=order)\n"
         "for x, y in batches(1):\n    pipe.step(x, target=y)\n"
     )
-    done = torchrun(2, [str(script)])
+    done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert "Every rank should have the same schedule. Found other lists than on the rank before" in done.stderr
 
@@ -101,7 +101,7 @@ def test_a_rank_that_makes_fewer_steps_fails_all(tmp_path: Path) -> None:
         "import os\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, 'local', 1)\n"
         "for x, y in batches(3 - int(os.environ['RANK'])):\n    pipe.step(x, target=y)\n"
     )
-    done = torchrun(2, [str(script)])
+    done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert re.search(r"All ranks should make as many steps. Found \[3, 2\]|has left after 2 steps", done.stderr)
 
@@ -115,7 +115,7 @@ def test_a_rank_that_leaves_before_a_ragged_batch_ends_all(tmp_path: Path) -> No
         "if os.environ['RANK'] == '0':\n    pipe.step(x[:3], target=y[:3])\n"
     )
     began = time.monotonic()
-    done = torchrun(2, [str(script)])
+    done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert "waits for rank 1, which has left after 2 steps" in done.stderr
     assert time.monotonic() - began < 100, "and not 4 x 300 seconds"

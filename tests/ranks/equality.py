@@ -1,8 +1,7 @@
-"""Twenty steps of every strategy, M and optimizer; writes digests of all parameters."""
+"""Eight steps of every strategy, with several M, optimizers and orders; writes digests of all parameters."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from typing import Any
 
@@ -18,17 +17,17 @@ STRATEGIES = (
     "end-to-end",
     "rotating-2",
     "rotating-2-microbatch",
-    "local@9,2-wise",
+    "local@4,2-wise",
 )
-CASES = [*itertools.product(STRATEGIES, (1, 2, 4), ("sgd", "adam"), ("best",))]
+CASES = [*((name, m, optimizer, "best") for name in STRATEGIES for m, optimizer in ((1, "sgd"), (4, "adam")))]
 CASES += [("2-wise", 4, "sgd", order) for order in ("depth-first", "skewed", "phase")]
 CASES += [("end-to-end", 4, "adam", order) for order in ("gpipe", "1f1b", "zero-bubble-lean")]
 
 
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: str) -> Any:
-    """Digests after twenty steps, some of whose batches are ragged."""
+    """Digests after eight steps, some of whose batches are ragged."""
     pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order)
-    trained(pipe, optimizer, batches(20, sizes=(8, 8, 8, 7, 8, 9, 9)))
+    trained(pipe, optimizer, batches(8, sizes=(8, 8, 7, 8, 9, 9)))
     return closed(pipe, digests(pipe))
 
 

@@ -47,8 +47,7 @@ def best(
 ) -> Timed:
     """The schedule of shortest period; then with the fewest micro-batches in flight, then with first-in-first-out messages.
 
-    The orders of `nwise.schedule.orders` are tried, and, where the shortest does not meet the lower bound, random lists
-    and local improvement. Hogwild waits for nobody, so that its busiest stage decides.
+    The orders of `nwise.schedule.orders` and list schedules are tried. Hogwild waits for nobody, so its busiest stage decides.
 
     Args:
         strategy: a strategy or its name.
@@ -86,15 +85,11 @@ def best(
         if not search.fits(free):
             raise DoesNotFit("Hogwild", max(peak_bytes(free.in_flight, costs)), memory or 0.0)
         return Timed(free, costs, chains, bound)
-    found = _orders(search, bound)
-    if not found[0].optimal:
-        found = [found[0], *search.further(found)]
-    return min(found, key=lambda t: t.rank) if len(found) > 1 else found[0]
+    return _orders(search, bound)[0]
 
 
 def best_order(flows: Sequence[Sequence[Flow]], costs: Costs) -> Timed:
-    """The best of the closed-form orders and list schedules, as nwise's own stages run them; not improved any further, so
-    that it is quick.
+    """The best of the closed-form orders and list schedules, as nwise's own stages run them.
 
     Args:
         flows: of every micro-batch, ``[turns][M]``.

@@ -141,18 +141,6 @@ class _Ways:
         return tails
 
 
-def latest_starts(flows: Sequence[Flow], costs: Costs) -> dict[Action, float]:
-    """When each action of a mini-batch has to start so that no stage's list ends late, up to a constant.
-
-    A stage's list begins when the first activation reaches it, and all lists should take equally long.
-    """
-    ways = _Ways(flows, costs)
-    forwards = costs.of("forward", len(flows[0].stages))
-    begins = np.concatenate([[0.0], np.cumsum(forwards[:-1])]) + costs.latency * np.arange(len(forwards))
-    latest = (begins - ways.tails()).min(axis=1) - ways.work
-    return dict(zip(ways.actions, latest.tolist(), strict=True))
-
-
 def _before(
     actions: Sequence[Action], place: dict[object, int], flows: Sequence[Flow], costs: Costs
 ) -> list[list[tuple[int, float]]]:

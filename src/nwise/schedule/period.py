@@ -10,7 +10,6 @@ and goes on with that one's mean. Each look is one simulated mini-batch, linear 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from nwise.schedule.network import Network, Run, run
 
@@ -19,64 +18,42 @@ _CLOSE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
-    """The longest cycle of waits.
-
-    Args:
-        period: its mean, time per pass through the lists.
-        paths: pairs of nodes, the second of which waits for its machine to have finished the first.
-    """
-
-    period: float
-    paths: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Arc:
     """A longest path through one mini-batch, from a token to a token."""
 
     origin: int
     weight: float
-    nodes: tuple[int, ...]
 
 
 def period(net: Network) -> float:
-    """Time per mini-batch (per cycle of them, for a rotating strategy) in the steady state, exact up to rounding."""
-    return critical_cycle(net).period
-
-
-def critical_cycle(net: Network) -> Cycle:
-    """The period, and a cycle that it is the mean of."""
+    """Find the time per mini-batch (per cycle of them, for a rotating strategy) in the steady state, exact up to rounding."""
     # Tokens are what one mini-batch hands to the next: machines that are free, and activations that were taken.
     machines = len(net.words)
     takers = list(net.taken.items())
     token_of = {node: machines + i for i, (node, _) in enumerate(takers)}
-    busy = [sum(net.duration[node] for node in word) for word in net.words]
-    bound = max(busy)
-    word = net.words[busy.index(bound)]
-    best = Cycle(bound, tuple(pairwise(word)))
+    longest = max(sum(net.duration[node] for node in word) for word in net.words)
     potential = [0.0] * (machines + len(takers))
     arcs: dict[int, _Arc] = {}
     back = _Back(net, token_of)
     while True:
         found = run(net, potential[:machines], {node: potential[token] for node, token in token_of.items()})
         ends = [found.end[word[-1]] if word else 0.0 for word in net.words] + [found.start[u] for _, u in takers]
-        slack = _CLOSE * bound
-        risen = [token for token, end in enumerate(ends) if end - bound > potential[token] + slack]
+        slack = _CLOSE * longest
+        risen = [token for token, end in enumerate(ends) if end - longest > potential[token] + slack]
         if not risen:
-            return best
+            return longest
         for token in risen:
             node = net.words[token][-1] if token < machines else takers[token - machines][1]
-            origin, nodes = back(found, node, potential)
-            arcs[token] = _Arc(origin, ends[token] - potential[origin], nodes)
+            origin = back(found, node, potential)
+            arcs[token] = _Arc(origin, ends[token] - potential[origin])
         for token in risen:
-            potential[token] = ends[token] - bound
-        cycle = _longest(arcs)
-        if cycle is not None:
+            potential[token] = ends[token] - longest
+        mean = _largest_mean(arcs)
+        if mean is not None:
             # Tokens that drive each other up lie on a cycle that is longer; if only by rounding, it is the longest.
-            if cycle.period <= bound:
-                return best
-            best, bound, arcs = cycle, cycle.period, {}
+            if mean <= longest:
+                return longest
+            longest, arcs = mean, {}
 
 
 class _Back:
@@ -92,27 +69,23 @@ class _Back:
                 self._before[node] = word[i - 1] if i else -1
                 self._machine[node] = machine
 
-    def __call__(self, found: Run, node: int, potential: list[float]) -> tuple[int, tuple[int, ...]]:
-        """The token, and the nodes on the way from it."""
-        nodes = [node]
+    def __call__(self, found: Run, node: int, potential: list[float]) -> int:
         while True:
             start, before = found.start[node], self._before[node]
             if before >= 0 and found.end[before] == start:
                 node = before
-            else:
-                other = next((u for u, lag in self._net.needs[node] if found.end[u] + lag == start), None)
-                if other is None:
-                    break
-                node = other
-            nodes.append(node)
+                continue
+            other = next((u for u, lag in self._net.needs[node] if found.end[u] + lag == start), None)
+            if other is None:
+                break
+            node = other
         token = self._token_of.get(node, -1)
-        origin = token if token >= 0 and potential[token] == start else self._machine[node]
-        return origin, tuple(reversed(nodes))
+        return token if token >= 0 and potential[token] == start else self._machine[node]
 
 
-def _longest(arcs: dict[int, _Arc]) -> Cycle | None:
-    """The cycle of largest mean among the arcs, of which each token has at most one."""
-    best: Cycle | None = None
+def _largest_mean(arcs: dict[int, _Arc]) -> float | None:
+    """The largest mean of a cycle among the arcs, of which each token has at most one; None if there is no cycle."""
+    means: list[float] = []
     seen: dict[int, int] = {}
     for first in arcs:
         token, path = first, []
@@ -122,8 +95,5 @@ def _longest(arcs: dict[int, _Arc]) -> Cycle | None:
             token = arcs[token].origin
         if token in seen and seen[token] == first and token in path:
             around = path[path.index(token) :]
-            mean = sum(arcs[t].weight for t in around) / len(around)
-            if best is None or mean > best.period:
-                pairs = tuple(p for t in around for p in pairwise(arcs[t].nodes))
-                best = Cycle(mean, pairs)
-    return best
+            means.append(sum(arcs[t].weight for t in around) / len(around))
+    return max(means, default=None)

@@ -64,9 +64,7 @@ def rival(
     found = sorted((search.timed(schedule) for schedule in schedules if search.fits(schedule)), key=lambda t: t.rank)
     if not found:
         raise DoesNotFit(name, min(max(peak_bytes(s.in_flight, costs)) for s in schedules), memory or 0.0)
-    if name == "zero-bubble" and not found[0].optimal:
-        found = [found[0], *search.improved(found)]
-    return min(found, key=lambda t: t.rank)
+    return found[0]
 
 
 def timed_method(name: str, **options: Any) -> Timed:
