@@ -19,7 +19,10 @@ import torch.distributed as dist
 RANKS = Path(__file__).parent / "ranks"
 Done = subprocess.CompletedProcess[str]
 
-# What a rank imports takes seven seconds; the server has it before it forks.
+# What a rank imports takes seven seconds; the server has it before it forks. It looks for it where the environment says.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(RANKS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+).rstrip(":")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks.preload"])
 
