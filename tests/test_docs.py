@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -197,7 +198,7 @@ def test_the_slurm_script_stops_is_queued_again_and_goes_on(tmp_path: Path) -> N
     """With stand-ins for SLURM's own commands, on one node: the signal comes, and the second start ends the run."""
     (tmp_path / "bin").mkdir()
     for stand_in, body in {
-        "srun": 'exec "$@"',
+        "srun": 'echo $$ > step; exec "$@"',
         "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',
     }.items():
         (tmp_path / "bin" / stand_in).write_text(f"#!/bin/sh\n{body}\n")
@@ -215,7 +216,7 @@ def test_the_slurm_script_stops_is_queued_again_and_goes_on(tmp_path: Path) -> N
         if metrics.exists() and '"step": 20' in metrics.read_text():
             break
         time.sleep(0.1)
-    subprocess.run(["pkill", "-TERM", "-f", "rdzv-id 7 --rdzv-backend"], check=True)
+    os.kill(int((tmp_path / "step").read_text()), signal.SIGTERM)
     output, _ = first.communicate(timeout=100)
     assert (tmp_path / "requeued").read_text() == "requeue 7\n", output[-2000:]
     assert '"status": "stopped"' in (metrics.parent / "run.json").read_text()
