@@ -17,8 +17,8 @@ from nwise.pipeline import Pipeline
 from nwise.report.figures import flow_figure
 from nwise.report.grid import Picture, schedule_figure
 from nwise.schedule import PAPER
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.paper import paper_time
-from nwise.schedule.rivals import timed_method
 from nwise.strategies import EndToEnd, Hogwild, Local, NWise
 
 # Slots per batch without micro-batches, A = 4, as the paper's grid and its table have them.

@@ -18,7 +18,7 @@ from nwise.report.explore import Choices, busy
 from nwise.report.figures import COLOURS
 from nwise.report.grid import KIND_COLOURS, Picture
 from nwise.report.html import embedded
-from nwise.schedule import Costs, best, rival
+from nwise.schedule import Costs, baseline, best
 from nwise.training import Run
 
 pytest.importorskip("plotly", reason="needs the extra 'html'")
@@ -45,7 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "3-wise",
         "end-to-end",
         "gpipe",
-        "zero-bubble-lean",
+        "zb-h1",
         "zero-bubble",
         "--stages",
         "2",
@@ -194,7 +194,7 @@ def test_the_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -
             choose("method", method)
             costs = Costs(**{**vars_of(transformer.split_in(m)), "latency": latency})
             if method in ("gpipe", "zero-bubble"):
-                timed = rival(method, num_stages=stages, num_microbatches=m, costs=costs)
+                timed = baseline(method, num_stages=stages, num_microbatches=m, costs=costs)
             else:
                 timed = best(method, num_stages=stages, num_microbatches=m, costs=costs, chains="walked")
             found = shown()

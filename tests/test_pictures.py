@@ -14,7 +14,7 @@ import pytest
 from nwise import cli
 from nwise.report.grid import Picture, terminal_grid
 from nwise.report.trace import chrome_trace
-from nwise.schedule import PAPER, Costs, best, rival
+from nwise.schedule import PAPER, Costs, baseline, best
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,10 @@ def test_the_page_without_plotly(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_the_trace_is_the_timeline_with_an_arrow_for_each_message() -> None:
     costs = Costs(1, 0.5, 1, 1, latency=0.25)
-    pictures = [picture("3-wise", costs), Picture("1f1b", rival("1f1b", num_stages=3, num_microbatches=2, costs=costs))]
+    pictures = [
+        picture("3-wise", costs),
+        Picture("1f1b", baseline("1f1b", num_stages=3, num_microbatches=2, costs=costs)),
+    ]
     trace = chrome_trace(pictures)
     json.dumps(trace, allow_nan=False)
     for process, drawn in enumerate(pictures):

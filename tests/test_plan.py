@@ -15,7 +15,7 @@ import nwise
 from nwise import cli
 from nwise.flow import flow_of
 from nwise.recipes import Adam, Mlp, Recipe
-from nwise.schedule import Costs, best, rival
+from nwise.schedule import Costs, baseline, best
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, costs_of_text
 from nwise.schedule.partition import Piece, costs_of, partition, work
@@ -26,11 +26,11 @@ from nwise.training.profile import profile
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.
 TABLE = {
-    4: {"gpipe": (4.82, 16), "1f1b": (4.82, 16), "zero-bubble-lean": (4.39, 8), "zero-bubble": (3.98, 8),
+    4: {"gpipe": (4.82, 16), "1f1b": (4.82, 16), "zb-h1": (4.39, 8), "zero-bubble": (3.98, 8),
         "2-wise": (4.62, 2), "3-wise": (4.82, 4), "local": (3.54, 1)},
-    8: {"gpipe": (5.72, 32), "1f1b": (5.72, 32), "zero-bubble-lean": (4.97, 8), "zero-bubble": (4.46, 16),
+    8: {"gpipe": (5.72, 32), "1f1b": (5.72, 32), "zb-h1": (4.97, 8), "zero-bubble": (4.46, 16),
         "2-wise": (4.62, 2), "3-wise": (5.66, 2), "local": (3.54, 1)},
-    16: {"gpipe": (6.79, 32), "1f1b": (6.79, 32), "zero-bubble-lean": (5.68, 16), "zero-bubble": (5.42, 32),
+    16: {"gpipe": (6.79, 32), "1f1b": (6.79, 32), "zb-h1": (5.68, 16), "zero-bubble": (5.42, 32),
          "2-wise": (4.62, 2), "3-wise": (5.66, 2), "local": (3.54, 1)},
 }  # fmt: skip
 
@@ -50,8 +50,8 @@ def test_the_paper_s_transformer(num_stages: int, winner: str) -> None:
         assert times[method][0] == pytest.approx(time, abs=0.0051), method
         assert times[method][1] == m, method
     assert found.recommended.method == winner
-    assert found.rival is not None
-    assert found.rival.method == "zero-bubble"
+    assert found.baseline is not None
+    assert found.baseline.method == "zero-bubble"
     two_wise = next(option for option in found.options if option.method == "2-wise")
     assert found.speedup(two_wise) == pytest.approx({4: 0.86, 8: 0.97, 16: 1.17}[num_stages], abs=0.005)
     text = " ".join(verdict(found))
@@ -86,8 +86,8 @@ def test_a_strategy_is_recommended_only_at_a_price_at_which_nwise_runs_it() -> N
     assert three["3-wise"].period < three["3-wise (walked)"].period
     assert found.recommended.runs
     assert not three["3-wise"].runs
-    assert found.rival is not None
-    assert three["3-wise (walked)"].period < found.rival.period
+    assert found.baseline is not None
+    assert three["3-wise (walked)"].period < found.baseline.period
     assert found.recommended.method == "3-wise (walked)"
 
 
@@ -98,13 +98,13 @@ def test_zero_bubble_is_no_straw_man() -> None:
         factors = [numbers.uniform(0.6, 1.6) for _ in range(5)]
         size = {"num_stages": 5, "num_microbatches": 4, "costs": Costs(factors, 0.5, factors, factors)}
         ours = best("end-to-end", **size)  # type: ignore[arg-type]
-        assert rival("zero-bubble", **size).period <= ours.period * 1.001  # type: ignore[arg-type]
+        assert baseline("zero-bubble", **size).period <= ours.period * 1.001  # type: ignore[arg-type]
     held = Costs(1, 0.5, 1, 1, activation_bytes=1)
-    short = rival("zero-bubble", num_stages=8, num_microbatches=16, costs=held, memory=6)
+    short = baseline("zero-bubble", num_stages=8, num_microbatches=16, costs=held, memory=6)
     assert max(short.in_flight) <= 6
     assert short.period == 68
     with pytest.raises(DoesNotFit, match="at least 16 bytes a stage, which gpipe needs. Found 6"):
-        rival("gpipe", num_stages=8, num_microbatches=16, costs=held, memory=6)
+        baseline("gpipe", num_stages=8, num_microbatches=16, costs=held, memory=6)
 
 
 def test_a_window_of_all_stages_and_more_is_end_to_end() -> None:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 import nwise
 from nwise.flow import flow_of, flows_for
-from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, best, rival, simulate, timed, validate
+from nwise.recipes.config import Recipe, from_json, to_json
+from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.costs import prices
 from nwise.schedule.greedy import nearest_first
@@ -232,7 +233,7 @@ def test_unequal_stages_are_near_the_bound() -> None:
 TABLE = {  # A = 8, h = 0.5, M = 1, 2, 4, 8, 16, 32; every other order is worse or equal
     "gpipe": [24.5, 28, 35, 49, 77, 133],
     "1f1b": [24.5, 28, 35, 49, 77, 133],
-    "zero-bubble-lean": [17.5, 20, 25, 35, 63, 119],
+    "zb-h1": [17.5, 20, 25, 35, 63, 119],
     "zero-bubble": [17.5, 20, 25, 35, 56, 112],
     "local": [3.5, 7, 14, 28, 56, 112],
     "2-wise": [5.5, 9, 18, 36, 72, 144],
@@ -247,21 +248,21 @@ def test_periods_worked_out_beforehand(name: str) -> None:
         if "-wise" in name or name == "local":
             found = of(name, 8, m)
         else:
-            found = rival(name, num_stages=8, num_microbatches=m, costs=REAL)
+            found = baseline(name, num_stages=8, num_microbatches=m, costs=REAL)
             assert set(found.schedule.flows[0]) == {flow_of(nwise.EndToEnd().credit(8))}
         validate(found.schedule)
         assert found.period == expected
 
 
-def test_in_flight_of_the_rivals() -> None:
+def test_in_flight_of_the_baselines() -> None:
     """A = 8, M = 16: GPipe 16 everywhere, 1F1B 8 down to 1, lean zero-bubble 8 everywhere, full 15."""
     found = {
-        name: rival(name, num_stages=8, num_microbatches=16, costs=REAL).in_flight
-        for name in ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
+        name: baseline(name, num_stages=8, num_microbatches=16, costs=REAL).in_flight
+        for name in ("gpipe", "1f1b", "zb-h1", "zero-bubble")
     }
     assert found["gpipe"] == (16,) * 8
     assert found["1f1b"] == tuple(range(8, 0, -1))
-    assert found["zero-bubble-lean"] == (8,) * 8
+    assert found["zb-h1"] == (8,) * 8
     assert max(found["zero-bubble"]) == 15
 
 
@@ -273,11 +274,11 @@ def test_a_chain_that_is_walked_again_costs_zero_bubble_and_not_n_wise() -> None
                 best(name, num_stages=8, num_microbatches=m, costs=REAL, chains=chains).period  # type: ignore[arg-type]
                 for m in (2, 8, 32)
             ] == expected
-    zero = [rival("zero-bubble", num_stages=8, num_microbatches=m, costs=REAL, chains="walked") for m in (2, 8, 32)]
+    zero = [baseline("zero-bubble", num_stages=8, num_microbatches=m, costs=REAL, chains="walked") for m in (2, 8, 32)]
     assert [found.period for found in zero] == [20.5, 38, 144]
     assert not any(found.stores_cotangents for found in zero)
-    assert rival("zero-bubble", num_stages=8, num_microbatches=2, costs=REAL).stores_cotangents
-    assert not rival("1f1b", num_stages=8, num_microbatches=2, costs=REAL).stores_cotangents
+    assert baseline("zero-bubble", num_stages=8, num_microbatches=2, costs=REAL).stores_cotangents
+    assert not baseline("1f1b", num_stages=8, num_microbatches=2, costs=REAL).stores_cotangents
     # Walked end-to-end may fuse: never worse than 1F1B or the walked split.
     for m, limit in ((2, 20.5), (8, 38), (32, 133)):
         assert best("end-to-end", num_stages=8, num_microbatches=m, costs=REAL, chains="walked").period <= limit
@@ -288,7 +289,7 @@ def test_latency_hits_end_to_end_about_every_boundary_and_n_wise_hardly() -> Non
     late = Costs(1, 0.5, 1, 1, latency=1)
     for costs, expected in ((REAL, [59, 41, 18, 22]), (late, [92, 71, 18, 22])):
         size = {"num_stages": 16, "num_microbatches": 4}
-        found = [rival(name, **size, costs=costs).period for name in ("1f1b", "zero-bubble")]  # type: ignore[arg-type]
+        found = [baseline(name, **size, costs=costs).period for name in ("1f1b", "zero-bubble")]  # type: ignore[arg-type]
         assert [*found, of("2-wise", 16, 4, costs).period, of("3-wise", 16, 4, costs).period] == expected
     assert [of("2-wise", 16, 2, late).period, of("3-wise", 16, 2, late).period] == [10, 14]
 
@@ -521,10 +522,10 @@ def test_bad_costs(arguments: dict[str, object], message: str) -> None:
 def test_bad_simulations(cycles: int, jitter: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(of("local", 2, 1).schedule, REAL, cycles=cycles, jitter=jitter)
-    with pytest.raises(ValueError, match="A rival should be one of gpipe.*Found 'gpip'.*gpipe"):
-        rival("gpip", num_stages=2, num_microbatches=1, costs=REAL)
+    with pytest.raises(ValueError, match="A baseline should be one of gpipe.*Found 'gpip'.*gpipe"):
+        baseline("gpip", num_stages=2, num_microbatches=1, costs=REAL)
     with pytest.raises(ValueError, match="`num_microbatches` should be an integer of at least 1. Found 0"):
-        rival("1f1b", num_stages=2, num_microbatches=0, costs=REAL)
+        baseline("1f1b", num_stages=2, num_microbatches=0, costs=REAL)
     with pytest.raises(ValueError, match="`chains` should be 'stored' or 'walked'. Found 'kept'"):
         simulate(of("local", 2, 1).schedule, REAL, chains="kept")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`costs` should be a nwise.schedule.Costs. Found int"):
@@ -554,3 +555,13 @@ def test_a_schedule_is_a_value() -> None:
     again: Schedule = of("2-wise", 3, 2).schedule
     assert again == of("2-wise", 3, 2).schedule
     assert hash(again) == hash(of("2-wise", 3, 2).schedule)
+
+
+def test_names_of_version_0_1_warn_and_work() -> None:
+    size: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4, "costs": REAL}
+    with pytest.warns(DeprecationWarning, match="'zero-bubble-lean' is now 'zb-h1'"):
+        assert baseline("zero-bubble-lean", **size) == baseline("zb-h1", **size)
+    with pytest.warns(DeprecationWarning, match="nwise.schedule.rival is now baseline"):
+        assert nwise.schedule.rival is baseline
+    with pytest.warns(DeprecationWarning, match="'zb-h1'"):
+        assert from_json(to_json(Recipe()) | {"schedule": "zero-bubble-lean"}) == Recipe(schedule="zb-h1")

@@ -25,8 +25,8 @@ from nwise.runtime.distributed import Distributed
 from nwise.runtime.watch import Watch
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
+from nwise.schedule.baselines import BASELINES, timed_method
 from nwise.schedule.costs import Prices, costs_of_text, prices
-from nwise.schedule.rivals import RIVALS, timed_method
 from nwise.schedule.timed import Timed
 
 _BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
@@ -37,7 +37,7 @@ class Case:
     """What is measured.
 
     Args:
-        method: a strategy, or gpipe, 1f1b, zero-bubble-lean.
+        method: a strategy, or gpipe, 1f1b, zb-h1.
         stages: A.
         microbatches: M.
         slot_ms: milliseconds of a slot.
@@ -86,7 +86,7 @@ class Case:
     def settle(self) -> int:
         """Mini-batches until the pipeline is steady, which are not timed. An end-to-end one is by its lists from the second on,
         but its processes begin in step, which makes the first few of large messages worse or better than those that follow."""
-        return 6 if self.method in RIVALS else self.stages // 2 + 3
+        return 6 if self.method in BASELINES else self.stages // 2 + 3
 
     @property
     def message(self) -> torch.Tensor:

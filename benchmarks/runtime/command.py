@@ -23,7 +23,7 @@ class Bench:
     stages: int = 4
     """Processes, one stage each, A."""
     strategy: str = "2-wise"
-    """Which one, or gpipe, 1f1b, zero-bubble-lean."""
+    """Which one, or gpipe, 1f1b, zb-h1."""
     microbatches: int = 1
     """Micro-batches in a mini-batch, M."""
     slot_ms: float = 20.0

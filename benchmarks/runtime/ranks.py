@@ -23,8 +23,8 @@ from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
 from nwise.runtime.watch import Watch
 from nwise.runtime.world import World
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import costs_of_text
-from nwise.schedule.rivals import timed_method
 
 BATCHES = 12
 SPLIT = "forward=1,head=0,input_grad=1,weight_grad=1,chain_share=0"  # of zero-bubble, with cotangents kept
@@ -121,7 +121,7 @@ def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
         return PipelineStage(module, world.stage, stages, torch.device("cpu"))
 
     schedule: Any
-    if case.method == "zero-bubble-lean":
+    if case.method == "zb-h1":
         split = SplitModule(device, (forward + begin, chain + begin, weights + begin), first, last)
         schedule = ScheduleInterleavedZeroBubble([stage(split)], size, **options)
     else:
@@ -178,10 +178,10 @@ def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
     for m in (4, 16) if not mib else (4,):
         methods = ["gpipe", "1f1b"] if m >= stages else ["gpipe"]  # torch's 1F1B wants a micro-batch for every stage
         found += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
-    found += [(library, case("zero-bubble-lean", 4, costs=SPLIT)) for library in ("nwise", "torch")]
+    found += [(library, case("zb-h1", 4, costs=SPLIT)) for library in ("nwise", "torch")]
     found += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2))]
     if not mib:
-        for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zero-bubble-lean"):
+        for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zb-h1"):
             m = 1 if method == "end-to-end" else best_m(method, stages)
             equal = case(method, m, slot_ms=WHOLE_MS, costs=cut(m))
             found += [

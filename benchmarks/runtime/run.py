@@ -28,8 +28,8 @@ from rich.progress import Progress
 
 from benchmarks.runtime.bench import Case
 from nwise._machine import processor
+from nwise.schedule.baselines import BASELINES, timed_method
 from nwise.schedule.costs import costs_of_text
-from nwise.schedule.rivals import RIVALS, timed_method
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -70,7 +70,10 @@ def write(name: str, records: Sequence[Record]) -> None:
 def read(name: str) -> list[Record]:
     """Records of an earlier run."""
     path = RECORDS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    lines = path.read_text().replace('"zero-bubble-lean"', '"zb-h1"').splitlines()  # its name in version 0.1
+    return [json.loads(line) for line in lines]
 
 
 def grouped(records: Sequence[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
@@ -109,7 +112,7 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
                 one = by_library.get((library,))
                 cells.append(spread(one, key, digits) if one else "–")
         cells.append(f"{statistics.median(r['ceiling'] for r in by_library[('nwise',)]):.4f}")
-        travel = one_way.get((stages, mib, method in RIVALS))
+        travel = one_way.get((stages, mib, method in BASELINES))
         cells.append("–" if travel is None else f"{limit(found[0], travel):.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -137,8 +140,8 @@ def equal_batches(records: Sequence[Record]) -> list[str]:
     for (stages,), found in grouped(whole, "stages").items():
         own = [r for r in found if r["library"] == "nwise"]
         bases = [
-            statistics.median(r["measured_slots"] for r in own if r["method"] == rival)
-            for rival in ("end-to-end", "gpipe", "1f1b")
+            statistics.median(r["measured_slots"] for r in own if r["method"] == baseline)
+            for baseline in ("end-to-end", "gpipe", "1f1b")
         ]
         for (method, library, m), one in grouped(found, "method", "library", "microbatches").items():
             times = [{"ms": r["measured_slots"] * r["slot_ms"]} for r in one]

@@ -227,13 +227,13 @@ def summary(
 ) -> dict[str, Any]:
     """Quartiles of a method's seconds and of its ratios, round by round, and its counts."""
     pairs, base = times[name], times[PLAIN]
-    rival = times.get(name.replace("nwise", "by hand"), pairs) if name.startswith("nwise") else pairs
+    baseline = times.get(name.replace("nwise", "by hand"), pairs) if name.startswith("nwise") else pairs
     result: dict[str, Any] = {}
     for clock, what in enumerate(("wall", "processor")):
         result[f"{what}_s"] = quartiles([t[clock] for t in pairs])
         result[f"{what}_ratio"] = quartiles([t[clock] / b[clock] for t, b in zip(pairs, base, strict=True)])
-        if rival is not pairs:
-            result[f"{what}_by_hand"] = quartiles([t[clock] / r[clock] for t, r in zip(pairs, rival, strict=True)])
+        if baseline is not pairs:
+            result[f"{what}_by_hand"] = quartiles([t[clock] / r[clock] for t, r in zip(pairs, baseline, strict=True)])
     for what, count in counted[name].items():
         result |= {what: count, f"{what}_ratio": count / counted[PLAIN][what]}
     return result

@@ -180,9 +180,9 @@ def _grid_claims(setting: Setting, grid: Mapping[Point, Mapping[int, float]]) ->
     found = [greater(text, "table 15", mean_of([difference(grid[first, high], grid[first, low]) for first in both]))]
     others = [point for point in grid if point != setting.best]
     if others:
-        rival = max(others, key=lambda point: mean(grid[point].values()))
+        baseline = max(others, key=lambda point: mean(grid[point].values()))
         text = f"T1 = {setting.best[0]} at rate {high:g} is above the best of the other points (chosen afterwards)"
-        found.append(greater(text, "table 15", grid.get(setting.best, {}), grid[rival]))
+        found.append(greater(text, "table 15", grid.get(setting.best, {}), grid[baseline]))
     return found
 
 

@@ -18,9 +18,9 @@ from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.recipes import Gpt, Recipe, recipe
 from nwise.schedule import PAPER as PAPERS_COSTS
 from nwise.schedule import Costs
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER
-from nwise.schedule.rivals import timed_method
 
 # The paper's N-wise runs of Transformers have the mean of the own and the far loss.
 PAPER = ("1-wise", "2-wise-mean", "3-wise-mean", "end-to-end")

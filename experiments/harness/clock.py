@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from nwise import models
 from nwise.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, Costs
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, Chains, prices
-from nwise.schedule.rivals import timed_method
 
 _SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
 
@@ -101,7 +101,7 @@ def step_time(method: str, num_stages: int, costs: Costs, memory: float | None =
     """The fastest way to run a method.
 
     Args:
-        method: a strategy, or a pipeline of `nwise.schedule.rivals`.
+        method: a strategy, or a pipeline of `nwise.schedule.baselines`.
         num_stages: A.
         costs: of a whole mini-batch; the paper's are without micro-batches.
         memory: most activations that a stage may keep, in mini-batches' of one stage; default: any.

@@ -13,8 +13,8 @@ from experiments.harness.store import Store
 from experiments.t import plots as timing_plots
 from experiments.t.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.paper import POWERS, PRINTED_STAGES, BestCell
-from nwise.schedule.rivals import timed_method
 
 KINDS = ("virtual, paper costs", "real")
 

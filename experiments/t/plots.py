@@ -68,7 +68,7 @@ def _points(axes: Axes, own: Sequence[Row], method: str, slot: Slot | None) -> N
 
 @styled
 def speed_up(rows: Sequence[Row], path: Path) -> None:
-    """Over GPipe by the paper's model left; over better rivals at costs as they are right."""
+    """Over GPipe by the paper's model left; over better baselines at costs as they are right."""
     figure, (left, right) = panels_of(2, width=3.8)
     over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
     for i in range(1, 6):
@@ -84,11 +84,11 @@ def speed_up(rows: Sequence[Row], path: Path) -> None:
     left.set_ylabel("speed-up of a step, each at its best M")
     times = {(r["method"], r["A"]): r["time"] for r in rows if r["kind"] == "honest"}
     stages = sorted({a for _, a in times})
-    for i, (rival, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
+    for i, (baseline, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
         for name in ("2-wise", "3-wise"):
-            ratios = [times[rival, a] / times[name, a] for a in stages]
+            ratios = [times[baseline, a] / times[name, a] for a in stages]
             look = {"color": style(name)["color"], "marker": "os"[i], "markersize": 3}
-            right.plot(stages, ratios, line, label=f"{name} over {rival}", **look)
+            right.plot(stages, ratios, line, label=f"{name} over {baseline}", **look)
     right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
     for axes in (left, right):
         axes.axhline(1, color="#555555", lw=0.8)

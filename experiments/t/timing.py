@@ -18,15 +18,15 @@ from benchmarks.runtime.bench import Case, start_all
 from experiments.harness.clock import chains_of
 from nwise._machine import machine
 from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.paper import POWERS, best_table, fit_slot
-from nwise.schedule.rivals import timed_method
 from nwise.training.run import versions
 
 Row = dict[str, Any]
 _NETWORK = ("train", "source-code", "--num-stages", "2")  # a small Transformer
 PER_BATCH = {"end-to-end": "2A", "hogwild": "2", "local": "2", "2-wise": "4", "3-wise": "6"}
-RIVALS = ("zero-bubble", "1f1b", "2-wise", "3-wise")
+BASELINES = ("zero-bubble", "1f1b", "2-wise", "3-wise")
 MEASURED = ("gpipe", "1-wise", "2-wise", "3-wise")
 
 
@@ -65,7 +65,7 @@ def _speedups() -> list[Row]:
 
 
 def _honest(a: int) -> list[Row]:
-    return [honest(name, a) for name in RIVALS]
+    return [honest(name, a) for name in BASELINES]
 
 
 def per_batch(name: str, num_stages: int = 8) -> Row:

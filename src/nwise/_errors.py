@@ -1,13 +1,14 @@
-"""What error messages have in common: the closest known name, and the extra that a missing package is in."""
+"""Names in messages: the closest known one, the current one for an old one, the extra that provides a package."""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-# What people write who know the method by another name.
+# Names that other projects use for the same method.
 _ALIASES = {
     "e2e": "end-to-end",
     "endtoend": "end-to-end",
@@ -18,9 +19,12 @@ _ALIASES = {
     "layerwise": "local",
     "dgl": "local",
     "zb": "zero-bubble",
-    "zb-h1": "zero-bubble-lean",
+    "zero-bubble-h1": "zb-h1",
     "pipedream-flush": "1f1b",
 }
+
+# Old names, accepted until version 0.3.
+_RENAMED = {"zero-bubble-lean": "zb-h1"}
 
 
 def hint(text: str, names: Iterable[str]) -> str:
@@ -40,6 +44,24 @@ def hint(text: str, names: Iterable[str]) -> str:
     alias = _ALIASES.get(text.lower())
     close = [alias] if alias in known else difflib.get_close_matches(text, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def current_name(name: Any) -> Any:
+    """Return the current name of what an older version called otherwise; pass on everything else.
+
+    Args:
+        name: any value.
+
+    Warns:
+        DeprecationWarning: the name is an old one.
+
+    >>> current_name("1f1b")
+    '1f1b'
+    """
+    if not isinstance(name, str) or name not in _RENAMED:
+        return name
+    warnings.warn(f"{name!r} is now {_RENAMED[name]!r}; version 0.3 will refuse it.", DeprecationWarning, stacklevel=3)
+    return _RENAMED[name]
 
 
 def needed(module: str, extra: str, what: str) -> Any:

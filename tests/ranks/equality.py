@@ -21,7 +21,7 @@ STRATEGIES = (
 )
 CASES = [*((name, m, optimizer, "best") for name in STRATEGIES for m, optimizer in ((1, "sgd"), (4, "adam")))]
 CASES += [("2-wise", 4, "sgd", order) for order in ("depth-first", "skewed", "phase")]
-CASES += [("end-to-end", 4, "adam", order) for order in ("gpipe", "1f1b", "zero-bubble-lean")]
+CASES += [("end-to-end", 4, "adam", order) for order in ("gpipe", "1f1b", "zb-h1")]
 
 
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from nwise._errors import hint
+from nwise._errors import current_name, hint
 from nwise.cli.commands import COMMANDS, command_of
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output
 from nwise.recipes import recipe
@@ -36,7 +36,8 @@ def dispatch(name: str, arguments: list[str]) -> int:
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
-            code = int(parsed(name, arguments).run(Output()))
+            warnings.filterwarnings("default", category=DeprecationWarning, module="nwise")
+            code = int(parsed(name, [current_name(word) for word in arguments]).run(Output()))
             sys.stdout.flush()
             return code
     except KeyboardInterrupt as error:

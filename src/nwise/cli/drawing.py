@@ -22,8 +22,8 @@ from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
 from nwise.report.html import check_page
 from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import costs_of_text
-from nwise.schedule.rivals import timed_method
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json")
 
@@ -59,7 +59,7 @@ class Schedule:
     """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace."""
 
     strategy: tuple[str, ...] = ("2-wise",)
-    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zero-bubble-lean, zero-bubble."""
+    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zb-h1, zero-bubble."""
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (4,)
     """Number of stages; several for several pictures."""
     microbatches: tuple[int, ...] = (2,)
@@ -144,7 +144,7 @@ class Explore:
     """Write a page to explore schedules on: strategy, A, M, costs and latency, to see grid, period, bound, memory, winner."""
 
     strategy: tuple[str, ...] = METHODS
-    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zero-bubble-lean, zero-bubble."""
+    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zb-h1, zero-bubble."""
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (2, 4, 8)
     """Numbers of stages, A."""
     microbatches: tuple[int, ...] = (1, 2, 4, 8)

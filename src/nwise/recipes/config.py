@@ -12,6 +12,7 @@ import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise import models
+from nwise._errors import current_name
 from nwise.data import images as image_data
 from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
@@ -230,7 +231,7 @@ class Recipe:
     it."""
     stage_lr: tuple[float, ...] = ()
     """Factors of the rates of the stages and their heads, separated by spaces; all 1 if there are none."""
-    schedule: Literal["best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zero-bubble-lean"] = "best"
+    schedule: Literal["best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zb-h1"] = "best"
     """Order of work of a process for every stage; in one process only memory depends on it, and depth-first is taken for
     best."""
     precision: Literal["float32", "bf16"] = "float32"
@@ -350,7 +351,7 @@ def from_json(value: Any) -> Any:
     if kind is None:
         raise ValueError(f"`type` should be one of {', '.join(_TYPES)}. Found {name!r}.")
     hints = get_type_hints(kind)
-    fields = {key: from_json(inner) for key, inner in value.items() if key != "type"}
+    fields = {key: current_name(from_json(inner)) for key, inner in value.items() if key != "type"}
     for key, inner in fields.items():
         if key not in hints:
             raise ValueError(f"A {name} should have fields {', '.join(sorted(hints))}. Found {key!r}.")

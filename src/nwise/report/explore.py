@@ -17,13 +17,13 @@ from torch import Tensor
 from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture, batch_of, farthest_loss
 from nwise.report.html import write_page
 from nwise.schedule import Timed
+from nwise.schedule.baselines import BASELINES, known_method, timed_method
 from nwise.schedule.costs import Costs
-from nwise.schedule.rivals import RIVALS, known_method, timed_method
 from nwise.strategies import NWise, Switch
 from nwise.strategies import strategy as strategy_of
 
-METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *RIVALS)
-_END_TO_END = (*RIVALS, "end-to-end")
+METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *BASELINES)
+_END_TO_END = (*BASELINES, "end-to-end")
 MOST = 20_000  # actions in one picture
 _ACTIONS = 5  # of a stage and micro-batch, about
 # As `nwise plan --json` calls them.
@@ -65,7 +65,7 @@ class Choices:
                 f"{max(self.microbatches)} micro-batches; draw fewer."
             )
         for name, stages in product(self.methods, self.stages):
-            found = None if name in RIVALS else known_method(name)
+            found = None if name in BASELINES else known_method(name)
             if isinstance(found, Switch):
                 raise ValueError(f"`strategy` should not change with time here. Found {name!r}; give its parts.")
             if found is not None:
@@ -98,7 +98,7 @@ class Choices:
         """The schedule of a combination: pipelines as they are, with cotangents stored; strategies as nwise runs them."""
         method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
-        chains: Any = "stored" if method in RIVALS else "walked"
+        chains: Any = "stored" if method in BASELINES else "walked"
         return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs, chains=chains)
 
 
@@ -172,7 +172,7 @@ def write_schedules(
         "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
         "entries": {",".join(map(str, place)): value for place, value in entries.items()},
         "kinds": {kind.value: {"name": KIND_NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_NAMES},
-        "rivals": list(_END_TO_END),
+        "baselines": list(_END_TO_END),
         "local": local,
         "compared": compared,
     }

@@ -6,19 +6,21 @@
 RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) D3(0) W3(1) D3(1) U3
 """
 
+import warnings
+
 from nwise.schedule.actions import Action, Kind
+from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import PAPER, TRANSFORMER, Chains, Costs
 from nwise.schedule.lists import Schedule
 from nwise.schedule.paper import Slot, fit_slot, paper_time
-from nwise.schedule.rivals import RIVALS, rival
 from nwise.schedule.simulate import Timeline, simulate
 from nwise.schedule.timed import Timed, timed
 from nwise.schedule.validate import Buffer, validate
 
 __all__ = [
+    "BASELINES",
     "PAPER",
-    "RIVALS",
     "TRANSFORMER",
     "Action",
     "Buffer",
@@ -30,11 +32,23 @@ __all__ = [
     "Slot",
     "Timed",
     "Timeline",
+    "baseline",
     "best",
     "fit_slot",
     "paper_time",
-    "rival",
     "simulate",
     "timed",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Answer the names of version 0.1 for one more release."""
+    if name in ("rival", "RIVALS"):
+        warnings.warn(
+            f"nwise.schedule.{name} is now {'baseline' if name == 'rival' else 'BASELINES'}; version 0.3 will not have it.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return baseline if name == "rival" else BASELINES
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from nwise._errors import hint
+from nwise._errors import current_name, hint
 from nwise.flow import Flow
 from nwise.schedule import orders
 from nwise.schedule.best import best_order
@@ -18,7 +18,7 @@ from nwise.schedule.validate import validate
 
 Order: TypeAlias = "str | Schedule | Timed"
 
-ORDERS = ("best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zero-bubble-lean")
+ORDERS = ("best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zb-h1")
 
 # What orders are chosen for when nobody has measured: a head of half a stage, messages that are short but not free.
 TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05)
@@ -26,6 +26,7 @@ TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05)
 
 def check_order(order: object) -> None:
     """Refuse what is no order."""
+    order = current_name(order)
     if isinstance(order, Schedule | Timed) or order in ORDERS:
         return
     if isinstance(order, str):
@@ -38,13 +39,14 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
 
     Args:
         order: a schedule for these flows (`nwise.schedule.best` with measured costs gives the best one), or one of `ORDERS`.
-            ``gpipe`` (which is ``phase``), ``1f1b`` and ``zero-bubble-lean`` are meant for end-to-end training and run
+            ``gpipe`` (which is ``phase``), ``1f1b`` and ``zb-h1`` are meant for end-to-end training and run
             any strategy.
         flows: of every micro-batch, ``[turns][M]``.
 
     Raises:
         ValueError: the schedule is for other flows, or could not run.
     """
+    order = current_name(order)
     check_order(order)
     if isinstance(order, Timed):
         order = order.schedule
@@ -65,7 +67,7 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
         "gpipe": partial(orders.phase, fuse=orders.ALL),
         "skewed": partial(orders.skewed, fuse=orders.ALL, stride=1),
         "1f1b": orders.one_forward_one_backward,
-        "zero-bubble-lean": partial(
+        "zb-h1": partial(
             nearest_first, fuse=orders.NONE, cap=min(num_stages, len(flows[0])), costs=TYPICAL, chains="walked"
         ),
     }

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from nwise.flow import Flow, flows_for
+from nwise.schedule.baselines import BASELINES, timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_counts
-from nwise.schedule.rivals import RIVALS, timed_method
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
 from nwise.strategies import EndToEnd, Local, Strategy, Switch
 from nwise.strategies import strategy as strategy_of
@@ -32,7 +32,7 @@ class Option:
     """A method at a number of micro-batches.
 
     Args:
-        name: a strategy's or a rival's.
+        name: a strategy's or a baseline's.
         num_microbatches: M.
         timed: its schedule.
         walked: whether it is slower because chains are walked again.
@@ -56,7 +56,7 @@ class Option:
     @property
     def end_to_end(self) -> bool:
         """Whether it computes the gradients of ordinary training."""
-        return self.name in (*RIVALS, "end-to-end")
+        return self.name in (*BASELINES, "end-to-end")
 
     @property
     def comparable(self) -> bool:
@@ -100,12 +100,12 @@ class Plan:
     skipped: dict[str, float]
 
     @property
-    def rival(self) -> Option | None:
+    def baseline(self) -> Option | None:
         """The fastest end-to-end pipeline; of equal ones one that nwise runs, with the fewest micro-batches in flight."""
         return min((option for option in self.options if option.end_to_end), key=_preference, default=None)
 
     @property
-    def own_rival(self) -> Option | None:
+    def own_baseline(self) -> Option | None:
         """The fastest end-to-end pipeline that nwise runs."""
         return min(
             (option for option in self.options if option.end_to_end and option.runs), key=_preference, default=None
@@ -124,7 +124,7 @@ class Plan:
 
     def speedup(self, option: Option) -> float:
         """Time of the fastest end-to-end pipeline over the option's; nan if there is none."""
-        return float("nan") if self.rival is None else ratio(self.rival.period, option.period)
+        return float("nan") if self.baseline is None else ratio(self.baseline.period, option.period)
 
 
 def ratio(time: float, other: float) -> float:
@@ -167,7 +167,7 @@ def plan(
     least: dict[str, float] = {}
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
-        flows = flows_for(EndToEnd() if name in RIVALS else strategy_of(name), num_stages, m)
+        flows = flows_for(EndToEnd() if name in BASELINES else strategy_of(name), num_stages, m)
         costs = costs_of([batch[0] for batch in flows], m)
         known = min((option.period for option in found.get((name, chains), [])), default=float("inf"))
         if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):
@@ -190,7 +190,7 @@ def plan(
 
 def _methods(strategies: Sequence[str], num_stages: int) -> list[tuple[str, Chains]]:
     """Rivals, nwise's own end-to-end, and strategies that are not end-to-end at this depth, in both prices."""
-    methods: list[tuple[str, Chains]] = [(name, "stored") for name in RIVALS]
+    methods: list[tuple[str, Chains]] = [(name, "stored") for name in BASELINES]
     methods += [("zero-bubble", "walked"), ("end-to-end", "walked")]
     for rule in dict.fromkeys(map(strategy_of, strategies)):
         if not _computes(rule, EndToEnd(), num_stages):

@@ -27,8 +27,8 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
     >>> print(verdict(found)[0])
     Use zero-bubble with M = 16: 4.46 a step. No strategy between local and end-to-end has a shorter one.
     """
-    rival, own, chosen = plan.rival, plan.own_rival, plan.recommended
-    if rival is None:
+    baseline, own, chosen = plan.baseline, plan.own_baseline, plan.recommended
+    if baseline is None:
         return [f"No end-to-end pipeline fits the memory; of what does, {_named(chosen)} is the fastest."]
     if chosen.end_to_end:
         lines = [
@@ -37,18 +37,19 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
     else:
         lines = [
             f"{_named(chosen)} has the shortest step between local and end-to-end, {show(chosen.period)}: "
-            f"{_faster(ratio(rival.period, chosen.period))} the best end-to-end pipeline, {_named(rival)} ({show(rival.period)})."
+            f"{_faster(ratio(baseline.period, chosen.period))} the best end-to-end pipeline, {_named(baseline)} "
+            f"({show(baseline.period)})."
         ]
-    if own is not rival:
+    if own is not baseline:
         best_own = "runs none here" if own is None else f"runs at best {_named(own)}, {show(own.period)} a step"
         lines.append(
-            f"{rival.method} keeps every layer's cotangent between I and W, which nwise's own stages do not do: of "
+            f"{baseline.method} keeps every layer's cotangent between I and W, which nwise's own stages do not do: of "
             f"end-to-end pipelines nwise {best_own}."
         )
     largest = max(plan.microbatches)
     lines += [
         f"M = {largest} is the largest that was tried for {option.method}; more may be faster."
-        for option in dict.fromkeys((chosen, rival))
+        for option in dict.fromkeys((chosen, baseline))
         if option.num_microbatches == largest > 1
     ]
     return lines + [_worth(plan, option) for option in plan.options if not option.end_to_end and option.runs]
@@ -56,11 +57,11 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
 
 def _worth(plan: Plan, option: Option) -> str:
     """Compared with the best end-to-end pipeline, and with the best that nwise runs itself."""
-    rivals = [r for r in dict.fromkeys((plan.rival, plan.own_rival)) if r is not None]
-    compared = ", ".join(f"{_faster(ratio(r.period, option.period))} {r.method}" for r in rivals)
+    baselines = [r for r in dict.fromkeys((plan.baseline, plan.own_baseline)) if r is not None]
+    compared = ", ".join(f"{_faster(ratio(r.period, option.period))} {r.method}" for r in baselines)
     worth = [
         f"against {r.method} if it reaches your quality in fewer than {ratio(r.period, option.period):.2f} times the steps"
-        for r in rivals
+        for r in baselines
         if ratio(r.period, option.period) >= 1.005
     ]
     return f"{option.name}: a step is {compared}; " + (

@@ -1,13 +1,13 @@
 // The schedule explorer: every choice is a look-up among schedules that nwise has timed; nothing is computed anew here.
 "use strict";
-const { dimensions, initial, entries, kinds, rivals, local, compared } = JSON.parse(document.getElementById("schedules").textContent);
+const { dimensions, initial, entries, kinds, baselines, local, compared } = JSON.parse(document.getElementById("schedules").textContent);
 const names = Object.keys(dimensions);
 const chosen = Object.fromEntries(names.map(name => [name, initial[name] ?? 0]));
 const narrow = () => window.innerWidth < 640;
 const key = choice => names.map(name => choice[name]).join(",");
 const at = change => entries[key({ ...chosen, ...change })];
 const show = number => Number(number.toPrecision(4)).toString();
-const isRival = method => rivals.includes(dimensions.method[method]);
+const isBaseline = method => baselines.includes(dimensions.method[method]);
 const methods = () => dimensions.method.map((_, i) => i).filter(i => at({ method: i }));
 
 // Of a method at any number of micro-batches, the one with the shortest step.
@@ -82,7 +82,7 @@ function table() {
     const row = document.createElement("tr");
     if (method === chosen.method) row.classList.add("chosen");
     if (compared && winner === method) row.classList.add("best");
-    cell(row, dimensions.method[method] + (isRival(method) ? " (end-to-end)" : ""), "th");
+    cell(row, dimensions.method[method] + (isBaseline(method) ? " (end-to-end)" : ""), "th");
     cell(row, show(entry.period));
     cell(row, show(entry.bound));
     cell(row, Math.max(...entry.held));
@@ -98,8 +98,8 @@ function table() {
 function verdict() {
   const all = methods().filter(method => !local.includes(dimensions.method[method])).map(method => ({ method, ...atBestM(method) }));
   const first = list => list.reduce((a, b) => (b && (!a || b.entry.period < a.entry.period * (1 - 1e-9)) ? b : a), null);
-  const pipeline = first(all.filter(one => isRival(one.method)));
-  const strategy = first(all.filter(one => !isRival(one.method)));
+  const pipeline = first(all.filter(one => isBaseline(one.method)));
+  const strategy = first(all.filter(one => !isBaseline(one.method)));
   const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)}` +
     `${one.entry.runs ? "" : "; nwise's own stages run it slower"})`;
   if (!pipeline || !strategy) {

@@ -1,9 +1,9 @@
 """End-to-end pipelines to compare with: GPipe, 1F1B and zero-bubble.
 
-    gpipe             all forwards, then all backwards
-    1f1b              at most A - k micro-batches in flight on stage k, the period of GPipe
-    zero-bubble-lean  backward split into I and W, at most A micro-batches in flight (ZB-H1)
-    zero-bubble       the same without a cap: no bubble where there are micro-batches enough
+    gpipe        all forwards, then all backwards
+    1f1b         at most A - k micro-batches in flight on stage k, the period of GPipe
+    zb-h1        backward split into I and W, at most A micro-batches in flight
+    zero-bubble  the same without a cap: no bubble if there are enough micro-batches
 
 The split needs the cotangents of all layers kept between I and W (``chains="stored"``). nwise's own stages walk the
 chain again in W (``chains="walked"``), so those are the prices at which nwise itself can run zero-bubble.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nwise._errors import hint
+from nwise._errors import current_name, hint
 from nwise.flow import flows_for
 from nwise.schedule import orders
 from nwise.schedule.best import DoesNotFit, best
@@ -26,10 +26,10 @@ from nwise.schedule.timed import Timed, check_memory, peak_bytes
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as strategy_of
 
-RIVALS = ("gpipe", "1f1b", "zero-bubble-lean", "zero-bubble")
+BASELINES = ("gpipe", "1f1b", "zb-h1", "zero-bubble")
 
 
-def rival(
+def baseline(
     name: str,
     *,
     num_stages: int,
@@ -41,7 +41,7 @@ def rival(
     """An end-to-end pipeline with its period.
 
     Args:
-        name: one of `RIVALS`.
+        name: one of `BASELINES`.
         num_stages: A.
         num_microbatches: M.
         costs: of one micro-batch.
@@ -52,11 +52,12 @@ def rival(
         ValueError: there is no such pipeline, or a number is out of range.
         DoesNotFit: the pipeline does not fit the memory; a ValueError too.
 
-    >>> rival("1f1b", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
+    >>> baseline("1f1b", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
     35.0
     """
-    if name not in RIVALS:
-        raise ValueError(f"A rival should be one of {', '.join(RIVALS)}. Found {name!r}.{hint(name, RIVALS)}")
+    name = current_name(name)
+    if name not in BASELINES:
+        raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
     search = Search(flows_for(EndToEnd(), num_stages, num_microbatches), costs, chains, memory)
@@ -68,17 +69,18 @@ def rival(
 
 
 def timed_method(name: str, **options: Any) -> Timed:
-    """A pipeline of `RIVALS` or the best schedule of a strategy, by name.
+    """A pipeline of `BASELINES` or the best schedule of a strategy, by name.
 
     Args:
         name: which.
-        options: of `rival` and `best`, which take the same.
+        options: of `baseline` and `best`, which take the same.
 
     Raises:
         ValueError: there is no such pipeline or strategy, or an option is out of range.
     """
-    if name in RIVALS:
-        return rival(name, **options)
+    name = current_name(name)
+    if name in BASELINES:
+        return baseline(name, **options)
     return best(known_method(name), **options)
 
 
@@ -91,9 +93,9 @@ def known_method(name: str) -> Strategy:
     try:
         return strategy_of(name)
     except ValueError as error:
-        if meant := hint(name, RIVALS):
+        if meant := hint(name, BASELINES):
             raise ValueError(
-                f"`strategy` should be a strategy, or one of {', '.join(RIVALS)}. Found {name!r}.{meant}"
+                f"`strategy` should be a strategy, or one of {', '.join(BASELINES)}. Found {name!r}.{meant}"
             ) from error
         raise
 
@@ -105,12 +107,12 @@ def _schedules(name: str, search: Search) -> list[Schedule]:
     if name == "1f1b":
         return [orders.schedule_of(name, flows, orders.one_forward_one_backward)]
     num_stages = len(flows[0][0].stages)
-    lean = name == "zero-bubble-lean"
+    capped = name == "zb-h1"
     found = [
         orders.schedule_of(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride))
-        for stride in ((1,) if lean else (1, 2))
+        for stride in ((1,) if capped else (1, 2))
     ]
-    caps = {num_stages} if lean else {2 * num_stages - 1, size}
+    caps = {num_stages} if capped else {2 * num_stages - 1, size}
     caps |= set() if search.memory is None else set(range(1, num_stages))
     for cap in sorted({min(cap, size) for cap in caps}):
         rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs, chains=search.chains)
