@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import nwise
 from nwise.data import Bytes, batch_indices, embedded_text
 from nwise.losses import TokenCrossEntropy
-from nwise.training import Checkpoints, weights_of
+from nwise.training import Checkpoints, gather_weights
 from nwise.training.weights import under
 
 LENGTH = 48
@@ -67,7 +67,7 @@ def main(folder: Path = Path("runs/gpt2"), steps: int = 60) -> list[float]:
             print(f"step {pipe.steps:3d}  losses {[round(loss, 2) for loss in losses.tolist()]}", flush=True)
             checkpoints.save()
 
-    weights = under(weights_of(pipe), "model.")  # of all stages, on rank 0
+    weights = under(gather_weights(pipe), "model.")  # of all stages, on rank 0
     if pipe.team is None or pipe.team.world.rank == 0:
         model.load_state_dict(weights, strict=True)
         model.save_pretrained(folder / "model")

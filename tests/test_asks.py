@@ -140,18 +140,7 @@ sys.exit(code)
 
 SMALL = {
     "digits": [],
-    "source-code": [
-        "--num-stages",
-        "2",
-        "--width",
-        "8",
-        "--num-heads",
-        "1",
-        "--sequence-length",
-        "256",
-        "--batch-size",
-        "64",
-    ],
+    "source-code": "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64".split(),
 }
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import nwise
 from launch import results
 from nwise.models.chain import Chain
-from nwise.training import Checkpoints, DamagedError, Resumed, checkpoint
+from nwise.training import Checkpoints, DamagedError, Resumed
+from nwise.training.checkpoint import files
 from ranks import mesh_resume
-from ranks.common import batches, optimizer_of
+from ranks.common import batches, make_optimizer
 from ranks.resume import WIDTH, main, pipeline
 
 
@@ -67,7 +68,7 @@ def test_what_is_gone_on_from_ends_as_if_never_stopped(strategy: str, optimizer:
     main(tmp_path / "none", tmp_path / "a", cut, strategy, optimizer, 5)
     resumed = main(tmp_path / "a" / "after", tmp_path / "b", cut, strategy, optimizer, 4)
     whole = pipeline(cut, strategy)
-    update, losses = optimizer_of(optimizer, whole), []
+    update, losses = make_optimizer(optimizer, whole), []
     for i, (x, y) in enumerate(batches(100, WIDTH)[:9]):
         if i == 5:
             Checkpoints(tmp_path / "between", whole).save()  # which ends Hogwild's mini-batches under way
@@ -231,7 +232,7 @@ def test_stages_that_are_cut_up_by_tensor_parallelism(tmp_path: Path) -> None:
     mesh_resume.main(tmp_path / "a" / "after", tmp_path / "whole", 0, 0)
     whole = Checkpoints(tmp_path / "whole" / "loaded", pipeline((4,), "end-to-end")).newest()
     assert whole is not None
-    assert checkpoint.layout_of(whole.folder)["model.0.in.weight"].shape == torch.Size([8, 6])
+    assert files.read_layout(whole.folder)["model.0.in.weight"].shape == torch.Size([8, 6])
     run(2, "a/after", "b", 1, 0)
     assert equal(tensors(tmp_path / "b" / "loaded"), tensors(tmp_path / "whole" / "loaded"))
     run(4, "a/after", "c", 2, 2)
@@ -254,7 +255,7 @@ def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
 
 
 def test_keep_is_at_least_one() -> None:
-    with pytest.raises(ValueError, match=r"`keep` should be at least 1. Found 0"):
+    with pytest.raises(ValueError, match=r"`keep` should be an integer of at least 1. Found 0"):
         Checkpoints("x", pipeline((4,), "end-to-end"), keep=0)
 
 
@@ -286,7 +287,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(error: int, tmp_path: Path, mo
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="should be written to, for checkpoints"):
+    with pytest.raises(OSError, match="should be writable"):
         Checkpoints(tmp_path / "file", pipeline((4,), "end-to-end")).save()
 
 
@@ -301,7 +302,9 @@ def test_the_one_just_written_stays_though_there_are_later_ones(tmp_path: Path) 
     assert found is not None
     assert found.facts["step"] == 100_000_000
     pipe.steps = 100
-    with pytest.raises(ValueError, match="should hold no checkpoint of a step beyond 100. Found step-100000000; go on"):
+    with pytest.raises(
+        ValueError, match="should hold no checkpoint of a step beyond 100. Found step-100000000; resume"
+    ):
         checkpoints.save()
 
 
@@ -401,7 +404,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
     index = json.loads((one / "checkpoint.json").read_text().split("\n")[0])
     (one / "checkpoint.json").write_bytes(signed({**index, "format": 2}))
     with pytest.raises(DamagedError, match=r"should be of format 1, which this nwise reads. Found 2; use the nwise"):
-        checkpoint.check(one)
+        files.check(one)
 
 
 @pytest.mark.parametrize(
@@ -430,17 +433,17 @@ def flip(path: Path, bit: int) -> None:
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Two thousand of them, over all files of a checkpoint."""
     one, rng = saved(tmp_path), random.Random(0)
-    checkpoint.check(one)
-    files = sorted(one.iterdir())
-    sizes = [file.stat().st_size for file in files]
+    files.check(one)
+    paths = sorted(one.iterdir())
+    sizes = [path.stat().st_size for path in paths]
     for _ in range(2000):
-        (file,) = rng.choices(files, sizes)
+        (file,) = rng.choices(paths, sizes)
         bit = rng.randrange(8 * file.stat().st_size)
         flip(file, bit)
         with pytest.raises(DamagedError, match="should be"):
-            checkpoint.check(one)
+            files.check(one)
         flip(file, bit)
-    checkpoint.check(one)
+    files.check(one)
 
 
 def test_nothing_is_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +488,9 @@ def test_another_kind_of_the_same_optimizer(tmp_path: Path) -> None:
     pipe = nwise.Pipeline([nn.Linear(WIDTH, 4)], strategy="end-to-end")
     Checkpoints(tmp_path, pipe, torch.optim.Adam(pipe.parameters())).save()
     other = torch.optim.Adam(pipe.parameters(), amsgrad=True)
-    assert Checkpoints(tmp_path, pipe, other).resume() == Resumed(0, "optimizer Adam -> Adam with amsgrad, begun anew")
+    assert Checkpoints(tmp_path, pipe, other).resume() == Resumed(
+        0, "optimizer Adam -> Adam with amsgrad, with fresh state"
+    )
 
 
 def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_recipe_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.run(["train", "--max-steps", "2", "source-code", "--batch-size", "2", "--eval-every", "9", "--json"]) == 0
-    )
+    options = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64 --json".split()
+    assert cli.run(["train", "--max-steps", "2", "source-code", *options]) == 0
     assert "source-code" in json.loads(capsys.readouterr().out)["run"]
 
 

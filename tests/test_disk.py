@@ -19,7 +19,8 @@ from torch import Tensor
 
 from launch import forked
 from nwise.cli import run as command
-from nwise.training import Checkpoints, Keeping, Resumed, Run, Trainer, Watcher, checkpoint, new_run
+from nwise.training import Callback, CheckpointPolicy, Checkpoints, Resumed, Run, Trainer, new_run
+from nwise.training.checkpoint import files
 from nwise.training.lock import FolderLock
 from ranks.resume import pipeline
 from test_checkpoint import flip, saved, signed
@@ -51,7 +52,7 @@ def fill(disk: Path) -> None:
                     file.write(b"x" * size)
 
 
-class Fills(Watcher):
+class Fills(Callback):
     """Fills the disk after a step, and makes room after another."""
 
     def __init__(self, disk: Path, after: int, until: int | None = None) -> None:
@@ -72,7 +73,7 @@ def test_training_outlives_a_full_disk(small_disk: Path) -> None:
     run, trainer = new_run(LONG, small_disk), Trainer(LONG)
     whole = Trainer(LONG)
     with pytest.warns(UserWarning, match="No space left") as seen:
-        scores = trainer.train(run, (Fills(small_disk, after=2),), Keeping(checkpoint_every=4))
+        scores = trainer.train(run, (Fills(small_disk, after=2),), CheckpointPolicy(checkpoint_every=4))
     assert scores == whole.train()
     told = [str(warning.message).split(" should be")[0].rpartition("/")[2] for warning in seen]
     assert told.count("metrics.jsonl") == 1, "once for each file"
@@ -85,7 +86,7 @@ def test_training_outlives_a_full_disk(small_disk: Path) -> None:
 def test_what_waited_is_written_when_there_is_room_again(small_disk: Path) -> None:
     run, trainer = new_run(LONG, small_disk), Trainer(LONG)
     with pytest.warns(UserWarning, match="No space left"):
-        trainer.train(run, (Fills(small_disk, after=2, until=45),), Keeping(checkpoint_every=4))
+        trainer.train(run, (Fills(small_disk, after=2, until=45),), CheckpointPolicy(checkpoint_every=4))
     assert not trainer.unwritten
     assert run.status == "done"
     assert [record["step"] for record in run.metrics() if record["kind"] == "train"] == list(range(1, 51))
@@ -97,8 +98,8 @@ def test_what_waited_is_written_when_there_is_room_again(small_disk: Path) -> No
 def test_a_command_on_a_full_disk_ends_in_a_sentence(
     stop: bool, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watchers = [Fills(small_disk, after=2), *([Stops(after=45)] if stop else [])]
-    monkeypatch.setattr("nwise.cli.training.loggers", lambda names: watchers)
+    callbacks = [Fills(small_disk, after=2), *([Stops(after=45)] if stop else [])]
+    monkeypatch.setattr("nwise.cli.training.loggers", lambda names: callbacks)
     code = command(
         ["train", "digits", *OPTIONS, "--max-steps", "50", "--checkpoint-every", "20", "--runs", str(small_disk)]
     )
@@ -202,7 +203,7 @@ def test_a_folder_of_damaged_checkpoints_is_not_begun_anew(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=r"step-00000002.damaged was found to be damaged. To begin anew"):
             Checkpoints(one.parent, pipe).resume()
         with pytest.raises(
-            ValueError, match="should hold no checkpoints of another run. Found step-00000002.damaged; go"
+            ValueError, match="should hold no checkpoints of another run. Found step-00000002.damaged; resume"
         ):
             Checkpoints(one.parent, pipe).save()
 
@@ -210,13 +211,13 @@ def test_a_folder_of_damaged_checkpoints_is_not_begun_anew(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:.*The checkpoint before it is looked for")
 def test_a_restart_does_not_begin_a_damaged_run_anew(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
-    Trainer(TINY).train(run, keeping=Keeping())
+    Trainer(TINY).train(run, policy=CheckpointPolicy())
     before = run.metrics()
     for path in run.folder.glob("checkpoints/step-*/checkpoint.json"):
         path.write_text("")
     for _ in range(2):
         with pytest.raises(ValueError, match="Found none: .*To begin anew, give another folder"):
-            Trainer(TINY).train(run, keeping=Keeping(), resume=True, anew=True)
+            Trainer(TINY).train(run, policy=CheckpointPolicy(), resume=True, allow_restart=True)
     assert run.metrics() == before
     assert run.status == "done"
 
@@ -227,7 +228,7 @@ def test_a_run_is_not_mixed_with_checkpoints_of_another(tmp_path: Path) -> None:
     checkpoints = Checkpoints(one.parent, pipe)
     pipe.steps = 7
     with pytest.raises(
-        ValueError, match=r"should hold no checkpoints of another run. Found step-00000002; go on from it"
+        ValueError, match=r"should hold no checkpoints of another run. Found step-00000002; resume from it"
     ):
         checkpoints.save()
     checkpoints.resume()
@@ -254,8 +255,8 @@ def test_crafted_facts_are_damage(index: Any, tmp_path: Path) -> None:
 
         data = f"{index}\n{hashlib.sha256(index.encode()).hexdigest()}\n".encode()
     (one / "checkpoint.json").write_bytes(data)
-    with pytest.raises(checkpoint.DamagedError, match="should"):
-        checkpoint.check(one)
+    with pytest.raises(files.DamagedError, match="should"):
+        files.check(one)
 
 
 # Two writers
@@ -328,7 +329,7 @@ def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path) -> None:
 def test_facts_have_names_of_their_own(tmp_path: Path) -> None:
     """`save(step=7)` wrote over the checkpoint's own step."""
     checkpoints = Checkpoints(tmp_path, pipeline((2, 2), "2-wise"))
-    with pytest.raises(ValueError, match="facts with names of your own. Found 'step', which nwise writes"):
+    with pytest.raises(ValueError, match="facts with other names. Found 'step', which nwise writes"):
         checkpoints.save(step=7, loss=1.0)
     assert not list(tmp_path.iterdir())
 

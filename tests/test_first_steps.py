@@ -104,7 +104,7 @@ def test_stages_of_ones_own_are_named_before_they_are_trained(tmp_path: Path) ->
     """The refusal used to come at the first save, and did not say how to name a stage."""
     stages = [nn.Linear(3, 3) for _ in range(3)]
     own = nwise.Pipeline(stages, [nn.Linear(3, 3) for _ in range(2)])
-    with pytest.raises(ValueError, match=r"by `nwise.Chain\({'first': stage}\)`. Found 'weight' in stage 1"):
+    with pytest.raises(ValueError, match=r"with `nwise.Chain\({'first': stage}\)`. Found 'weight' in stage 1"):
         Checkpoints(tmp_path, own)
     named = nwise.Pipeline(
         [nwise.Chain({f"part{k}": stage}) for k, stage in enumerate(stages)], None, strategy="end-to-end"

@@ -23,6 +23,7 @@ RANKS = [
         "_errors",
         "_machine",
         "_modes",
+        "_records",
         "batchnorm",
         "_compiled",
         "losses",

@@ -25,6 +25,7 @@ pytest.importorskip("plotly", reason="needs the extra 'html'")
 # `NWISE_SCREENSHOTS=docs pytest tests/test_page.py` takes the pictures of the manual.
 SHOTS = os.environ.get("NWISE_SCREENSHOTS")
 WIDE, PHONE = (1200, 900), (390, 800)
+SMALL_TEXT = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64".split()
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     runs = folder / "runs"
     for strategy in ("2-wise", "end-to-end"):
-        options = ["--strategy", strategy, "--epochs", "6", "--heads", "all"]
+        options = ["--strategy", strategy, "--epochs", "6", "--heads", "all", "--filters", "4"]
         assert cli.run(["train", "digits", *options, "--runs", str(runs)]) == 0
     (runs / "digits-2-wise-001" / "timeline.json").write_text(json.dumps(recorded()))
     both = [str(runs / "digits-2-wise-001"), str(runs / "digits-end-to-end-001")]
@@ -69,7 +70,8 @@ def recorded(steps: int = 4) -> dict[str, Any]:
     return {"strategy": "2-wise", "events": events, "bytes": [{"measured": [8.0, 8.0], "predicted": [8.0, 8.0]}] * 4}
 
 
-@pytest.fixture(scope="module", params=[WIDE, PHONE], ids=["wide", "phone"])
+# Each browser takes ten seconds, and a phone shows the same page.
+@pytest.fixture(scope="module", params=[WIDE, pytest.param(PHONE, marks=pytest.mark.slow)], ids=["wide", "phone"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     with browser(tmp_path_factory.mktemp("profile"), *request.param) as driver:
 
@@ -365,7 +367,7 @@ def test_a_run_that_went_on_with_other_stages(before: str, after: str, tmp_path:
 
 def test_accuracy_and_perplexity_on_one_page_keep_apart(tmp_path: Path) -> None:
     """Accuracies used to stand under the heading of the first run, test perplexity."""
-    trained(tmp_path, "--max-steps", "2", recipe="source-code")
+    trained(tmp_path, "--max-steps", "2", *SMALL_TEXT, recipe="source-code")
     trained(tmp_path, "--max-steps", "2")
     folders = [str(next(tmp_path.glob(f"{name}-*"))) for name in ("source-code", "digits")]
     page = tmp_path / "both.html"

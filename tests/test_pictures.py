@@ -143,7 +143,7 @@ def test_the_trace_file(capsys: pytest.CaptureFixture[str]) -> None:
         (["--stages", "0"], "`num_stages` should be an integer of at least 1. Found 0"),
         (["--stages"], "`stages` should have at least one value. Found none"),
         (["--costs", "x=1"], "Costs should be among.*Found 'x'"),
-        (["--stages", "64", "--microbatches", "64", "--batches", "4"], "at most 20,000 actions. Found"),
+        (["--stages", "8", "--microbatches", "64", "--batches", "20"], "at most 20,000 actions. Found"),
         (["--strategy", "credit-1,0;1,1"], "one row and column for each of the 4 stages. Found 2"),
     ],
 )

@@ -21,7 +21,7 @@ def shown(terminal: bool, strategy: str) -> str:
     display = display_for(console)
     assert isinstance(display, LiveDisplay if terminal else PlainDisplay)
     config = dataclasses.replace(recipe("digits"), epochs=1, strategy=strategy, heads="live")
-    Trainer(config).train(watchers=(display,))
+    Trainer(config).train(callbacks=(display,))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

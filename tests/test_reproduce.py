@@ -95,7 +95,7 @@ def test_nobody_waits_for_cells_after_an_interruption() -> None:
     def kill(name: str, done: int, total: int) -> None:
         multiprocessing.active_children()[0].kill()
 
-    quick = [dataclasses.replace(long, recipe=dataclasses.replace(long.recipe, max_steps=60, seed=i)) for i in range(2)]
+    quick = [dataclasses.replace(long, recipe=dataclasses.replace(long.recipe, max_steps=10, seed=i)) for i in range(2)]
     with pytest.raises(KeyboardInterrupt):
         list(run_cells([*quick, long], 2, interrupt))
     with pytest.raises(OSError, match=r"2 processes should run the cells. Found that one has died"):
@@ -596,6 +596,7 @@ def test_the_model_misjudges_end_to_end_by_a_quarter() -> None:
     assert t.misjudged("gpipe") == pytest.approx(25)
 
 
+@pytest.mark.slow  # waits of known length on several processes
 def test_virtual_and_real_runs_are_measured() -> None:
     setting = timing.Setting(slot_ms=10, batches=3)
     rows = timing.virtual("paper", ("2-wise",), 2, (2, 1), setting)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import nwise
-from launch import RANKS, forked, results, torchrun
+from launch import RANKS, forked, results
 from nwise.cli import run
 from nwise.report.measured import Comparison
 from nwise.runtime.channel import Spec
@@ -127,7 +127,7 @@ def test_training_on_the_command_line_is_that_of_one_process(
     options = ["--max-steps", "30", "--log-every", "7", "--clip", "0.5", "--clip-by", "loss", "--microbatches", "2"]
     options += ["--stage-lr", "1", "0.5", "1", "2", "--defer-batchnorm"]
     arguments = ["train", "digits", *options, "--runs"]
-    done = torchrun(4, ["-m", "nwise", *arguments, str(tmp_path / "many"), "--timeline", "8"])
+    done = forked(4, ["-m", "nwise", *arguments, str(tmp_path / "many"), "--timeline", "8"], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("Run folder") == 1, "one rank draws"
     assert run([*arguments, str(tmp_path / "one")]) == 0
@@ -162,6 +162,7 @@ def test_training_on_the_command_line_is_that_of_one_process(
     assert "measured" not in capsys.readouterr().out
 
 
+@pytest.mark.slow  # a developer's instrument, which starts torchrun twice
 def test_bench_runtime_counts_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
     """No figure is asserted that a busy machine could spoil; only that it is measured and that counts are right."""
     assert (
@@ -218,6 +219,7 @@ def namespaces_allowed() -> bool:
     return made.returncode == 0
 
 
+@pytest.mark.slow  # two launchers in network namespaces
 def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
     """Two launchers in network namespaces of their own, joined by a virtual cable."""
     if not namespaces_allowed():

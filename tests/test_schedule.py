@@ -561,7 +561,7 @@ def test_names_of_version_0_1_warn_and_work() -> None:
     size: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4, "costs": REAL}
     with pytest.warns(DeprecationWarning, match="'zero-bubble-lean' is now 'zb-h1'"):
         assert baseline("zero-bubble-lean", **size) == baseline("zb-h1", **size)
-    with pytest.warns(DeprecationWarning, match="nwise.schedule.rival is now baseline"):
+    with pytest.warns(DeprecationWarning, match="nwise.schedule.rival is now nwise.schedule.baseline"):
         assert nwise.schedule.rival is baseline
     with pytest.warns(DeprecationWarning, match="'zb-h1'"):
         assert from_json(to_json(Recipe()) | {"schedule": "zero-bubble-lean"}) == Recipe(schedule="zb-h1")

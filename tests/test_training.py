@@ -30,19 +30,19 @@ from nwise.recipes import (
     to_json,
 )
 from nwise.training import (
-    Rate,
+    Callback,
+    LearningRate,
     Run,
     Scores,
     Trainer,
-    Watcher,
     compile_blocks,
     evaluate,
     main_state,
+    make_optimizer,
     new_run,
-    optimizer_of,
     rate_factor,
 )
-from nwise.training.build import check_channels_last, device_of
+from nwise.training.build import check_channels_last, pick_device
 
 SHORT = dataclasses.replace(recipe("digits"), epochs=2, heads="all")
 TEXT = Recipe(
@@ -101,10 +101,10 @@ def test_micro_batches_train_the_same_network(tmp_path: Path) -> None:
 
 
 def test_saved_weights_give_the_scores_they_had(tmp_path: Path) -> None:
-    from nwise.training import pipeline_of
+    from nwise.training import make_pipeline
 
     run, trainer, scores = train(SHORT, tmp_path)
-    fresh = pipeline_of(run.recipe, trainer.train_data, trainer.steps_per_epoch)
+    fresh = make_pipeline(run.recipe, trainer.train_data, trainer.steps_per_epoch)
     run.load_weights(fresh)
     for again, score in zip(evaluate(fresh, trainer.test_data, 50).heads, scores.heads, strict=True):
         assert again is not None
@@ -235,7 +235,7 @@ def test_clipping_bounds_the_norm_of_all_gradients() -> None:
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
-class Interrupts(Watcher):
+class Interrupts(Callback):
     """Presses Ctrl-C after a few steps."""
 
     def stepped(self, step: int, losses: Tensor) -> None:
@@ -248,11 +248,11 @@ class Interrupts(Watcher):
 
 def test_an_interrupted_run_can_be_used(tmp_path: Path) -> None:
     run = new_run(SHORT, tmp_path)
-    watcher = Interrupts()
+    callback = Interrupts()
     trainer = Trainer(SHORT)
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(run, (watcher,))
-    assert watcher.status == "interrupted"
+        trainer.train(run, (callback,))
+    assert callback.status == "interrupted"
     assert json.loads((run.folder / "run.json").read_text())["status"] == "interrupted"
     assert run.metrics()[-1]["kind"] == "interrupted"
     weights = run.weights()
@@ -274,8 +274,8 @@ def test_drops_and_warm_up() -> None:
 
 def test_a_plateau_drops_the_rate() -> None:
     config = Sgd(lr=0.1, plateau_epochs=2)
-    optimizer = optimizer_of(config, [nn.Parameter(torch.ones(1))])
-    rate = Rate(config, optimizer, 100)
+    optimizer = make_optimizer(config, [nn.Parameter(torch.ones(1))])
+    rate = LearningRate(config, optimizer, 100)
     seen = []
     for loss in (1.0, 0.9, 0.9, 0.9, 0.9, 0.8):
         optimizer.step()
@@ -409,7 +409,7 @@ def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], mess
 def test_devices_that_do_not_exist_are_refused() -> None:
     for device in ("cuda:99", "quantum", "meta"):
         with pytest.raises(ValueError, match=f"`device` should be .* Found '{device}'"):
-            device_of(dataclasses.replace(SHORT, device=device))
+            pick_device(dataclasses.replace(SHORT, device=device))
 
 
 def test_unknown_names_in_json_are_errors() -> None:
@@ -437,10 +437,10 @@ def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
-    from nwise.training import pipeline_of
+    from nwise.training import make_pipeline
 
     run, trainer, _ = train(dataclasses.replace(SHORT, max_steps=1), tmp_path)
-    other = pipeline_of(dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, 1)
+    other = make_pipeline(dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, 1)
     with pytest.raises(ValueError, match="names of the network's parameters and buffers. Found that 'blocks.4"):
         run.load_weights(other)
 
@@ -466,7 +466,7 @@ def test_every_optimizer_goes_with_every_strategy(config: Sgd | Adam) -> None:
             stages = [torch.nn.Linear(4, 4) for _ in range(4)]
             rule = nwise.strategy(strategy, heads=heads)
             pipe = nwise.Pipeline(stages, [torch.nn.Linear(4, 4) for _ in range(3)], strategy=rule, num_microbatches=2)
-            optimizer = optimizer_of(config, pipe.parameters())
+            optimizer = make_optimizer(config, pipe.parameters())
             for _ in range(max(4, 2 * rule.turns)):
                 pipe.step(x, target=y)
                 optimizer.step()
@@ -477,7 +477,7 @@ def test_momentum_begins_as_torchs_does() -> None:
     x = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     twin = torch.nn.Parameter(x.detach().clone())
     ours, theirs = (
-        optimizer_of(Sgd(weight_decay=0.1), [x]),
+        make_optimizer(Sgd(weight_decay=0.1), [x]),
         torch.optim.SGD([twin], lr=0.1, momentum=0.9, weight_decay=0.1),
     )
     for _ in range(3):

@@ -25,7 +25,7 @@ import nwise
 from nwise._machine import processor
 from nwise.losses import TokenCrossEntropy
 from nwise.models import gpt
-from nwise.training import Checkpoints, Finite
+from nwise.training import Checkpoints, NonFiniteGuard
 
 HERE = Path(__file__).parent
 EVERY = 50
@@ -41,7 +41,7 @@ class Bench:
         self.pipe = nwise.Pipeline(model.stages, model.heads, TokenCrossEntropy(), "2-wise", seed=0)
         self.optimizer = torch.optim.Adam(self.pipe.parameters(), lr=1e-4)
         self.tokens = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
-        self.finite = Finite(self.pipe, "stop")
+        self.finite = NonFiniteGuard(self.pipe, "stop")
         self.checkpoints = {
             "checkpoints": Checkpoints(folder / "a", self.pipe, self.optimizer),
             "checkpoints in the background": Checkpoints(folder / "b", self.pipe, self.optimizer, asynchronous=True),

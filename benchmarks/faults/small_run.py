@@ -12,7 +12,7 @@ import torch
 
 from nwise.data import Images
 from nwise.recipes import Mlp, Recipe
-from nwise.training import Keeping, Run, Trainer, new_run
+from nwise.training import CheckpointPolicy, Run, Trainer, new_run
 
 
 def data() -> tuple[Images, Images]:
@@ -44,7 +44,7 @@ def main(parent: Path, steps: int, every: int) -> None:
         log_every=5,
     )
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    begun = Run.of_launch(parent, recipe) if again else None
+    begun = Run.find_restarted(parent, recipe) if again else None
     trainer = Trainer(recipe, data())
     run = (begun or new_run(recipe, parent)) if os.environ["RANK"] == "0" else None
-    trainer.train(run, keeping=Keeping(checkpoint_every=every), resume=begun is not None, anew=True)
+    trainer.train(run, policy=CheckpointPolicy(checkpoint_every=every), resume=begun is not None, allow_restart=True)

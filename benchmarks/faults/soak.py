@@ -24,13 +24,13 @@ from torch import Tensor
 
 from nwise._machine import processor
 from nwise.recipes import Mlp, Recipe
-from nwise.training import Keeping, Trainer, Watcher, new_run
+from nwise.training import Callback, CheckpointPolicy, Trainer, new_run
 
 HERE = Path(__file__).parent
 RANKS = 4
 
 
-class Memory(Watcher):
+class Memory(Callback):
     """Looks at this process after every so many steps."""
 
     def __init__(self, every: int) -> None:
@@ -62,7 +62,7 @@ def worker(folder: Path, steps: int) -> None:
     )
     trainer, memory = Trainer(recipe, small_run.data()), Memory(max(1, steps // 40))
     run = new_run(recipe, folder) if os.environ["RANK"] == "0" else None
-    trainer.train(run, (memory,), Keeping(checkpoint_every=max(1, steps // 20)))
+    trainer.train(run, (memory,), CheckpointPolicy(checkpoint_every=max(1, steps // 20)))
     first = len(memory.mib) // 10
     base = memory.mib[first]
     worst = max(abs(value / base - 1) for value in memory.mib[first:])

@@ -16,7 +16,7 @@ from nwise._machine import machine
 from nwise.data import Images, Tokens
 from nwise.data.sources import tables
 from nwise.recipes import Adam, ImageSource, Recipe, TextSource, from_json, to_json
-from nwise.training import Scores, Trainer, Watcher, evaluate
+from nwise.training import Callback, Scores, Trainer, evaluate
 from nwise.training.build import autocast
 from nwise.training.run import versions
 
@@ -76,8 +76,8 @@ def missing_data(data: object) -> str | None:
 
 
 @dataclass
-class _History(Watcher):
-    """A watcher that keeps every test, and says how far the run is."""
+class _History(Callback):
+    """A callback that keeps every test, and says how far the run is."""
 
     told: Callable[[int, int], None]
     tests: list[Record] = field(default_factory=list)
@@ -131,7 +131,7 @@ def measure(
     trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
     _check_length(cell, trainer.num_steps)
     history = _History(told)
-    trainer.train(watchers=(history,))
+    trainer.train(callbacks=(history,))
     seconds = time.perf_counter() - began
     found: Record = {
         "method": cell.method,

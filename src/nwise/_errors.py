@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -44,6 +44,33 @@ def hint(text: str, names: Iterable[str]) -> str:
     alias = _ALIASES.get(text.lower())
     close = [alias] if alias in known else difflib.get_close_matches(text, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_at_least(name: str, value: object, least: int) -> None:
+    """Raise ValueError unless an argument is an integer of at least `least`.
+
+    >>> check_at_least("keep", 2, 1)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` should be an integer of at least {least}. Found {value!r}.")
+
+
+def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__`` that answers old names of version 0.1 with a warning.
+
+    Args:
+        module: the module's name.
+        renamed: the present name for every old one.
+    """
+
+    def answer(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module}.{name} is now {module}.{renamed[name]}; version 0.3 will not have the old name."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(module), renamed[name])
+
+    return answer
 
 
 def current_name(name: Any) -> Any:

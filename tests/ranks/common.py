@@ -57,7 +57,7 @@ def pipeline(
         return nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, num_microbatches, seed=1, **options)
 
 
-def optimizer_of(name: str, pipe: nwise.Pipeline) -> torch.optim.Optimizer:
+def make_optimizer(name: str, pipe: nwise.Pipeline) -> torch.optim.Optimizer:
     """Momentum SGD or Adam."""
     if name == "sgd":
         return torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
@@ -66,7 +66,7 @@ def optimizer_of(name: str, pipe: nwise.Pipeline) -> torch.optim.Optimizer:
 
 def trained(pipe: nwise.Pipeline, optimizer: str, data: Sequence[tuple[Tensor, Tensor]]) -> list[list[float]]:
     """Train; the losses of every step."""
-    update = optimizer_of(optimizer, pipe)
+    update = make_optimizer(optimizer, pipe)
     losses = []
     for x, y in data:
         losses.append(pipe.step(x, target=y).tolist())

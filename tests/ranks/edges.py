@@ -23,9 +23,9 @@ from nwise._modes import evaluating
 from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
-from nwise.training.finite import Finite
+from nwise.training.nonfinite import NonFiniteGuard
 from nwise.training.phase import check_phases
-from ranks.common import RANK, batches, closed, digests, network, optimizer_of, pipeline, trained, write
+from ranks.common import RANK, batches, closed, digests, make_optimizer, network, pipeline, trained, write
 
 A = 3
 Case = Callable[[], Any]
@@ -127,7 +127,7 @@ def clipped(by: Any, pipe: nwise.Pipeline | None = None) -> Any:
 def clipped_and_left_out() -> Any:
     """Both ask for the same groups of stages, of which those outside once knew nothing: they made other groups than the rest."""
     pipe = pipeline(A, "2-wise", 1)
-    clip, finite = Clip(pipe, 0.05, "loss"), Finite(pipe, "skip")
+    clip, finite = Clip(pipe, 0.05, "loss"), NonFiniteGuard(pipe, "skip")
     update = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for i, (x, y) in enumerate(batches(5)):
         finite.remember()
@@ -142,11 +142,11 @@ def clipped_and_left_out() -> Any:
 def switched() -> Any:
     """Local first, then end-to-end without heads, with a new optimizer."""
     pipe = pipeline(A, "local@4,end-to-end", 2)
-    update = optimizer_of("adam", pipe)
+    update = make_optimizer("adam", pipe)
     for step, (x, y) in enumerate(batches(8)):
         if step == 4:
             pipe.discard_heads()
-            update = optimizer_of("sgd", pipe)
+            update = make_optimizer("sgd", pipe)
         pipe.step(x, target=y)
         update.step()
         update.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.training import Finite
+from nwise.training import NonFiniteGuard
 from ranks.common import batches, closed, write
 
 
@@ -30,7 +30,7 @@ def trained(strategy: str) -> dict[str, Any]:
     stages = [Breaks(6, 6) if k == 3 else nn.Linear(6, 6) for k in range(4)]
     pipe = nwise.Pipeline(stages, [nn.Linear(6, 4) for _ in range(3)], strategy=strategy, seed=1)
     update = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    finite = Finite(pipe, "skip")
+    finite = NonFiniteGuard(pipe, "skip")
     left_out = []
     for x, y in batches(3):
         finite.remember()

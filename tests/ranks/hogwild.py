@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import nwise
-from ranks.common import batches, closed, digests, optimizer_of, pipeline, write
+from ranks.common import batches, closed, digests, make_optimizer, pipeline, write
 
 STRATEGIES = ("hogwild", "2-wise-hogwild", "3-wise-mean-hogwild", "rotating-2-hogwild")
 STEPS = 15
@@ -27,7 +27,7 @@ def case(
 ) -> Any:
     """Digests and ages after fifteen steps."""
     pipe = pipeline(num_stages, strategy, num_microbatches, frozen=frozen)
-    update = optimizer_of(optimizer, pipe)
+    update = make_optimizer(optimizer, pipe)
     ages, finished = [], 0
     stage = 0 if pipe.team is None else pipe.team.stage
     for x, y in batches(STEPS):

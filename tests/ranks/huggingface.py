@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import nwise
-from nwise.training import weights_of
+from nwise.training import gather_weights
 from nwise.training.weights import under
 from ranks.common import RANK, closed, write
 
@@ -41,7 +41,7 @@ def train() -> dict[str, Any]:
         pipe.step(ids[:, :-1], mask, positions, target=ids[:, 1:])
         optimizer.step()
         optimizer.zero_grad()
-    weights = under(weights_of(pipe), "model.")
+    weights = under(gather_weights(pipe), "model.")
     loaded = False
     if RANK == 0:
         model().load_state_dict(weights, strict=True)

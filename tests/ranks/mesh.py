@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import nwise
 import nwise.runtime.replicas
 from nwise.runtime.world import start
-from nwise.training.finite import Finite
+from nwise.training.nonfinite import NonFiniteGuard
 from ranks.common import RANK, batches, closed, network, trained, write
 
 NAMES = ("pp", "dp", "tp")
@@ -62,7 +62,7 @@ def left_out(num_stages: int) -> Any:
     torch.manual_seed(0)
     stages = [*(nn.Linear(6, 6) for _ in range(num_stages - 1)), Masked(6, 4)]
     pipe = nwise.Pipeline(stages, None, nn.functional.cross_entropy, "end-to-end", seed=1)
-    finite, update = Finite(pipe, "skip"), torch.optim.SGD(pipe.parameters(), lr=0.1)
+    finite, update = NonFiniteGuard(pipe, "skip"), torch.optim.SGD(pipe.parameters(), lr=0.1)
     left = []
     for target in ([3, 0, 1, 2], [0, 1, 2, 0], [0, 1, 2, 3]):
         finite.remember()

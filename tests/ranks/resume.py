@@ -12,7 +12,7 @@ from torch import nn
 import nwise
 from nwise.models.chain import Chain
 from nwise.training import Checkpoints
-from ranks.common import batches, closed, optimizer_of, write
+from ranks.common import batches, closed, make_optimizer, write
 
 WIDTH = 6
 
@@ -56,7 +56,7 @@ def main(
     """Go on from `source` if there is a checkpoint, and write what is there before and after `steps` steps to `target`."""
     torch.set_num_threads(1)
     pipe = pipeline(cut, strategy)
-    update = optimizer_of(optimizer, pipe)
+    update = make_optimizer(optimizer, pipe)
     resumed = Checkpoints(source, pipe, update).resume()
     Checkpoints(target / "loaded", pipe, update).save()
     losses = []

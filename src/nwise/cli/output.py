@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from nwise.training.run import plain
+from nwise._records import plain
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
 INTERRUPTED, CLOSED = 130, 141  # 128 and the number of the signal, as a shell has it

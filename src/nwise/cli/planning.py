@@ -24,7 +24,7 @@ from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import costs_of, partition
 from nwise.schedule.verdict import verdict
-from nwise.training.build import device_of
+from nwise.training.build import pick_device
 from nwise.training.profile import Profile, profile
 
 _GIB = 2.0**30
@@ -139,7 +139,7 @@ class Plan:
             config,
             data,
             self._microbatches(config.batch_size),
-            device=device_of(config),
+            device=pick_device(config),
             rounds=self.rounds,
             progress=self._progress("measuring"),
         )

@@ -19,6 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from nwise._records import plain
 from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, print_json
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
@@ -29,18 +30,18 @@ from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.team import tell_all
 from nwise.runtime.world import variable
 from nwise.training import (
-    Keeping,
+    CheckpointPolicy,
     NotFiniteError,
     Run,
     StoppedError,
     Trainer,
     evaluate,
+    make_pipeline,
     new_run,
-    pipeline_of,
     save_tensors,
 )
-from nwise.training.build import device_of
-from nwise.training.run import numbered, plain, versions
+from nwise.training.build import pick_device
+from nwise.training.run import numbered, versions
 from nwise.training.weights import under
 
 _OF_TORCH = (".pt", ".pth", ".bin")
@@ -62,7 +63,7 @@ class Train:
     """Print the final scores as JSON, and nothing else."""
     resume: Path | None = None
     """A run's folder: go on from its newest checkpoint, with its settings but for those that are given."""
-    keeping: Annotated[Keeping, FLAT] = field(default_factory=Keeping)
+    policy: Annotated[CheckpointPolicy, FLAT] = field(default_factory=CheckpointPolicy)
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Output) -> int:
@@ -74,14 +75,14 @@ class Train:
         trainer.record_timeline(self.timeline)
         console.when_closed = trainer.stop  # nothing is lost, and whoever reads on is told how to go on
         is_first = trainer.pipe.team is None or not trainer.pipe.team.world.rank
-        watchers: list[Any] = [] if self.json or not is_first else [display_for(console)]
+        callbacks: list[Any] = [] if self.json or not is_first else [display_for(console)]
         if is_first:
-            watchers += loggers(self.log_to)
+            callbacks += loggers(self.log_to)
         run = (begun or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
         try:
             with stopping(trainer):
                 scores = trainer.train(
-                    run, tuple(watchers), self.keeping, resume=begun is not None, anew=self.resume is None
+                    run, tuple(callbacks), self.policy, resume=begun is not None, allow_restart=self.resume is None
                 )
         except StoppedError as error:
             if run is not None:
@@ -116,7 +117,7 @@ class Train:
         if self.resume is not None:
             return Run.open(self.resume)
         if variable("TORCHELASTIC_RESTART_COUNT"):
-            return Run.of_launch(self.runs, self.config)
+            return Run.find_restarted(self.runs, self.config)
         return None
 
 
@@ -168,13 +169,13 @@ class Compare:
 
     def run(self, console: Console) -> int:
         check_format(self.figure)
-        watchers = () if self.json else (display_for(console),)
+        callbacks = () if self.json else (display_for(console),)
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
         parent = numbered(self.runs, f"compare-{self.config.name}")
         figure = self.figure or parent / "compare.png"
         try:
-            results = comparison.compare(self.config, self.strategies, parent, watchers, data)
+            results = comparison.compare(self.config, self.strategies, parent, callbacks, data)
         except KeyboardInterrupt:
             _note(f"Interrupted. The runs so far are in {parent}.")
             return INTERRUPTED
@@ -220,11 +221,11 @@ class Evaluate:
     def run(self, console: Console) -> int:
         run = Run.open(self.folder)
         config = dataclasses.replace(run.recipe, device=self.device)
-        device = device_of(config)
+        device = pick_device(config)
         train_data, test_data = config.load(run.tokenizer())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about training, of which there is none
-            pipe = pipeline_of(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
+            pipe = make_pipeline(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
         run.load_weights(pipe)
         pipe.to(device)
         kind: Any = "perplexity" if isinstance(test_data, Tokens) else "accuracy"

@@ -15,7 +15,7 @@ from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.report.figures import Curve, compare_figure
 from nwise.schedule import PAPER, best
-from nwise.training import Run, Trainer, Watcher, new_run
+from nwise.training import Callback, Run, Trainer, new_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def compare(
     recipe: Recipe,
     strategies: Sequence[str],
     folder: Path,
-    watchers: tuple[Watcher, ...] = (),
+    callbacks: tuple[Callback, ...] = (),
     data: Data | None = None,
 ) -> list[Result]:
     """Train each strategy from the same initial values on the same batches.
@@ -69,10 +69,10 @@ def compare(
         recipe: everything but the strategy.
         strategies: names, as for `nwise.strategy`.
         folder: for the runs.
-        watchers: told of every run.
+        callbacks: told of every run.
         data: of the recipe, if it was loaded before.
     """
-    return [_result(variant, folder, watchers, data or recipe.load()) for variant in _variants(recipe, strategies)]
+    return [_result(variant, folder, callbacks, data or recipe.load()) for variant in _variants(recipe, strategies)]
 
 
 def _variants(recipe: Recipe, strategies: Sequence[str]) -> list[Recipe]:
@@ -80,10 +80,10 @@ def _variants(recipe: Recipe, strategies: Sequence[str]) -> list[Recipe]:
     return [dataclasses.replace(recipe, strategy=strategy, on_nan="ignore") for strategy in strategies]
 
 
-def _result(recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...], data: Data) -> Result:
+def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data: Data) -> Result:
     trainer = Trainer(recipe, data)
     run = new_run(recipe, folder)
-    trainer.train(run, watchers)
+    trainer.train(run, callbacks)
     if run.unwritten:
         raise OSError(
             f"{run.folder} should have the results of {recipe.strategy}. Found that they could not be written."

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nwise.data import Tokens
-from nwise.training import Score, Scores, Trainer, Watcher
+from nwise.training import Callback, Score, Scores, Trainer
 
 # Redrawing more often would cost more than a small model's step.
 _REFRESH_PER_SECOND = 4
@@ -40,7 +40,7 @@ def resumption(step: int, changes: str) -> str:
     return f"going on at step {step}" + (f": {changes}" if changes else "")
 
 
-class _Base(Watcher):
+class _Base(Callback):
     """What both displays know of the run."""
 
     def __init__(self, console: Console) -> None:

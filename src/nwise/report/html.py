@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nwise._errors import needed
-from nwise.training.run import plain
+from nwise._records import plain
 
 
 class Cell(str):

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from nwise._errors import needed
 from nwise.recipes import to_json
-from nwise.training import Scores, Trainer, Watcher
+from nwise.training import Callback, Scores, Trainer
 
 LoggerName = Literal["tensorboard", "wandb", "trackio"]
 
 
-class Logger(Watcher):
+class Logger(Callback):
     """What is logged, whatever with: ``train_loss/stage_<k>``, ``test_loss/stage_<k>``, ``test_accuracy/stage_<k>``."""
 
     def started(self, trainer: Trainer) -> None:

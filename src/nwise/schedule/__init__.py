@@ -6,8 +6,7 @@
 RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) D3(0) W3(1) D3(1) U3
 """
 
-import warnings
-
+from nwise._errors import deprecated_names
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.best import DoesNotFit, best
@@ -41,14 +40,4 @@ __all__ = [
     "validate",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Answer the names of version 0.1 for one more release."""
-    if name in ("rival", "RIVALS"):
-        warnings.warn(
-            f"nwise.schedule.{name} is now {'baseline' if name == 'rival' else 'BASELINES'}; version 0.3 will not have it.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return baseline if name == "rival" else BASELINES
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = deprecated_names(__name__, {"rival": "baseline", "RIVALS": "BASELINES"})

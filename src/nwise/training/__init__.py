@@ -1,38 +1,51 @@
-"""Training a recipe: the loop, optimizers, scores, checkpoints, and the folder a run leaves."""
+"""Training of a recipe: the loop, optimizers, scores, checkpoints, and the folder of a run."""
 
-from nwise.training.build import compile_blocks, pipeline_of
-from nwise.training.checkpoint import DamagedError
-from nwise.training.checkpoints import Checkpoints, Resumed
+from nwise._errors import deprecated_names
+from nwise.training.build import compile_blocks, make_pipeline
+from nwise.training.checkpoint.files import DamagedError
+from nwise.training.checkpoint.policy import CheckpointPolicy, Checkpoints, Resumed
 from nwise.training.evaluate import Score, Scores, evaluate
-from nwise.training.finite import Finite, NotFiniteError
-from nwise.training.optimizers import Rate, optimizer_of, rate_factor
+from nwise.training.nonfinite import NonFiniteGuard, NotFiniteError
+from nwise.training.optimizers import LearningRate, make_optimizer, rate_factor
 from nwise.training.run import Run, new_run
-from nwise.training.saver import Keeping
-from nwise.training.trainer import StoppedError, Trainer, Watcher
-from nwise.training.weights import load_main_state, main_state, save_tensors, weights_of
+from nwise.training.trainer import Callback, StoppedError, Trainer
+from nwise.training.weights import gather_weights, load_main_state, main_state, save_tensors
 
 __all__ = [
     "Checkpoints",
     "DamagedError",
-    "Finite",
-    "Keeping",
+    "NonFiniteGuard",
+    "CheckpointPolicy",
     "NotFiniteError",
-    "Rate",
+    "LearningRate",
     "Resumed",
     "Run",
     "Score",
     "Scores",
     "StoppedError",
     "Trainer",
-    "Watcher",
+    "Callback",
     "compile_blocks",
     "evaluate",
     "load_main_state",
     "main_state",
     "new_run",
-    "optimizer_of",
-    "pipeline_of",
+    "make_optimizer",
+    "make_pipeline",
     "rate_factor",
     "save_tensors",
-    "weights_of",
+    "gather_weights",
 ]
+
+__getattr__ = deprecated_names(
+    __name__,
+    {
+        "Finite": "NonFiniteGuard",
+        "Keeping": "CheckpointPolicy",
+        "Rate": "LearningRate",
+        "Watcher": "Callback",
+        "optimizer_of": "make_optimizer",
+        "pipeline_of": "make_pipeline",
+        "weights_of": "gather_weights",
+    },
+)

@@ -1,4 +1,4 @@
-"""A recipe's parts: its device, its network as a pipeline, its precision."""
+"""The parts of a recipe: its device, its network as a pipeline, its precision."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from nwise.runtime.world import launched, variable
 from nwise.stage import LossFn
 
 
-def device_of(recipe: Recipe) -> torch.device:
-    """The recipe's device, resolved."""
+def pick_device(recipe: Recipe) -> torch.device:
+    """Return the recipe's device.
+
+    Raises:
+        ValueError: there is no such device.
+    """
     if recipe.device == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # Several processes of one machine have a GPU each, as far as there are any.
+        # Processes of one machine take its GPUs in turn.
         return torch.device("cuda", variable("LOCAL_RANK") % torch.cuda.device_count())
     try:
         device = torch.device(recipe.device)
@@ -42,13 +46,17 @@ def device_of(recipe: Recipe) -> torch.device:
     return device
 
 
-def loss_of(data: Images | Tokens) -> LossFn:
-    """Cross-entropy, of classes or of tokens."""
+def make_loss(data: Images | Tokens) -> LossFn:
+    """Return the cross-entropy of classes or of tokens."""
     return TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
 
 
-def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
-    """The recipe's network as a pipeline, on the CPU; of several processes each builds its own stage."""
+def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
+    """Build the recipe's network as a pipeline, on the CPU; each of several processes builds its own stage.
+
+    Raises:
+        ValueError: `stage_lr` does not have one factor per stage.
+    """
     with torch.device("meta") if launched() else nullcontext():
         model = recipe.build(data)
 
@@ -57,14 +65,14 @@ def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> 
             f"`stage_lr` should have a factor for each of the {len(model.stages)} stages. Found {len(recipe.stage_lr)}."
         )
 
-    def made(module: nn.Module, name: str = "") -> nn.Module:
+    def build(module: nn.Module, name: str = "") -> nn.Module:
         module = materialize(module, recipe.seed, name) if launched() else module
         return defer_batchnorm(module) if recipe.defer_batchnorm else module
 
     return Pipeline(
-        [partial(made, stage) for stage in model.stages],
-        [partial(made, head, f"heads.{k}") for k, head in enumerate(model.heads)],
-        loss_of(data),
+        [partial(build, stage) for stage in model.stages],
+        [partial(build, head, f"heads.{k}") for k, head in enumerate(model.heads)],
+        make_loss(data),
         recipe.strategy_for(steps_per_epoch),
         recipe.microbatches,
         schedule=None if recipe.schedule == "best" else recipe.schedule,
@@ -74,7 +82,9 @@ def pipeline_of(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> 
 
 
 def check_channels_last(module: nn.Module, device: torch.device) -> None:
-    """Refuse what oneDNN writes past its memory with (https://github.com/uxlfoundation/oneDNN/issues/6035).
+    """Raise ValueError for convolutions with which oneDNN writes past its memory (its issue 6035).
+
+    https://github.com/uxlfoundation/oneDNN/issues/6035
 
     >>> check_channels_last(nn.Conv2d(16, 32, 1, stride=2), torch.device("cpu"))
     """
@@ -88,19 +98,24 @@ def check_channels_last(module: nn.Module, device: torch.device) -> None:
             and conv.in_channels < 16
         ):
             raise ValueError(
-                f"`channels_last` on a CPU should be asked of networks whose 1x1 convolutions with strides have at least 16 "
+                f"`channels_last` on a CPU needs networks whose 1x1 convolutions with strides have at least 16 "
                 f"input channels: with fewer, gradients destroy memory (oneDNN's issue 6035). Found {conv.in_channels} in "
                 f"{name or 'the module'}; leave `channels_last` out, or make the network wider."
             )
 
 
 def autocast(recipe: Recipe, device: torch.device) -> Any:
-    """bf16 autocast if the recipe asks for it."""
+    """Return a context of bf16 autocast if the recipe requires it."""
     return torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext()
 
 
 def compile_blocks(pipe: Pipeline, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile every piece of every stage, and every head."""
+    """Compile every piece of every stage, and every head.
+
+    Args:
+        pipe: the pipeline.
+        backend: a backend of `torch.compile`; default inductor.
+    """
     for stage in pipe.stages:
         for piece in stage.pieces().values() if isinstance(stage, Chain) else [stage]:
             compile_module(piece, backend)

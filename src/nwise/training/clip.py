@@ -1,8 +1,8 @@
-"""Gradient clipping: by the norm of everything, of each stage, or of what each loss trains.
+"""Gradient clipping by the norm of all gradients, of each stage, or of the stages that learn from the same losses.
 
-Where a loss's gradient travels through N stages only, stages learn at scales of their own, and one norm over all of them
-lets a single loss decide for the rest. ``"loss"`` clips the stages that learn from the same losses together, and with them
-the heads of a loss that nobody else learns from. Between processes only those of a group wait for each other.
+If a loss's gradient travels through only N stages, stages learn at different scales, and one norm over all of them lets a
+single loss dominate. ``"loss"`` clips together the stages that learn from the same losses, and the head of a loss if only
+that head learns from it. Only the processes of a group wait for each other.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from nwise.pipeline import Pipeline
 
 ClipBy = Literal["global", "stage", "loss"]
 
-# A part of the parameters: a stage's own (False) or its head's (True).
+# A stage's own parameters (False) or its head's (True).
 Part = tuple[int, bool]
 
 
 def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
-    """Parts whose norm is taken together, for the strategy of the next step.
+    """Return the groups of parts that share a norm, for the strategy of the next step.
 
     Args:
         pipe: the pipeline.
-        by: see the top of this file.
+        by: ``"global"``, ``"stage"`` or ``"loss"``; see the top of this file.
+
+    Raises:
+        ValueError: `by` is something else.
 
     >>> stages, heads = [nn.Linear(2, 2) for _ in range(3)], [nn.Linear(2, 2) for _ in range(2)]
     >>> pipe = Pipeline(stages, heads, strategy="2-wise")
@@ -40,7 +43,7 @@ def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
     parts = [(k, False) for k in range(pipe.num_stages)] + [
         (k, True) for k in range(pipe.num_stages) if k in pipe.heads
     ]
-    credit = credit_of_cycle(pipe)
+    credit = cycle_credit(pipe)
     groups: dict[object, list[Part]] = defaultdict(list)
     for stage, is_head in parts:
         losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
@@ -48,14 +51,14 @@ def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
     return sorted(tuple(sorted(group)) for group in groups.values())
 
 
-def credit_of_cycle(pipe: Pipeline) -> Tensor:
-    """Which loss trains which stage in any mini-batch of the next step's strategy: where it is not zero, ``[A, A]``."""
+def cycle_credit(pipe: Pipeline) -> Tensor:
+    """Return the absolute credit summed over a cycle of the next step's strategy, ``[A, A]``."""
     now = pipe.strategy.in_force(pipe.steps)
     return torch.stack([now.credit(pipe.num_stages, turn) for turn in range(now.turns)]).abs().sum(0)
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Of their gradients, in float64, so that the order of sums hardly matters; on the CPU."""
+    """Return the squared norm of the gradients, on the CPU; in float64, where the order of the sum hardly matters."""
     total = torch.zeros((), dtype=torch.float64)
     for kind in _by_kind(parameters):
         norm = nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
@@ -67,12 +70,15 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 class Clip:
     """Scales the gradients of each group down to a norm.
 
-    Of a pipeline of several processes, all of them make it and call it, at the same steps.
+    All processes of a pipeline make it and call it, at the same steps.
 
     Args:
-        pipe: whose gradients they are; under the strategy of its next step.
+        pipe: the pipeline; its next step's strategy decides the groups.
         max_norm: the largest norm of a group.
-        by: which parts make a group.
+        by: ``"global"`` (default), ``"stage"`` or ``"loss"``.
+
+    Raises:
+        ValueError: `by` is something else, or does not fit Hogwild on several processes.
     """
 
     def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
@@ -88,7 +94,7 @@ class Clip:
             pipe.team.world.connect([_stages(group) for group in across])
 
     def __call__(self) -> None:
-        """Clip what the last step has left in ``.grad``."""
+        """Clip the gradients of the last step."""
         mine = [group for group in self._groups if self._pipe.team is None or self._pipe.team.stage in _stages(group)]
         squares = [self._squares(group) for group in mine]
         for group, norm in zip(mine, self._norms(mine, squares), strict=True):
@@ -102,7 +108,7 @@ class Clip:
         return [] if module is None else list(module.parameters())
 
     def _squares(self, group: Sequence[Part]) -> Tensor:
-        """Squared norms of the parts, those of other processes zero."""
+        """Return the squared norms of the parts; those of other processes are zero."""
         return torch.stack([squared_norm(self._parameters(part)) for part in group])
 
     def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
@@ -117,7 +123,7 @@ def _stages(group: Iterable[Part]) -> tuple[int, ...]:
 
 
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that tensor parallelism has cut up apart from the others, since no operation takes both."""
+    """Separate DTensors from other parameters, because no operation takes both."""
     kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
     for p in parameters:
         kinds[is_dtensor(p)].append(p)

@@ -1,4 +1,4 @@
-"""Scoring the last head, every head, and ensembles of the top n."""
+"""Scores of the last head, of every head, and of ensembles of the top n heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nwise.runtime.team import Team
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Mean cross-entropy in nats and share of right answers, over samples or tokens."""
+    """Mean cross-entropy in nats and share of correct answers, over samples or tokens."""
 
     loss: float
     accuracy: float
@@ -34,10 +34,9 @@ class Scores:
     """Scores of a test set.
 
     Args:
-        heads: of every stage's head, None where there is none or where the strategy does not train it;
-            the last is the network's own output.
-        ensembles: of the mean of the probabilities of the top n heads; entry n - 1, from the last head
-            alone to all of them. Empty unless asked for.
+        heads: one score per stage's head; None if there is no head or the strategy does not train it. The last is the
+            network's own output.
+        ensembles: entry n - 1 is the score of the mean probabilities of the last n heads; empty unless requested.
     """
 
     heads: tuple[Score | None, ...]
@@ -55,11 +54,14 @@ def evaluate(
     """Score every trained head on a whole test set.
 
     Args:
-        pipe: whose last output is logits ``[B, ..., classes]``, as the heads' are.
+        pipe: a pipeline whose heads and last stage return logits ``[B, ..., classes]``.
         data: the test set.
-        batch_size: samples at a time.
-        ensembles: also those of the top n heads.
-        on_batch: called with batches done and batches there are.
+        batch_size: samples per batch.
+        ensembles: whether to score the ensembles, too; default no.
+        on_batch: called after each batch with the number of batches done and of all batches.
+
+    Raises:
+        ValueError: ensembles are requested on several processes.
     """
     sums: dict[tuple[str, int], Tensor] = {}
     device = next((p.device for p in pipe.parameters()), torch.device("cpu"))
@@ -98,12 +100,12 @@ def evaluate(
 def _add(sums: dict[tuple[str, int], Tensor], key: tuple[str, int], log_p: Tensor, target: Tensor) -> None:
     loss = functional.nll_loss(log_p, target, reduction="sum")
     right = (log_p.argmax(-1) == target).sum()
-    found = torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
-    sums[key] = sums[key] + found if key in sums else found
+    counts = torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
+    sums[key] = sums[key] + counts if key in sums else counts
 
 
 def _share(pipe: Pipeline, team: Team, sums: dict[tuple[str, int], Tensor]) -> None:
-    """Every process's sums to all of them."""
+    """Send every process's sums to all processes."""
     here = sums.get(("head", team.stage), torch.zeros(3)).cpu().double()
     for k, total in enumerate(team.table(here)):
         if total[2]:

@@ -13,12 +13,12 @@ from filelock import FileLock, Timeout
 
 
 class FolderLock:
-    """A lock on a folder, held by one process until it lets go or ends, however it ends.
+    """A lock on a folder, which one process holds until it releases the lock or ends in any way.
 
-    Objects of one process share it.
+    Objects in one process share it.
 
     Args:
-        folder: where ``.lock`` is made.
+        folder: the folder, in which ``.lock`` is made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,7 +26,7 @@ class FolderLock:
         self._lock: FileLock | None = None
 
     def acquire(self) -> None:
-        """Take the lock; once is enough.
+        """Take the lock, if this object does not hold it.
 
         Raises:
             ValueError: another process holds it.
@@ -34,22 +34,24 @@ class FolderLock:
         """
         if self._lock is not None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._path, timeout=0, is_singleton=True)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
             raise ValueError(
                 f"{self._folder} should be written by one process at a time. Found that {self._owner()} writes to it; wait for "
                 "it, stop it, or give another folder."
             ) from None
+        except OSError as error:
+            raise OSError(f"{self._folder} should be writable. Found: {error}") from error
         self._lock = lock
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):  # a full disk: the lock holds without a name
             self._path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}))
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lock, if this object holds it."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -1,4 +1,4 @@
-"""What is recorded of a step, from all processes of a pipeline."""
+"""The records of steps, gathered from all processes of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nwise.runtime.ledger import Ledger
 
 
 class StepLog:
-    """Losses, rates and staleness of logged steps; of several processes they come to rank 0 when they come.
+    """Losses, learning rates and staleness of logged steps; with several processes rank 0 receives them later.
 
     Args:
-        pipe: whose steps are logged.
+        pipe: the pipeline whose steps are logged.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -24,7 +24,7 @@ class StepLog:
         self._ledger = None if pipe.team is None else Ledger(pipe.team.world)
 
     def put(self, step: int, losses: Tensor, lr: float, seconds: float) -> None:
-        """A step that is to be recorded, and when it was done; all processes put in the same ones."""
+        """Add a step and the time at which it ended; all processes add the same steps."""
         ages = self._pipe.staleness
         if self._ledger is None:
             stale = {"staleness": ages.tolist()} if ages.any() else {}
@@ -33,15 +33,15 @@ class StepLog:
         assert self._pipe.team is not None
         stage, share = self._pipe.team.stage, self._pipe.team.share
         loss = float(losses[stage])
-        # A rank whose head does not run has no share in any loss.
+        # A rank whose head does not run has no share of a loss.
         column = [0.0, 0.0] if loss != loss and not share else [loss * share, share]
         self._ledger.put(step, [*column, lr, seconds, *map(float, ages[stage].tolist())])
 
     def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
-        """What can be recorded now, by step; on rank 0.
+        """Return the steps that are complete, with their values; on rank 0.
 
         Args:
-            wait: for everything that was put in.
+            wait: whether to wait for all steps that were added.
         """
         if self._ledger is None:
             ready, self._ready = self._ready, []
@@ -49,7 +49,7 @@ class StepLog:
         return [(step, self._summary(table)) for step, table in self._ledger.take(wait=wait)]
 
     def _summary(self, table: Tensor) -> dict[str, Any]:
-        """Replicas of a stage have parts of its loss."""
+        """Add up the replicas' shares of each stage's loss."""
         by_stage = table.unflatten(0, (self._pipe.num_stages, -1))
         sums = by_stage.sum(1)
         losses = torch.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], torch.nan)

@@ -1,4 +1,4 @@
-"""Optimizers and rate schedules from a configuration."""
+"""Optimizers and learning-rate schedules from a configuration."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of Re
 
 
 def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
-    """The parameters of this process, those of a stage and its head in a group of their own where rates differ.
+    """Return this process's parameters, with one group per stage and its head if learning rates differ.
 
     Args:
         pipe: the pipeline.
-        lr: rate of a stage whose factor is 1.
-        factors: of every stage's rate; default: all 1.
+        lr: learning rate of a stage whose factor is 1.
+        factors: one factor per stage; default: all 1.
     """
     if not factors:
         return [{"params": list(pipe.parameters())}]
@@ -35,19 +35,19 @@ def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -
     return groups
 
 
-def optimizer_of(
+def make_optimizer(
     config: Sgd | Adam, parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """A torch optimizer with the configuration's settings.
+    """Make a torch optimizer with a configuration's settings.
 
     Args:
-        config: which one, and its settings.
-        parameters: those that learn, or groups of them with settings of their own.
+        config: the optimizer's configuration.
+        parameters: the parameters, or groups of them with their own settings.
     """
     given = list(parameters)
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-    # One pass over a parameter instead of one for every operation: a fifth of a small Transformer's step.
+    # Fused: one pass over a parameter instead of one per operation, a fifth of a small Transformer's step.
     fused = not any(is_dtensor(p) for group in kept for p in group["params"])
     if isinstance(config, Sgd):
         sgd = torch.optim.SGD(
@@ -65,12 +65,12 @@ def optimizer_of(
 
 
 def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
-    """What the rate is multiplied by at a step.
+    """Return the factor of the learning rate at a step.
 
     Args:
-        config: of the optimizer.
-        step: counted from 0 within the phase.
-        num_steps: of the phase.
+        config: the optimizer's configuration.
+        step: the step, counted from 0 within the phase.
+        num_steps: number of steps of the phase.
 
     >>> rate_factor(Sgd(drops=(0.5, 0.75)), 60, 100), rate_factor(Adam(warmup_steps=100), 99, 1000)
     (0.1, 0.1)
@@ -82,14 +82,14 @@ def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
     return float(min((step + 1) ** -0.5, (step + 1) * config.warmup_steps**-1.5))
 
 
-class Rate:
-    """The rate schedule of one phase of training.
+class LearningRate:
+    """The learning-rate schedule of one phase of training.
 
     Args:
-        config: of the optimizer.
-        optimizer: whose rate is set.
-        num_steps: of the phase.
-        eval_every: epochs between two evaluations.
+        config: the optimizer's configuration.
+        optimizer: the optimizer whose rate is set.
+        num_steps: number of steps of the phase.
+        eval_every: epochs between two evaluations; default 1.
     """
 
     def __init__(
@@ -106,34 +106,34 @@ class Rate:
             self._by_loss = ReduceLROnPlateau(optimizer, factor=0.1, patience=patience, threshold=0.0)
 
     def step(self) -> None:
-        """After every update."""
+        """Set the rate after an update."""
         if self._by_loss is None:
             self._by_step.step()
 
     def evaluated(self, loss: float) -> None:
-        """After every evaluation of the last head."""
+        """Set the rate after an evaluation of the last head."""
         if self._by_loss is not None:
             best, bad = self._by_loss.best, self._by_loss.num_bad_epochs
             self._by_loss.step(loss)
-            # Told by the counters, since a group's own rate may be too small to be divided.
+            # Counted here, because a group's own rate may be too small to be lowered.
             self._num_drops += self._by_loss.best == best and bad + 1 > self._by_loss.patience
 
     def state(self) -> dict[str, Any]:
-        """What decides the rates to come, as numbers."""
+        """Return the numbers that determine later rates."""
         state: dict[str, Any] = {"drops": self._num_drops}
         if self._by_loss is not None:
             state.update({name: getattr(self._by_loss, name) for name in _PLATEAU})
         return state
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
-        """Go on from what `state` gave, also if other rates have been configured since.
+        """Resume from a result of `state`, even if the configured rate has changed.
 
         Args:
-            state: of the rate of another run.
-            steps: that this one's phase has behind it.
+            state: the state of an earlier run's rate.
+            steps: steps of this phase that are done.
 
         Raises:
-            ValueError: it is nothing that `state` gave.
+            ValueError: `state` lacks the number of drops.
         """
         drops = state.get("drops")
         if not isinstance(drops, int) or not 0 <= drops < 1000:
@@ -153,7 +153,7 @@ class Rate:
     def _restore_plateau(self, by_loss: ReduceLROnPlateau, state: dict[str, Any]) -> None:
         self._num_drops = state["drops"]
         for group in self._optimizer.param_groups:
-            for _ in range(self._num_drops):  # one after the other, as they came, to the last bit
+            for _ in range(self._num_drops):  # one after the other, which is bitwise what the run did
                 lower = group["lr"] * by_loss.factor
                 group["lr"] = lower if group["lr"] - lower > by_loss.eps else group["lr"]
         for name in _PLATEAU:
@@ -161,5 +161,5 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The rate now."""
+        """The present learning rate."""
         return float(self._optimizer.param_groups[0]["lr"])

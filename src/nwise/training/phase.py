@@ -1,4 +1,4 @@
-"""A phase of training: what is made anew when the strategy changes."""
+"""A phase of training: the parts that start fresh when the strategy changes."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ import torch
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.training.clip import Clip
-from nwise.training.finite import Finite
-from nwise.training.optimizers import Rate, optimizer_of, parameter_groups
+from nwise.training.nonfinite import NonFiniteGuard
+from nwise.training.optimizers import LearningRate, make_optimizer, parameter_groups
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """An optimizer with its rate, and what is done with gradients before an update."""
+    """An optimizer, its learning rate, and the treatment of gradients before an update."""
 
     optimizer: torch.optim.Optimizer
-    rate: Rate
+    rate: LearningRate
     clip: Clip | None
-    finite: Finite
+    guard: NonFiniteGuard
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, pipe: Pipeline, number: int, steps: range, tell: Callable[[dict[str, Any]], None]
+    def from_recipe(
+        cls, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
     ) -> Phase:
-        """As the recipe says.
+        """Make a phase.
 
         Args:
             recipe: the configuration.
-            pipe: about to make one of the phase's steps.
-            number: of the phase, from 0.
-            steps: of the phase.
-            tell: given the facts if something is not finite.
+            pipe: the pipeline, about to make one of the phase's steps.
+            number: the phase's number, from 0.
+            steps: the phase's steps.
+            report: receives the facts if a loss or gradient is not finite.
         """
         config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
-        optimizer = optimizer_of(config, parameter_groups(pipe, config.lr, recipe.stage_lr))
-        rate = Rate(config, optimizer, len(steps), recipe.eval_every)
+        optimizer = make_optimizer(config, parameter_groups(pipe, config.lr, recipe.stage_lr))
+        rate = LearningRate(config, optimizer, len(steps), recipe.eval_every)
         clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
-        return cls(optimizer, rate, clip, Finite(pipe, recipe.on_nan, tell))
+        return cls(optimizer, rate, clip, NonFiniteGuard(pipe, recipe.on_nan, report))
 
     def update(self) -> list[int]:
-        """With the gradients that are there; the stages of this process whose update is left out."""
-        left_out = self.finite()
+        """Update the parameters; return the stages of this process whose update is skipped."""
+        skipped = self.guard()
         if self.clip is not None:
             self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return left_out
+        return skipped
 
 
 def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:
-    """Refuse before the first step what a later phase would refuse.
+    """Raise before the first step what a later phase would raise.
 
     Args:
         recipe: the configuration.
-        pipe: before its first step.
-        num_steps: of all phases.
+        pipe: the pipeline, before its first step.
+        num_steps: number of steps of all phases.
 
     Raises:
-        ValueError: a phase cannot clip, or leave out updates, as the recipe says.
+        ValueError: a phase cannot clip, or skip updates, as the recipe says.
     """
     for first, _ in pipe.strategy.phases(stop=num_steps):
         pipe.steps = first
         if recipe.clip is not None:
             Clip(pipe, recipe.clip, recipe.clip_by)
-        Finite(pipe, recipe.on_nan)
+        NonFiniteGuard(pipe, recipe.on_nan)
     pipe.steps = 0

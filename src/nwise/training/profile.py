@@ -1,8 +1,8 @@
-"""Profile: what each piece of a network costs on this machine, for the planner.
+"""Profile: the measured cost of each piece of a network on this machine, for the planner.
 
-Every piece is run alone on the output of the one before, at each size of micro-batch that is asked for: forward, gradient
-to its input only (I), to its weights only (W with its chain), to both (B), its update, and a head behind it. The
-median of some rounds is kept; the rounds of all pieces take turns, so that a busy moment hits all of them alike.
+Every piece runs alone on the output of the one before, at each requested size of micro-batch: forward, gradient of its input
+only (I), of its weights only (W with its chain), of both (B), its update, and a head behind it. The result is the median of
+some rounds. The rounds of all pieces take turns, so a busy moment affects all of them alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nwise.data import Images, Tokens
 from nwise.microbatch import Tensors, as_tuple
 from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule.partition import Piece
-from nwise.training.build import autocast, loss_of
-from nwise.training.optimizers import optimizer_of
+from nwise.training.build import autocast, make_loss
+from nwise.training.optimizers import make_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,10 @@ class Profile:
     """Costs of every piece, in seconds and bytes.
 
     Args:
-        pieces: by the number of micro-batches that the mini-batch is cut into.
-        device: where they were measured.
-        batch_size: of the mini-batch.
-        spread: how much the rounds differ, half the distance between their quartiles over their median; nan
-            for a single round.
+        pieces: the pieces, by the number of micro-batches per mini-batch.
+        device: the device they were measured on.
+        batch_size: samples in a mini-batch.
+        spread: half the distance between the quartiles of the rounds over their median; nan for a single round.
     """
 
     pieces: dict[int, list[Piece]]
@@ -55,12 +54,12 @@ def profile(
     """Measure a recipe's network.
 
     Args:
-        recipe: network, batch size, optimizer.
-        data: whose first samples are used.
-        microbatches: numbers M to cut the mini-batch into, at most its size.
-        device: where to measure.
-        rounds: how often, after one that is not counted.
-        progress: wraps the list of things to measure.
+        recipe: the recipe of the network, with batch size and optimizer.
+        data: the data, whose first samples are used.
+        microbatches: numbers M of micro-batches, at most the batch size.
+        device: the device to measure on.
+        rounds: number of rounds after a warm-up round; default 5.
+        progress: wraps the list of measurements, for a progress bar.
 
     Raises:
         ValueError: a number of micro-batches is above the batch size.
@@ -72,9 +71,9 @@ def profile(
     times: dict[tuple[int, int], list[dict[str, float]]] = {}
     todo = [(r, m, i) for r in range(rounds + 1) for m in microbatches for i in range(len(bench.names))]
     for r, m, i in progress(todo):
-        found = bench.measure(i, recipe.batch_size // m)
+        seconds = bench.measure(i, recipe.batch_size // m)
         if r:
-            times.setdefault((m, i), []).append(found)
+            times.setdefault((m, i), []).append(seconds)
     pieces = {
         m: [_piece(bench, i, times[m, i], recipe.batch_size // m) for i in range(len(bench.names))]
         for m in microbatches
@@ -83,7 +82,7 @@ def profile(
 
 
 def _spread(times: list[list[dict[str, float]]]) -> float:
-    totals = [sum(sum(found.values()) for found in column) for column in zip(*times, strict=True)]
+    totals = [sum(sum(seconds.values()) for seconds in column) for column in zip(*times, strict=True)]
     if len(totals) < 2:
         return float("nan")
     low, middle, high = statistics.quantiles(totals, n=4, method="inclusive")
@@ -91,10 +90,10 @@ def _spread(times: list[list[dict[str, float]]]) -> float:
 
 
 def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> Piece:
-    """Medians, and what the passes have in common told apart."""
-    median = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    """Take medians, and separate the work that the passes share."""
+    median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
     through, weights, both = median["input_grad"], median["weights"], median["both"]
-    alone = max(0.0, both - through)  # what weights add to a pass that goes through anyway
+    alone = max(0.0, both - through)  # added by weights to a pass that computes the input's gradient anyway
     return Piece(
         name=bench.names[i],
         forward=median["forward"],
@@ -108,7 +107,7 @@ def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> 
 
 
 class _Bench:
-    """The network in pieces, with an input for each."""
+    """The pieces of a network, with an input for each."""
 
     def __init__(self, recipe: Recipe, data: Images | Tokens, device: torch.device) -> None:
         model = recipe.build(data)
@@ -120,13 +119,13 @@ class _Bench:
         self._pieces = [piece.to(device) for piece in pieces.values()]
         heads = [model.head_of(name) for name in self.names[:-1]]
         self._heads: list[nn.Module] = [head.to(device) for head in [*heads, nn.Identity()]]
-        self._loss = loss_of(data)
+        self._loss = make_loss(data)
         self._data = data.to(device)
         self._inputs: dict[tuple[int, int], Tensors] = {}
-        self._updates = [_update_of(recipe.optimizer, piece) for piece in self._pieces]
+        self._updates = [_make_update(recipe.optimizer, piece) for piece in self._pieces]
 
     def measure(self, i: int, size: int) -> dict[str, float]:
-        """Seconds of everything that can be done with piece i, once."""
+        """Run piece i in every way once, and return the seconds."""
         inputs, piece = self._input(i, size), self._pieces[i]
         weights: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
@@ -145,9 +144,9 @@ class _Bench:
             return seconds
 
         head = self._time_head(i, size, tuple(y.detach() for y in outputs))
-        found = {"input_grad": back(tracked), "weights": back(weights), "both": back(tracked + weights)}
+        passes = {"input_grad": back(tracked), "weights": back(weights), "both": back(tracked + weights)}
         update = self._timed(self._updates[i])[0] if weights else 0.0
-        return {"forward": forward, **found, "head": head, "update": update}
+        return {"forward": forward, **passes, "head": head, "update": update}
 
     def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
         target = self._batch(size)[1]
@@ -162,7 +161,7 @@ class _Bench:
         return self._timed(whole)[0]
 
     def sizes(self, i: int, size: int) -> dict[str, float]:
-        """Bytes, as `Piece` names them; what two neighbours both keep counts twice."""
+        """Return the bytes, as `Piece` names them; a tensor that two neighbours keep counts twice."""
         piece = self._pieces[i]
         kept: dict[int, int] = {}
         parameters = {p.untyped_storage().data_ptr() for p in piece.parameters()}
@@ -186,7 +185,7 @@ class _Bench:
         }
 
     def _input(self, i: int, size: int) -> Tensors:
-        """What piece i is given for a micro-batch of this size."""
+        """Return the input of piece i for a micro-batch of this size."""
         if (i, size) not in self._inputs:
             if i == 0:
                 self._inputs[i, size] = (self._batch(size)[0],)
@@ -211,10 +210,10 @@ class _Bench:
             torch.cuda.synchronize(self._device)
 
 
-def _update_of(config: Sgd | Adam, piece: nn.Module) -> Callable[[], object]:
+def _make_update(config: Sgd | Adam, piece: nn.Module) -> Callable[[], object]:
     parameters = [p for p in piece.parameters() if p.requires_grad]
     if not parameters:
         return lambda: None
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    return optimizer_of(config, parameters).step
+    return make_optimizer(config, parameters).step

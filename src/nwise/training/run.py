@@ -1,15 +1,15 @@
 """A run's folder: configuration, versions, metrics as JSON lines, weights.
 
-run.json             configuration, versions, status
-metrics.jsonl        one record a line, as the run writes them
-weights.safetensors  ``model.<name of the unsplit network>`` and ``heads.<stage>.<name>``
-tokenizer.json       for text
-checkpoints/         checkpoints to resume from
-post-mortem.json     where a loss or gradient was not finite, if it was
-.lock                held by the process that writes
+    run.json             configuration, versions, status
+    metrics.jsonl        one record per line, in the order of the run
+    weights.safetensors  ``model.<name of the unsplit network>`` and ``heads.<stage>.<name>``
+    tokenizer.json       the tokenizer, for text
+    checkpoints/         checkpoints to resume from
+    post-mortem.json     the place of a loss or gradient that was not finite
+    .lock                a lock that the writing process holds
 
-Training does not end because a file cannot be written, as on a full disk: that is warned of once for each file, records are
-kept until there is room, and `Run.unwritten` says in the end what is missing.
+A file that cannot be written, e.g. on a full disk, does not end training. `Run` warns once per file, keeps the records until
+there is room, and lists in `Run.unwritten` what is missing at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import nwise
+from nwise._records import append_text, json_line, read_lines, write_text
 from nwise.data.text import Bpe, Bytes, Tokenizer
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe, from_json, to_json
@@ -44,18 +45,18 @@ class Run:
         folder: its path.
 
     Attributes:
-        unwritten: files that could not be written, with the reason.
+        unwritten: the files that could not be written, with the reason.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.unwritten: dict[Path, str] = {}
-        self._records: list[str] = []  # that are not in the file yet
+        self._records: list[str] = []  # not yet in the file
         self._lock = FolderLock(folder)
 
     @classmethod
     def create(cls, parent: Path, name: str, recipe: Recipe) -> Run:
-        """A new folder ``<parent>/<name>-<number>`` with the configuration in it."""
+        """Make a folder ``<parent>/<name>-<number>`` with the configuration in it."""
         folder = numbered(parent, name)
         run = cls(folder)
         state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
@@ -63,11 +64,11 @@ class Run:
         return run
 
     @classmethod
-    def of_launch(cls, parent: Path, recipe: Recipe) -> Run | None:
-        """The newest folder that processes of this torchrun made, before it restarted them, with this configuration."""
+    def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
+        """Return the newest folder with this configuration that earlier processes of this torchrun made."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
         for path in sorted(parent.glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-            with suppress(ValueError, AttributeError, RecursionError):  # of a folder that is none of ours
+            with suppress(ValueError, AttributeError, RecursionError):  # another program's folder
                 state = cls(path.parent)._state()
                 if wanted == {name: state.get(name) for name in wanted} and state.get("status") != "done":
                     return cls(path.parent)
@@ -75,7 +76,11 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """An existing folder."""
+        """Open an existing folder.
+
+        Raises:
+            FileNotFoundError: it is not a run's folder.
+        """
         if not (folder / "run.json").is_file():
             raise FileNotFoundError(
                 f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {folder}."
@@ -108,10 +113,10 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing to the folder meanwhile.
+        """Hold the folder's lock, which keeps other processes from writing to it.
 
         Raises:
-            ValueError: one does already.
+            ValueError: another process holds it.
         """
         self._lock.acquire()
         try:
@@ -120,14 +125,14 @@ class Run:
             self._lock.release()
 
     def attempt(self, path: Path, write: Callable[[], None]) -> None:
-        """Write a file that training can go on without.
+        """Write a file that training can do without.
 
         Args:
-            path: of the file.
-            write: writes it.
+            path: the file's path.
+            write: a function that writes it.
 
         Warns:
-            It cannot be written; once, until it can be.
+            UserWarning: it cannot be written; once, until it can be.
         """
         try:
             write()
@@ -140,13 +145,13 @@ class Run:
             self.unwritten.pop(path, None)
 
     def finish(self, status: str) -> None:
-        """Write how the run ended; see `status`."""
+        """Write the run's final status; see `status`."""
         if self._records:
             self.attempt(self._metrics, self._append)
         self.attempt(self.folder / "run.json", lambda: self._write_state({**self._state(), "status": status}))
 
     def resumed(self, recipe: Recipe, step: int, changes: str) -> None:
-        """Note that the run goes on, with a configuration that may be another."""
+        """Record that the run is resumed, with a configuration that may differ."""
         state = self._state()
         mortem = self.folder / "post-mortem.json"
         if mortem.exists():
@@ -155,18 +160,17 @@ class Run:
         self._write_state({**state, "config": to_json(recipe), "status": "running", "resumed": history})
 
     def rewind(self, step: int) -> None:
-        """Take away the records after a step, and the last line if whoever wrote it was stopped halfway."""
-        path = self._metrics
+        """Remove the records after a step, and a last line that an interruption cut off."""
         kept = []
-        for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []:
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-        write_text(path, "".join(kept))
+        for _, line, record in read_lines(self._metrics):
+            with suppress(KeyError, TypeError):
+                if record["step"] <= step:
+                    kept.append(line + "\n")
+        write_text(self._metrics, "".join(kept))
 
     def record(self, **values: Any) -> None:
         """Append one line to the metrics; nan becomes null."""
-        self._records.append(json.dumps(plain(values), allow_nan=False) + "\n")
+        self._records.append(json_line(values))
         self.attempt(self._metrics, self._append)
 
     @property
@@ -174,39 +178,32 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def _append(self) -> None:
-        """Write the records that wait; all of them or none."""
-        size = self._metrics.stat().st_size if self._metrics.exists() else 0
-        try:
-            with self._metrics.open("ab") as file:
-                file.write("".join(self._records).encode())
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self._metrics, size)
-            raise
+        append_text(self._metrics, self._records)
         self._records.clear()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records."""
-        path = self._metrics
+        """Return all records.
+
+        Raises:
+            ValueError: a line is not a record.
+        """
         records = []
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
-            try:
-                record = json.loads(line)
-                record["kind"], record["step"]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+        for number, line, record in read_lines(self._metrics):
+            if not isinstance(record, dict) or not {"kind", "step"} <= set(record):
                 raise ValueError(
-                    f"{path}, line {number}, should be a record with 'kind' and 'step'. Found {line[:40]!r}; remove the line."
-                ) from error
+                    f"{self._metrics}, line {number}, should be a record with 'kind' and 'step'. Found {line[:40]!r}; remove "
+                    "the line."
+                )
             records.append(record)
         return records
 
     def save_weights(self, weights: dict[str, Tensor]) -> None:
-        """Write what `weights_of` gives, aside first."""
+        """Write the result of `gather_weights`."""
         path = self.folder / "weights.safetensors"
         self.attempt(path, lambda: save_tensors(weights, path))
 
     def weights(self) -> dict[str, Tensor]:
-        """What `save_weights` wrote."""
+        """Read the weights that `save_weights` wrote."""
         path = self.folder / "weights.safetensors"
         if not path.exists():
             raise FileNotFoundError(
@@ -218,7 +215,7 @@ class Run:
             raise ValueError(f"{path} should be a safetensors file. Found: {error}; train again.") from error
 
     def load_weights(self, pipe: Pipeline) -> None:
-        """Put the weights into a pipeline of the same configuration."""
+        """Load the weights into a pipeline of the same configuration."""
         weights = self.weights()
         load_main_state(pipe, under(weights, "model."))
         pipe.steps = max((record["step"] for record in self.metrics()), default=0)
@@ -231,11 +228,11 @@ class Run:
             raise ValueError(f"{self.folder} should hold the weights of its heads. Found: {error}") from error
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Keep the tokenizer, which the weights are useless without."""
+        """Write the tokenizer, without which the weights are useless."""
         tokenizer.save(self.folder / "tokenizer.json")
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, if there is one."""
+        """Read the tokenizer, if there is one."""
         path = self.folder / "tokenizer.json"
         if not path.exists():
             return None
@@ -248,18 +245,18 @@ class Run:
 
 
 def new_run(recipe: Recipe, parent: Path) -> Run:
-    """A fresh folder named after the recipe and the strategy."""
+    """Make a folder named after the recipe and the strategy."""
     strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
     return Run.create(parent, f"{recipe.name}-{strategy}", recipe)
 
 
 def _launch() -> str:
-    """Of this torchrun, the same for all processes that it starts: its own process, since its name may be that of others."""
+    """Identify this torchrun, for all processes that it starts, by its own process: another torchrun may have the same name."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}, {platform.node()}, {os.getppid()}"
 
 
 def numbered(parent: Path, name: str) -> Path:
-    """A new folder ``<parent>/<name>-<number>``, with the first number that is free."""
+    """Make a folder ``<parent>/<name>-<number>``, with the first unused number."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = parent / f"{name}-{number:03d}"
@@ -270,7 +267,7 @@ def numbered(parent: Path, name: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that can change a number."""
+    """Return the versions of everything that can change a number."""
     return {
         "nwise": nwise.__version__,
         "torch": torch.__version__,
@@ -279,28 +276,3 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file aside and rename it, so that there is never half of one."""
-    aside = path.with_name(path.name + ".part")
-    try:
-        aside.write_text(text)
-        os.replace(aside, path)
-    except OSError:
-        with suppress(OSError):
-            aside.unlink()
-        raise
-
-
-def plain(value: Any) -> Any:
-    """Of JSON's own types: tensors as lists, what is not a finite number as None."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, dict):
-        return {name: plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float) and not numpy.isfinite(value):
-        return None
-    return value

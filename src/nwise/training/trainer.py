@@ -1,4 +1,4 @@
-"""The training loop of a recipe: one process with all stages, or one for every stage."""
+"""The training loop of a recipe, in one process with all stages or in one process per stage."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwise._records import write_text
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
 from nwise.runtime.appointment import Appointment
 from nwise.runtime.timeline import Timeline
-from nwise.training.build import autocast, check_channels_last, compile_blocks, device_of, pipeline_of
-from nwise.training.checkpoints import Found
+from nwise.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
+from nwise.training.checkpoint.policy import CheckpointInfo, CheckpointPolicy, Saver
 from nwise.training.evaluate import Scores, evaluate
-from nwise.training.finite import write_post_mortem
 from nwise.training.log import StepLog
+from nwise.training.nonfinite import write_post_mortem
 from nwise.training.phase import Phase, check_phases
-from nwise.training.run import Run, versions, write_text
-from nwise.training.saver import Keeping, Saver
-from nwise.training.weights import weights_of
+from nwise.training.run import Run, versions
+from nwise.training.weights import gather_weights
 
 
-class Watcher:
-    """Who is told how training goes, such as `nwise.report.display`; does nothing of itself."""
+class Callback:
+    """Base class of callbacks, such as `nwise.report.display`; every method does nothing."""
 
     def started(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        """After each step."""
+        """Called after each step."""
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """After each evaluation."""
+        """Called after each evaluation."""
 
     def evaluating(self, done: int, total: int) -> None:
-        """After each batch of an evaluation."""
+        """Called after each batch of an evaluation."""
 
     def resumed(self, step: int, changes: str) -> None:
-        """After a checkpoint has been gone on from; what is not as it was saved."""
+        """Called after a checkpoint was loaded, with the differences from what was saved."""
 
     def finished(self, status: str) -> None:
-        """After the last step; also after an interruption or an error."""
+        """Called after the last step, and after an interruption or an error."""
 
 
 class StoppedError(Exception):
-    """Training has been stopped from outside, between two steps."""
+    """Training was stopped from outside, between two steps."""
 
 
 class Trainer:
-    """A recipe, resolved: data, pipeline, optimizer, and the folder it records into.
+    """Trains a recipe: its data, pipeline and optimizer, and the folder that it records into.
 
     Args:
         recipe: the configuration.
-        data: what the recipe loads, if it was loaded before.
+        data: training and test data; default: the recipe loads them.
 
     Raises:
         ValueError: configuration, data and network do not fit together.
@@ -67,14 +67,14 @@ class Trainer:
     def __init__(self, recipe: Recipe, data: tuple[Images, Images] | tuple[Tokens, Tokens] | None = None) -> None:
         self.recipe = recipe
         self.run: Run | None = None
-        self.watchers: tuple[Watcher, ...] = ()
-        self.device = device_of(recipe)
+        self.callbacks: tuple[Callback, ...] = ()
+        self.device = pick_device(recipe)
         self.train_data, self.test_data = (part.to(self.device) for part in data or recipe.load())
         self.steps_per_epoch = steps_per_epoch(len(self.train_data), recipe.batch_size)
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
-        self.pipe = pipeline_of(recipe, self.train_data, self.steps_per_epoch).to(self.device)
+        self.pipe = make_pipeline(recipe, self.train_data, self.steps_per_epoch).to(self.device)
         self._layout = torch.channels_last if recipe.channels_last else torch.preserve_format
         if recipe.channels_last:
             check_channels_last(self.pipe, self.device)
@@ -83,70 +83,81 @@ class Trainer:
             compile_blocks(self.pipe)
         check_phases(recipe, self.pipe, self.num_steps)
         here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
-        facts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
-        self.num_parameters = tuple(map(sum, zip(*facts, strict=True)))  # of the main network and of the heads
+        counts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
+        self.num_parameters = tuple(map(sum, zip(*counts, strict=True)))  # main network, heads
         self._log = StepLog(self.pipe)
         self._timeline: Timeline | None = None
         self._appointment = Appointment(self.pipe.team)
         self._saver: Saver | None = None
-        self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the last known, for display
+        self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
 
     @property
     def num_samples(self) -> int:
-        """Training samples of the whole run."""
+        """Number of training samples of the whole run."""
         return self.num_steps * self.recipe.batch_size
 
     def train(
         self,
         run: Run | None = None,
-        watchers: tuple[Watcher, ...] = (),
-        keeping: Keeping | None = None,
+        callbacks: tuple[Callback, ...] = (),
+        policy: CheckpointPolicy | None = None,
         *,
         resume: bool = False,
-        anew: bool = False,
+        allow_restart: bool = False,
     ) -> Scores:
-        """All steps of the recipe, recording and saving as it says.
+        """Run all steps of the recipe, with its records and checkpoints.
+
+        An interruption (Ctrl-C) saves the weights before it is raised. A file that cannot be written does not end training;
+        see `unwritten`.
 
         Args:
-            run: where to write; None to write nothing. Of several processes only rank 0 has one.
-            watchers: who is told.
-            keeping: when checkpoints are written into the run's folder; None for never.
-            resume: go on from the newest checkpoint of the run.
-            anew: begin from the start if it has none, as a run that was lost before it had written one.
+            run: the folder to write to; None to write nothing. With several processes only rank 0 has one.
+            callbacks: called as training proceeds.
+            policy: when to write checkpoints into the run's folder; None for never.
+            resume: resume from the newest checkpoint of the run.
+            allow_restart: start over if there is no checkpoint, e.g. when the run crashed before its first one.
 
         Returns:
-            The scores after the last step. An interruption (Ctrl-C) saves the weights before it goes on. A file that cannot be
-            written does not end training; `unwritten` has it.
+            The scores after the last step.
 
         Raises:
-            ValueError: another process writes to the run's folder, or there is no checkpoint to go on from.
-            StoppedError: after `stop`, once a checkpoint has been written.
+            ValueError: another process writes to the run's folder, or there is no checkpoint to resume from.
+            StoppedError: `stop` was called; a checkpoint has been written.
             nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
         with nullcontext() if run is None else run.locked():
-            return self._train(run, watchers, keeping, resume=resume, anew=anew)
+            return self._train(run, callbacks, policy, resume=resume, allow_restart=allow_restart)
 
     def _train(
-        self, run: Run | None, watchers: tuple[Watcher, ...], keeping: Keeping | None, *, resume: bool, anew: bool
+        self,
+        run: Run | None,
+        callbacks: tuple[Callback, ...],
+        policy: CheckpointPolicy | None,
+        *,
+        resume: bool,
+        allow_restart: bool,
     ) -> Scores:
-        self.run, self.watchers = run, watchers
-        shared: list[Any] = [None if run is None else str(run.folder.resolve()), resume, anew]
+        self.run, self.callbacks = run, callbacks
+        shared: list[Any] = [None if run is None else str(run.folder.resolve()), resume, allow_restart]
         if self.pipe.team is not None:
-            shared = self.pipe.team.world.everyone("run", shared)[0]  # what rank 0 knows
-        self._folder, resume, anew = shared
-        if self._folder is not None and (keeping is not None or resume):
+            shared = self.pipe.team.world.everyone("run", shared)[0]  # rank 0 decides
+        self._folder, resume, allow_restart = shared
+        if self._folder is not None and (policy is not None or resume):
             self._saver = Saver(
-                Path(self._folder) / "checkpoints", self.pipe, keeping or Keeping(checkpoint_minutes=0), self._facts
+                Path(self._folder) / "checkpoints",
+                self.pipe,
+                policy or CheckpointPolicy(checkpoint_minutes=0),
+                self._facts,
             )
         status = "failed"
         self._began = time.perf_counter()
-        found = self._found(anew) if resume else None
-        self._is_ready = not resume  # before that, nothing in the run's folder should change
-        self._tell("started", self)
+        checkpoint = self._newest_checkpoint(allow_restart) if resume else None
+        self._is_ready = not resume  # until then the run's folder must not change
+        self._notify("started", self)
         try:
             if run is not None and isinstance(self.train_data, Tokens):
                 run.save_tokenizer(self.train_data.tokenizer)
-            scores = self._all_phases(found)
+            scores = self._all_phases(checkpoint)
             if self._timeline is not None:
                 recorded = self._timeline.collect()
                 if run is not None:
@@ -162,28 +173,31 @@ class Trainer:
             raise
         finally:
             if run is not None and self._is_ready:
-                # Of several processes the last evaluation has saved them; and it should stay if all went wrong since.
+                # With several processes the last evaluation has saved them, and its weights are kept if training failed since.
                 if status in ("stopped", "interrupted") and self.pipe.team is None:
-                    run.save_weights(weights_of(self.pipe))
+                    run.save_weights(gather_weights(self.pipe))
                 run.finish(status)
-            self._tell("finished", status)
+            self._notify("finished", status)
         return scores
 
     def stop(self) -> None:
-        """Have all processes finish a step, write a checkpoint and raise `StoppedError`; safe in a signal handler."""
+        """Make all processes finish a step, write a checkpoint and raise `StoppedError`; safe in a signal handler."""
         self._appointment.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
-        """Record what every process does in so many steps, once the pipeline is full.
+        """Record a timeline of every process once the pipeline is full.
+
+        Args:
+            steps: number of steps to record; 0 for none.
 
         Raises:
-            ValueError: there is one process, or fewer steps than that.
+            ValueError: there is one process, or the run has too few steps.
         """
         if not steps:
             return
         first = self.pipe.num_stages
         if self.pipe.team is None:
-            raise ValueError("`timeline` should be asked of several processes. Found one; start them with torchrun.")
+            raise ValueError("`timeline` needs several processes. Found one; start them with torchrun.")
         if not 2 <= steps <= self.num_steps - first:
             raise ValueError(
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
@@ -192,37 +206,36 @@ class Trainer:
         now = self.pipe.strategy.in_force(first)
         if now.asynchronous:
             raise ValueError(
-                "`timeline` should be asked of a strategy whose lists repeat. Found Hogwild, whose actions come as gradients do."
+                "`timeline` needs a strategy with a fixed order. Found Hogwild, whose actions follow the arrival of gradients."
             )
         self._timeline = Timeline(self.pipe.team, now.name, first, first + steps)
 
     @property
     def unwritten(self) -> dict[str, str]:
-        """What could not be written to the run's folder, as on a full disk, with the reason; by path."""
+        """The files that could not be written, e.g. on a full disk, with the reasons; by path."""
         files = {} if self.run is None else {str(path): why for path, why in self.run.unwritten.items()}
         if self._saver is not None and self._saver.unwritten:
             files[f"{self._folder}/checkpoints"] = self._saver.unwritten
         return files
 
-    def _found(self, anew: bool) -> Found | None:
-        """The checkpoint that is gone on from."""
+    def _newest_checkpoint(self, allow_restart: bool) -> CheckpointInfo | None:
         assert self._saver is not None
-        found = self._saver.newest()
-        if found is None and not anew:
-            raise ValueError(f"{self._folder} should hold a checkpoint to go on from. Found none; train again.")
-        if found is not None and self.pipe.steps > self.num_steps:
+        checkpoint = self._saver.newest()
+        if checkpoint is None and not allow_restart:
+            raise ValueError(f"{self._folder} should hold a checkpoint to resume from. Found none; train again.")
+        if checkpoint is not None and self.pipe.steps > self.num_steps:
             raise ValueError(
                 f"`epochs` and `max_steps` should give more than the {self.pipe.steps} steps that were done. Found "
                 f"{self.num_steps}."
             )
-        if found is not None:
-            self._began -= found.facts["seconds"]
-        return found
+        if checkpoint is not None:
+            self._began -= checkpoint.facts["seconds"]
+        return checkpoint
 
-    def _all_phases(self, found: Found | None) -> Scores:
-        if found is None:
+    def _all_phases(self, checkpoint: CheckpointInfo | None) -> Scores:
+        if checkpoint is None:
             self._ready(-1)
-        scores = None if found is not None else self._evaluate(0)
+        scores = None if checkpoint is not None else self._evaluate(0)
         for number, (first, last) in enumerate(self.pipe.strategy.phases(stop=self.num_steps)):
             begin = max(first, self.pipe.steps)
             if begin >= last:
@@ -230,16 +243,16 @@ class Trainer:
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
             self.pipe.steps = begin
-            self._phase = Phase.of(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
+            self._phase = Phase.from_recipe(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
             if self._saver is not None:
                 self._saver.phase = self._phase
-            if found is not None:
-                self._restore(found, done=begin - first)
-                found = None
+            if checkpoint is not None:
+                self._restore(checkpoint, done=begin - first)
+                checkpoint = None
             for step in range(begin, last):
                 self._keep_appointments(step)
                 self._step(step)
-                while step + 1 == last and self.pipe.drain():  # Hogwild's last gradients
+                while step + 1 == last and self.pipe.drain():  # Hogwild's pending gradients
                     self._phase.update()
                 loss = None
                 if self._is_due(step + 1):
@@ -249,32 +262,32 @@ class Trainer:
                     self._phase.rate.evaluated(loss)
                 if self._saver is not None:
                     self._saver.stepped(step + 1, loss, is_last=step + 1 == self.num_steps)
-        if found is not None:
-            self._restore(found, done=0)
+        if checkpoint is not None:
+            self._restore(checkpoint, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores
 
     def _step(self, step: int) -> None:
         recipe, phase = self.recipe, self._phase
         inputs, target = self.train_data.batch(self._indices(step), generator(recipe.seed, "augmentation", step))
-        phase.finite.remember()
+        phase.guard.remember()
         with autocast(recipe, self.device):
             inputs = inputs.to(self.device, memory_format=self._layout)
             losses = self.pipe.step(inputs, target=target.to(self.device))
         lr = phase.rate.value
-        left_out = phase.update()
+        skipped = phase.update()
         phase.rate.step()
         if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
             self._log.put(step + 1, losses, lr, self._seconds)
-        if left_out:
-            self._record("skipped", step + 1, stages=left_out)
+        if skipped:
+            self._record("skipped", step + 1, stages=skipped)
         self._write_log()
-        self._tell("stepped", step + 1, losses if self.pipe.team is None else self._losses)
+        self._notify("stepped", step + 1, losses if self.pipe.team is None else self._losses)
 
     def _indices(self, step: int) -> Tensor:
         return batch_indices(len(self.train_data), self.recipe.batch_size, self.recipe.seed, step)
 
     def _keep_appointments(self, step: int) -> None:
-        """Before a step: what all processes do at once."""
+        """Save or stop before a step that all processes have agreed on."""
         if self._saver is not None and self.run is not None and self._saver.is_late:
             self._appointment.ask("save")
         while (what := self._appointment.due(step)) is not None:
@@ -286,7 +299,7 @@ class Trainer:
                 raise StoppedError(f"Stopped at step {step}, as asked.")
 
     def _facts(self) -> dict[str, Any]:
-        """What a checkpoint says of the run; the records up to it are written first."""
+        """Return the facts of the run for a checkpoint, after writing the records up to it."""
         self._write_log(wait=True)
         return {
             "seconds": self._seconds,
@@ -295,14 +308,14 @@ class Trainer:
             "versions": versions(),
         }
 
-    def _restore(self, found: Found, done: int) -> None:
+    def _restore(self, checkpoint: CheckpointInfo, done: int) -> None:
         assert self._saver is not None
-        said = self._saver.restore(found, done)
-        self._ready(self.pipe.steps, said)
-        self._tell("resumed", self.pipe.steps, said)
+        changes = self._saver.restore(checkpoint, done)
+        self._ready(self.pipe.steps, changes)
+        self._notify("resumed", self.pipe.steps, changes)
 
     def _ready(self, step: int, changes: str = "") -> None:
-        """Of a run that is gone on from: records after its checkpoint go, and it is noted."""
+        """When resuming, drop the records written after the checkpoint and log the resumption."""
         if self.run is not None and not self._is_ready:
             self.run.rewind(step)
             self.run.resumed(self.recipe, max(0, step), changes)
@@ -311,7 +324,7 @@ class Trainer:
     def _post_mortem(self, facts: dict[str, Any]) -> None:
         if self._folder is not None:
             samples = self._indices(facts["step"]).tolist()
-            with suppress(OSError):  # what it is about is worse
+            with suppress(OSError):  # the error itself matters more
                 write_post_mortem(Path(self._folder), {**facts, "lr": self._phase.rate.value, "samples": samples})
 
     def _write_log(self, *, wait: bool = False) -> None:
@@ -325,21 +338,21 @@ class Trainer:
 
     def _evaluate(self, step: int) -> Scores:
         def on_batch(done: int, total: int) -> None:
-            self._tell("evaluating", done, total)
+            self._notify("evaluating", done, total)
 
         self._write_log(wait=True)
-        if self.pipe.team is not None and step:  # what had not come yet when the step was told of
-            self._tell("stepped", step, self._losses)
+        if self.pipe.team is not None and step:  # the losses that arrived after their step was announced
+            self._notify("stepped", step, self._losses)
         with autocast(self.recipe, self.device):
             scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
         loss = [None if score is None else score.loss for score in scores.heads]
         accuracy = [None if score is None else score.accuracy for score in scores.heads]
         self._record("test", step, loss=loss, accuracy=accuracy)
         if self.run is not None or self.pipe.team is not None:
-            weights = weights_of(self.pipe)
+            weights = gather_weights(self.pipe)
             if self.run is not None:
                 self.run.save_weights(weights)
-        self._tell("evaluated", step, scores)
+        self._notify("evaluated", step, scores)
         return scores
 
     @property
@@ -350,9 +363,12 @@ class Trainer:
         if self.run is not None:
             epoch = round(step / self.steps_per_epoch, 4)
             samples = step * self.recipe.batch_size
-            when = {"seconds": self._seconds, **values}  # a step's record may come later than the step
+            when = {
+                "seconds": self._seconds,
+                **values,
+            }  # `values` has its own time if the record comes later than the step
             self.run.record(kind=kind, step=step, epoch=epoch, samples=samples, **when)
 
-    def _tell(self, event: str, *values: Any) -> None:
-        for watcher in self.watchers:
-            getattr(watcher, event)(*values)
+    def _notify(self, event: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(*values)

@@ -1,10 +1,8 @@
-"""Weights by the names of the unsplit network, ``model.<name>`` and ``heads.<stage>.<name>``, and files of them."""
+"""Weights under the names of the unsplit network, ``model.<name>`` and ``heads.<stage>.<name>``, and files of them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,33 +10,38 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nwise._records import replacing
 from nwise.pipeline import Pipeline
 
 T = TypeVar("T")
 
 
 def under(weights: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """The values whose names begin with a prefix, without it."""
+    """Return the values whose names begin with a prefix, under the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def weights_of(pipe: Pipeline) -> dict[str, Tensor]:
-    """Weights of the main network (``model.<name>``) and of the heads (``heads.<stage>.<name>``).
+def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the weights of the main network (``model.<name>``) and of the heads (``heads.<stage>.<name>``).
 
-    Of a pipeline of several processes, all of them call it, and those of all stages are on rank 0.
+    With several processes all of them call it, and rank 0 gets the weights of all stages.
     """
-    here = weights_here(pipe)
-    return here if pipe.team is None else pipe.team.collect(here)
+    local = local_weights(pipe)
+    return local if pipe.team is None else pipe.team.collect(local)
 
 
-def weights_here(pipe: Pipeline) -> dict[str, Tensor]:
-    """Those of `weights_of` that this process holds, where they are."""
+def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the part of `gather_weights` that this process holds, without copying."""
     model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
     return {**model, **{f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}}
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:
-    """State of the main network under the names of the unsplit one (those of its stages, which must differ)."""
+    """Return the main network's state under the names of the unsplit one.
+
+    Raises:
+        ValueError: two stages use the same name.
+    """
     state: dict[str, Tensor] = {}
     for k, stage in enumerate(pipe.stages):
         for name, tensor in stage.state_dict().items():
@@ -49,7 +52,11 @@ def main_state(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
-    """Load what `main_state` gave, every name exactly once."""
+    """Load the result of `main_state`.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a shape differs.
+    """
     expected = set(main_state(pipe))
     if expected != set(state):
         odd = sorted(expected ^ set(state))[0]
@@ -64,37 +71,34 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file aside and rename it, so that there is never half of one.
+    """Write a safetensors file that is never there by half.
 
     Raises:
-        OSError: it cannot be written; the file of before stays.
+        OSError: the file cannot be written; the earlier one stays.
     """
-    aside = path.with_name(path.name + ".part")
     try:
-        # safetensors refuses tensors that share memory, as those of a module in two places do.
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
-        os.replace(aside, path)
+        with replacing(path) as partial:
+            # safetensors refuses tensors that share memory, such as those of a module that is used twice.
+            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            aside.unlink()  # a full disk has room again for the rest
         raise OSError(f"{path} should be written. Found: {error}") from error
 
 
 def check_names(pipe: Pipeline) -> None:
-    """Refuse stages whose names do not differ before anything is trained; a call for all processes."""
-    state = main_state(pipe)
+    """Raise ValueError before any training if two stages use the same name; all processes call it."""
+    names = list(main_state(pipe))
     if pipe.team is None:
         return
-    stages = dict(pipe.team.world.everyone("names", [pipe.team.stage, list(state)]))
+    names_by_stage = dict(pipe.team.world.everyone("names", [pipe.team.stage, names]))
     seen: set[str] = set()
     for k in range(pipe.num_stages):
-        for name in stages[k]:
+        for name in names_by_stage[k]:
             if name in seen:
                 raise ValueError(_SAME_NAME.format(name=name, stage=k))
-        seen |= set(stages[k])
+        seen |= set(names_by_stage[k])
 
 
 _SAME_NAME = (
-    "Stages should keep the names of the unsplit network, as those of `nwise.split` do; stages of your own get one by "
+    "Stages should keep the names of the unsplit network, as those of `nwise.split` do; give custom stages a name with "
     "`nwise.Chain({{'first': stage}})`. Found {name!r} in stage {stage} and in one before."
 )

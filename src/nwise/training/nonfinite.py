@@ -1,9 +1,9 @@
-"""Losses and gradients that are not finite numbers: stop, leave the update out, or go on.
+"""Losses and gradients that are nan or infinite: stop, skip the update, or ignore them.
 
-``stop``    end all processes, and say where it was (`NotFiniteError`, ``post-mortem.json``)
-``skip``    leave the update out of all stages and heads that share a loss with it, on all replicas, as if the mini-batch had
-          not been
-``ignore``  do not look
+stop    end all processes and report the place (`NotFiniteError`, ``post-mortem.json``)
+skip    skip the update of all stages and heads that share a loss with it, on all replicas, as if there had been no such
+        mini-batch
+ignore  do not check
 """
 
 from __future__ import annotations
@@ -18,42 +18,43 @@ import torch
 from torch import Tensor, nn
 
 from nwise.pipeline import Pipeline
-from nwise.training.clip import credit_of_cycle, squared_norm
+from nwise.training.clip import cycle_credit, squared_norm
 
 Policy = Literal["stop", "skip", "ignore"]
 
 
 class NotFiniteError(ArithmeticError):
-    """A loss or gradient is not a finite number, and the policy is to stop."""
+    """A loss or gradient is nan or infinite, and the policy is to stop."""
 
 
-class Finite:
-    """Looks at what each step leaves, under the strategy of the pipeline's next step.
+class NonFiniteGuard:
+    """Checks losses and gradients after each step, for the strategy of the pipeline's next step.
 
-    Of a pipeline of several processes, all of them make it and call it, at the same steps. Under ``skip`` those whose
-    stages share a loss wait for each other after every step; the others do not.
+    All processes of a pipeline make it and call it, at the same steps. Under ``skip`` the processes whose stages share a loss
+    wait for each other after every step; the others do not.
 
     Args:
-        pipe: whose losses and gradients they are.
-        policy: what to do.
-        tell: given the facts, before the process stops.
+        pipe: the pipeline whose losses and gradients are checked.
+        policy: ``"stop"`` (default), ``"skip"`` or ``"ignore"``; see the top of this file.
+        report: receives the facts before the process stops.
 
     Raises:
         ValueError: the policy does not fit.
     """
 
     def __init__(
-        self, pipe: Pipeline, policy: Policy = "stop", tell: Callable[[dict[str, Any]], None] | None = None
+        self, pipe: Pipeline, policy: Policy = "stop", report: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
         if policy not in ("stop", "skip", "ignore"):
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
-        self._pipe, self._policy, self._tell = pipe, policy, tell
-        pipe.warns_of_divergence = False  # this is what looks
+        self._pipe, self._policy, self._report = pipe, policy, report
+        pipe.warns_of_divergence = False  # this guard reports it
         self._buffers: dict[Tensor, Tensor] = {}
         size = range(pipe.num_stages)
-        credit = credit_of_cycle(pipe)
-        self._learners = [{k for k in size if credit[j, k]} | {j} for j in size]  # of every loss
-        self._trains = [bool(credit[j, j]) for j in size]  # whether a stage's own loss trains it
+        credit = cycle_credit(pipe)
+        # For every loss, the stages that learn from it; for every stage, whether its own loss trains it.
+        self._learners = [{k for k in size if credit[j, k]} | {j} for j in size]
+        self._trains = [bool(credit[j, j]) for j in size]
         if policy == "skip" and pipe.team is not None:
             if pipe.strategy.in_force(pipe.steps).asynchronous:
                 raise ValueError(
@@ -63,32 +64,32 @@ class Finite:
             pipe.team.world.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
 
     def remember(self) -> None:
-        """Before a step: keep what a mini-batch that is left out should not change."""
+        """Before a step, copy the buffers that a skipped mini-batch must not change."""
         if self._policy == "skip":
             self._buffers = {b: b.detach().clone() for b in self._pipe.buffers()}
 
     def __call__(self) -> list[int]:
-        """After a step, before the update: look, and drop the gradients that are to be left out.
+        """After a step and before the update, check everything and drop the gradients of skipped updates.
 
         Returns:
-            The stages of this process whose own update is left out.
+            The stages of this process whose own update is skipped.
 
         Raises:
-            NotFiniteError: something is not finite, and the policy is to stop.
+            NotFiniteError: a loss or gradient is not finite, and the policy is to stop.
         """
         if self._policy == "ignore":
             return []
         here = range(self._pipe.num_stages) if self._pipe.team is None else [self._pipe.team.stage]
         bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in here}
         if self._policy == "stop":
-            wrong = [k for k, found in bad.items() if any(found)]
-            if wrong:  # a loss says more than the gradients that come of it
+            wrong = [k for k, flags in bad.items() if any(flags)]
+            if wrong:  # report the loss rather than the gradients it caused
                 self._stop(next((k for k in wrong if self._wrong_losses(k)), wrong[0]))
             return []
         return self._skip(bad)
 
     def check_parameters(self) -> None:
-        """Refuse what would be saved, if the policy is to stop: an update may have gone beyond what a number can hold.
+        """Check parameters before they are saved, if the policy is to stop: an update itself may overflow.
 
         Raises:
             NotFiniteError: a parameter of this process is not finite.
@@ -97,7 +98,7 @@ class Finite:
             if not bool(p.isfinite().all()):
                 raise NotFiniteError(
                     f"The parameter {name!r} should be finite to be saved. Found that it is not after step {self._pipe.steps}; "
-                    "lower the rate or clip, and go on from the checkpoint before."
+                    "lower the rate or clip, and resume from the checkpoint before."
                 )
 
     def _is_bad(self, module: nn.Module | None) -> bool:
@@ -107,7 +108,7 @@ class Finite:
         return bool(self._wrong_losses(stage)) or self._is_bad(self._pipe.heads.of(stage))
 
     def _wrong_losses(self, stage: int) -> list[int]:
-        """Micro-batches whose loss is not finite."""
+        """Return the micro-batches whose loss is not finite."""
         losses = self._pipe.microbatch_losses.items()
         return [m for (k, m), loss in losses if k == stage and not math.isfinite(loss)]
 
@@ -138,7 +139,7 @@ class Finite:
         wrong = self._wrong_losses(stage)
         microbatch = wrong[0] if wrong else None
         what = f"The loss of stage {stage}'s head" if wrong else f"The gradient of stage {stage} or its head"
-        found = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "values that are not"
+        value = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "values that are not"
         facts = {
             "step": step,
             "stage": stage,
@@ -147,28 +148,28 @@ class Finite:
             "losses": {f"stage {k}, micro-batch {m}": str(float(loss)) for (k, m), loss in losses.items()},
             "parameters": self._parameters(stage),
         }
-        if self._tell is not None:
-            self._tell(facts)
+        if self._report is not None:
+            self._report(facts)
         raise NotFiniteError(
-            f"{what} should be a finite number. Found {found} of step {step}; lower the rate, clip, or leave such "
-            "mini-batches out (`on_nan`)."
+            f"{what} should be a finite number. Found {value} of step {step}; lower the rate, clip, or skip such "
+            "mini-batches (`on_nan`)."
         )
 
     def _parameters(self, stage: int) -> list[dict[str, Any]]:
-        """What each of a stage's parameters and gradients is like."""
-        found = []
+        """Describe each of a stage's parameters and gradients."""
+        rows = []
         for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.of(stage))):
             for name, p in () if module is None else module.named_parameters():
                 row: dict[str, Any] = {"name": f"{owner}.{name}", "not_finite": int((~p.isfinite()).sum())}
                 if p.grad is not None and p.numel():
                     row["gradient_not_finite"] = int((~p.grad.isfinite()).sum())
                     row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
 
 def write_post_mortem(folder: Path, facts: dict[str, Any]) -> None:
-    """Keep the facts as ``post-mortem.json``, unless another process was first."""
+    """Write the facts to ``post-mortem.json``, unless another process was first."""
     try:
         with (folder / "post-mortem.json").open("x") as file:
             file.write(json.dumps(facts, indent=2) + "\n")

@@ -1,0 +1,82 @@
+"""Files that are whole or unchanged, JSON lines, and values that JSON can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+PARTIAL = ".part"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; rename it to `path` at the end, or remove it and leave `path` alone after an error."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()  # frees the space on a full disk
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that is never there by half.
+
+    Raises:
+        OSError: the disk does not take it; the earlier file stays.
+    """
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def json_line(record: Any) -> str:
+    """Return a record as a line of JSON; tensors become lists, and numbers that are not finite null."""
+    return json.dumps(plain(record), allow_nan=False) + "\n"
+
+
+def append_text(path: Path, lines: Sequence[str]) -> None:
+    """Append lines to a file, all of them or none.
+
+    Raises:
+        OSError: the disk does not take them; the file is as before.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write("".join(lines).encode())
+            file.flush()
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Yield number (from 1), text and value of every line of a file of JSON lines; a line that is not JSON has no value."""
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+        try:
+            yield number, line, json.loads(line)
+        except (ValueError, RecursionError):
+            yield number, line, None
+
+
+def plain(value: Any) -> Any:
+    """Return a value of JSON's own types: tensors as lists, numbers that are not finite as None."""
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

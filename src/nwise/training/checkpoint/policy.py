@@ -1,0 +1,399 @@
+"""A run's checkpoints: when they are written, which are kept, and which one to resume from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwise._errors import check_at_least
+from nwise._records import PARTIAL
+from nwise.pipeline import Pipeline
+from nwise.training.checkpoint import files, state
+from nwise.training.checkpoint.files import DamagedError
+from nwise.training.lock import FolderLock
+from nwise.training.phase import Phase
+from nwise.training.weights import check_names
+
+_RUN_FACTS = {"rate": dict[str, int | float], "seconds": float, "best": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """When checkpoints are written, and which are kept. The last step writes one, and so does a run that is stopped."""
+
+    checkpoint_every: int = 0
+    """Steps between two checkpoints; 0 to go by `checkpoint_minutes` alone."""
+    checkpoint_minutes: float = 10.0
+    """Minutes between two checkpoints; 0 for never."""
+    keep: int = 2
+    """Number of newest checkpoints to keep."""
+    keep_best: bool = False
+    """Also write and keep the checkpoint with the lowest test loss of the last head."""
+    checkpoint_async: bool = False
+    """Write in the background, from a copy."""
+
+    def __post_init__(self) -> None:
+        check_at_least("checkpoint_every", self.checkpoint_every, 0)
+        if not 0 <= self.checkpoint_minutes < 1e6:
+            raise ValueError(f"`checkpoint_minutes` should be from 0 to a million. Found {self.checkpoint_minutes}.")
+        check_at_least("keep", self.keep, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint whose files are as they were written; ``facts["step"]`` is the number of mini-batches done."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The result of `Checkpoints.resume`.
+
+    Args:
+        step: number of mini-batches done, after which the run continues.
+        changes: the differences from what was saved, in one line; empty if there are none.
+    """
+
+    step: int
+    changes: str
+
+
+class Checkpoints:
+    """Checkpoints in ``<folder>/step-<number>``, of which only the newest are kept.
+
+    All processes of a pipeline make it and call its methods, at the same steps, with a folder that all of them reach.
+
+    Args:
+        folder: the folder of all checkpoints.
+        pipe: the pipeline whose state is saved.
+        optimizer: the optimizer of its parameters; the attribute may be set to another one.
+        keep: number of newest checkpoints to keep, at least 1.
+        keep_best: whether to keep the one with the lowest finite ``loss`` among its facts, too.
+        asynchronous: copy before `save` returns, and write while training continues.
+
+    Raises:
+        ValueError: `keep` is below 1, or two stages use the same name.
+
+    >>> import tempfile, nwise
+    >>> pipe = nwise.Pipeline([torch.nn.Linear(2, 2)], strategy="end-to-end")
+    >>> optimizer = torch.optim.Adam(pipe.parameters())
+    >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), pipe, optimizer)
+    >>> losses = pipe.step(torch.zeros(3, 2), target=torch.tensor([0, 1, 1])); optimizer.step()
+    >>> checkpoints.save().name
+    'step-00000001'
+    >>> checkpoints.resume(), pipe.steps
+    (Resumed(step=1, changes=''), 1)
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keep: int = 2,
+        keep_best: bool = False,
+        asynchronous: bool = False,
+    ) -> None:
+        check_at_least("keep", keep, 1)
+        check_names(pipe)
+        self.folder, self.optimizer = Path(folder), optimizer
+        self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
+        self._team = pipe.team
+        self._is_first = pipe.team is None or not pipe.team.world.rank
+        # A group of its own keeps a background writer's messages apart from those of training.
+        self._group = None if pipe.team is None else pipe.team.world.new_group(backend="gloo")
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._writing: Future[None] | None = None
+        self._lock = FolderLock(self.folder)
+        # A pipeline that has made steps or looked for a checkpoint is not a new run, and may write beside existing checkpoints.
+        self._knows_folder = pipe.steps > 0
+
+    def save(self, **facts: Any) -> Path:
+        """Write a checkpoint of the present state.
+
+        Args:
+            facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
+                ``num_microbatches``, ``ends``, ``optimizer``).
+
+        Returns:
+            Its folder, which exists at once unless it is written in the background.
+
+        Raises:
+            OSError: it cannot be written. If it is written in the background, the next call warns instead.
+            ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
+                another process writes to it, or a fact has a reserved name.
+        """
+        if reserved := sorted(set(facts) & set(state.FACTS)):
+            raise ValueError(
+                f"`save` should be given facts with other names. Found {reserved[0]!r}, which nwise writes."
+            )
+        try:
+            self.wait()
+        except OSError as error:
+            if self._is_first:
+                warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
+        with self._failing_together():
+            files.together(self._group, self._claim_folder)
+        self._knows_folder = True
+        self._pipe.forget_versions()  # Hogwild's are not saved, so drop them in an uninterrupted run, too
+        with self._failing_together():
+            tensors = state.collect_tensors(self._pipe, self.optimizer)
+            all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
+            json.dumps(all_facts)  # a fact that is not JSON raises on all processes
+        folder = self.folder / f"step-{self._pipe.steps:08d}"
+        if self._writer is None:
+            with self._failing_together():
+                self._write(folder, tensors, all_facts)
+        else:
+            self._writing = self._writer.submit(self._write, folder, tensors, all_facts)
+        return folder
+
+    def _claim_folder(self) -> None:
+        """Make sure, before anything is written, that no other process writes here and no other run is overwritten."""
+        if not self._is_first:
+            return
+        present = sorted(p.name for p in self.folder.glob("step-*") if p.suffix != PARTIAL)
+        if present and not self._knows_folder:
+            raise ValueError(
+                f"{self.folder} should hold no checkpoints of another run. Found {present[-1]}; resume from it (`resume`) or "
+                "give another folder."
+            )
+        later = [name for name in self._names() if _step(name) > self._pipe.steps]
+        if later:
+            raise ValueError(
+                f"{self.folder} should hold no checkpoint of a step beyond {self._pipe.steps}. Found {later[-1]}; resume from "
+                "it (`resume`) or give another folder."
+            )
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        """Wait until everything has been written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._failing_together():
+                writing.result()
+
+    def newest(self) -> CheckpointInfo | None:
+        """Return the newest checkpoint whose files are all as they were written; None if the folder holds none.
+
+        A damaged checkpoint is renamed, with a warning.
+
+        Raises:
+            ValueError: there are checkpoints, but all of them are damaged, now or earlier.
+            OSError: a checkpoint cannot be read at present; nothing has been changed.
+        """
+        names, damaged = self._names(), sorted(p.name for p in self.folder.glob("step-*.damaged*"))
+        if self._team is not None:
+            names, damaged = self._team.world.everyone("checkpoints", [names, damaged])[0]
+        problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
+        for name in reversed(names):
+            folder = self.folder / name
+            try:
+                with self._failing_together():
+                    files.check(folder, self._group)
+                info = CheckpointInfo(folder, state.check_facts(files.read_facts(folder), folder))
+                self._knows_folder = True
+                return info
+            except DamagedError as error:
+                problem = str(error)
+                if self._is_first:
+                    warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
+                    with suppress(OSError):  # in a read-only folder
+                        folder.rename(_unused(folder.with_name(name + ".damaged")))
+        if problem:
+            raise ValueError(
+                f"{self.folder} should hold a checkpoint that can be read. Found none: {problem} To begin anew, give another "
+                "folder."
+            )
+        self._knows_folder = True
+        return None
+
+    def restore(self, info: CheckpointInfo) -> Resumed:
+        """Load a checkpoint; see `nwise.training.checkpoint.state.restore`."""
+        with self._failing_together():
+            return Resumed(info.facts["step"], state.restore(info.folder, self._pipe, self.optimizer, self._group))
+
+    def resume(self) -> Resumed | None:
+        """Load the newest checkpoint that can be read; return None if there is no checkpoint.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or of another network.
+            OSError: a checkpoint cannot be read at present.
+        """
+        info = self.newest()
+        return None if info is None else self.restore(info)
+
+    def _names(self) -> list[str]:
+        return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
+
+    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        if self._is_first:
+            files.clean_up(self.folder)
+        files.write(folder, tensors, facts, self._group)
+        if self._is_first:
+            self._remove_old(folder.name)
+
+    def _remove_old(self, written: str) -> None:
+        """Remove all checkpoints but the newest ones and the best."""
+        names = self._names()
+        kept = {written, *names[-self._keep :]}
+        if self._keep_best:
+            losses: dict[str, float] = {}
+            for name in names:
+                try:
+                    loss = files.read_facts(self.folder / name).get("loss")
+                except DamagedError:
+                    continue
+                except OSError:  # it may be the best
+                    kept.add(name)
+                    continue
+                if isinstance(loss, int | float) and math.isfinite(loss):
+                    losses[name] = loss
+            kept.update(sorted(losses, key=lambda name: (losses[name], name))[:1])
+        for name in names:
+            if name not in kept:
+                files.remove(self.folder / name)
+
+    def _failing_together(self) -> AbstractContextManager[None]:
+        """If this process is lost inside, all others end, as in a step."""
+        return nullcontext() if self._team is None else self._team.telling()
+
+
+class Saver:
+    """Writes a training run's checkpoints by a policy, and resumes from them; all processes call it at the same steps.
+
+    Args:
+        folder: the folder of the run's checkpoints.
+        pipe: the pipeline whose state is saved.
+        policy: when checkpoints are written, and which are kept.
+        facts: returns the facts of the run to save.
+
+    Attributes:
+        phase: the present phase of training.
+        unwritten: why the newest checkpoint is missing, e.g. on a full disk; empty if it is there.
+    """
+
+    def __init__(
+        self, folder: Path, pipe: Pipeline, policy: CheckpointPolicy, facts: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.phase: Phase | None = None
+        self.unwritten = ""
+        self._pipe, self._policy, self._facts = pipe, policy, facts
+        self._checkpoints = Checkpoints(
+            folder, pipe, keep=policy.keep, keep_best=policy.keep_best, asynchronous=policy.checkpoint_async
+        )
+        self._best = math.inf
+        self._tested: tuple[int, float] | None = None  # step and loss of the last test
+        self._written = -1  # step of the checkpoint on the disk that is the present state
+        self._saved = time.monotonic()
+
+    def newest(self) -> CheckpointInfo | None:
+        """Return the checkpoint to resume from, if there is one, and set the pipeline's step.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or another program wrote them.
+        """
+        info = self._checkpoints.newest()
+        if info is not None:
+            state.check_facts(info.facts, info.folder, _RUN_FACTS)
+            self._best = info.facts["best"]
+            self._pipe.steps = info.facts["step"]
+            has_heads = any(name.startswith("heads.") for name in files.read_layout(info.folder))
+            if not has_heads and not self._pipe.needed_heads():
+                self._pipe.discard_heads()  # as the run did
+        return info
+
+    def restore(self, info: CheckpointInfo, done: int) -> str:
+        """Load a checkpoint and return the differences from what was saved, in one line.
+
+        Args:
+            info: the checkpoint.
+            done: steps of the phase that are done; with none, its optimizer and learning rate start fresh.
+        """
+        phase = self.phase if done else None
+        self._checkpoints.optimizer = None if phase is None else phase.optimizer
+        resumed = self._checkpoints.restore(info)
+        if phase is not None:
+            phase.rate.restore(info.facts["rate"], done)
+        self._written = self._pipe.steps
+        return resumed.changes
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the policy's minutes have passed since the last checkpoint."""
+        seconds = 60 * self._policy.checkpoint_minutes
+        return bool(seconds) and time.monotonic() - self._saved > seconds
+
+    def stepped(self, step: int, loss: float | None, *, is_last: bool) -> None:
+        """Write a checkpoint after a step if one is due.
+
+        Args:
+            step: steps done.
+            loss: the last head's test loss, if it was tested after this step.
+            is_last: whether the run ends here.
+        """
+        every = self._policy.checkpoint_every
+        is_best = self._policy.keep_best and loss is not None and loss < self._best
+        if loss is not None:
+            self._tested, self._best = (step, loss), min(self._best, loss)
+        if is_last:
+            self.save(wait=True)
+        elif is_best or (every and step % every == 0):
+            self.save()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this step; warn if it cannot be written.
+
+        Args:
+            wait: whether to wait for a checkpoint that is written in the background.
+
+        Raises:
+            nwise.training.NotFiniteError: a parameter is not finite, and the recipe says to stop.
+        """
+        assert self.phase is not None
+        self._saved = time.monotonic()
+        try:
+            if self._written != self._pipe.steps:
+                self._write(self.phase)
+                self._written = self._pipe.steps
+            if wait:
+                self._checkpoints.wait()
+        except OSError as error:
+            self._written = -1
+            self.unwritten = str(error)
+            if self._pipe.team is None or not self._pipe.team.world.rank:
+                warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
+        else:
+            self.unwritten = ""
+
+    def _write(self, phase: Phase) -> None:
+        phase.guard.check_parameters()
+        while self._pipe.drain():  # a checkpoint has no place for Hogwild's pending gradients
+            phase.update()
+        loss = self._tested[1] if self._tested is not None and self._tested[0] == self._pipe.steps else None
+        self._checkpoints.optimizer = phase.optimizer
+        self._checkpoints.save(loss=loss, best=self._best, rate=phase.rate.state(), **self._facts())
+
+
+def _step(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, or the first that does not exist with a number appended."""
+    paths = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
+    return next(candidate for candidate in paths if not candidate.exists())
