@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from nwise import cli, models
+from nwise.cli.dispatch import parsed
 from nwise.recipes import RECIPES
 
 
@@ -56,10 +58,10 @@ def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> 
     assert len(result["heads"]) == 4
 
 
-def test_a_recipe_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64 --json".split()
-    assert cli.run(["train", "--max-steps", "2", "source-code", *options]) == 0
-    assert "source-code" in json.loads(capsys.readouterr().out)["run"]
+def test_a_recipe_may_come_last() -> None:
+    command = parsed("train", ["--max-steps", "2", "source-code", "--batch-size", "3"])
+    expected = dataclasses.replace(RECIPES["source-code"](), max_steps=2, batch_size=3)
+    assert (command.recipe, command.config) == ("source-code", expected)
 
 
 def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,9 +163,9 @@ def test_the_disk_is_full_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"checkpoint_every": -1}, "`checkpoint_every` should be at least 0. Found -1"),
+        ({"checkpoint_every": -1}, "`checkpoint_every` should be an integer of at least 0. Found -1"),
         ({"checkpoint_minutes": -1.0}, "`checkpoint_minutes` should be from 0"),
-        ({"keep": 0}, "`keep` should be at least 1. Found 0"),
+        ({"keep": 0}, "`keep` should be an integer of at least 1. Found 0"),
     ],
 )
 def test_keeping_is_checked(options: dict[str, Any], message: str) -> None:
@@ -192,7 +192,7 @@ def test_a_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run)
     files = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match="should hold a checkpoint to go on from. Found none"):
+    with pytest.raises(ValueError, match="should hold a checkpoint to resume from. Found none"):
         Trainer(TINY).train(run, resume=True)
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
     Trainer(TINY).train(run, resume=True, allow_restart=True)  # as after a restart
