@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ copyright = "the nwise authors, Apache-2.0"
 version = release = nwise.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "project"]  # what argues for the project is no manual
+if os.environ.get("NWISE_INTERSPHINX"):  # needs the network, which a build at home should not
+    extensions.append("sphinx.ext.intersphinx")
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", None),
+    "torch": ("https://docs.pytorch.org/docs/stable", None),
+    "numpy": ("https://numpy.org/doc/stable", None),
+}
+exclude_patterns = ["_build", "project"]  # the comparison with other projects is not part of the manual
 html_theme = "furo"
 html_title = f"nwise {release}"
 html_show_sphinx = False
@@ -25,7 +33,7 @@ default_role = "code"  # `name` in docstrings
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_inherit_docstrings = False  # what an override does not say is said where it is overridden
+autodoc_inherit_docstrings = False  # an override without a docstring is documented in its base class
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
