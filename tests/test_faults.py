@@ -42,6 +42,11 @@ OPTIONS = ["--max-steps", "12", "--batch-size", "32", "--eval-every", "0.1", "--
 ALWAYS = CheckpointPolicy(checkpoint_every=4, keep=99)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a run but its lock, which names the time."""
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
 def parameters(trainer: Trainer) -> list[Tensor]:
     return [p.detach().clone() for p in trainer.pipe.parameters()]
 
@@ -130,10 +135,10 @@ def test_fewer_steps_than_were_done(tmp_path: Path) -> None:
 def test_another_network_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy())
-    files = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+    files = contents(run.folder)
     with pytest.raises(ValueError, match="The network should be that of"):
         Trainer(dataclasses.replace(TINY, model=Mlp(width=17), max_steps=20)).train(run, resume=True)
-    assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
+    assert contents(run.folder) == files
 
 
 def test_a_checkpoint_of_another_program(tmp_path: Path) -> None:
@@ -191,10 +196,10 @@ def test_a_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
     """It once was: its records and weights were gone."""
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run)
-    files = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+    files = contents(run.folder)
     with pytest.raises(ValueError, match="should hold a checkpoint to resume from. Found none"):
         Trainer(TINY).train(run, resume=True)
-    assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == files
+    assert contents(run.folder) == files
     Trainer(TINY).train(run, resume=True, allow_restart=True)  # as after a restart
 
 
@@ -570,8 +575,8 @@ def kills(script: Path, folder: Path, arguments: list[str]) -> list[dict[str, An
 def test_torchrun_starts_a_killed_run_again(tmp_path: Path, start: Start) -> None:
     """torchrun keeps its store, and the second attempt once connected to the addresses of the first."""
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    arguments += ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "400", "--checkpoint-every", "20"]
-    process = start([*arguments, "--eval-every", "9", "--runs", str(tmp_path)])
+    arguments += ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "250", "--checkpoint-every", "20"]
+    process = start([*arguments, "--eval-every", "9", "--filters", "4", "--runs", str(tmp_path)])
     until(lambda: any(tmp_path.glob("*/checkpoints/step-*[0-9]")))
     os.kill(rank_of(process.pid, 1), signal.SIGKILL)
     out, said = process.communicate(timeout=200)
