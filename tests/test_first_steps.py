@@ -31,7 +31,7 @@ def test_the_target_is_given_by_name() -> None:
 
 
 def test_a_forgotten_target_is_named() -> None:
-    with pytest.raises(TypeError, match=r"should be given a target by name, `pipe.step\(x, target=y\)`. Found none"):
+    with pytest.raises(TypeError, match=r"should receive a target by name, `pipe.step\(x, target=y\)`. Found none"):
         pipe().step(X)
 
 

@@ -752,7 +752,7 @@ def test_inputs_of_different_lengths_are_refused() -> None:
 
 def test_heads_that_are_needed_are_not_discarded() -> None:
     pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
-    with pytest.raises(ValueError, match=r"Found that local needs those of stages \[0\] from step 0 on"):
+    with pytest.raises(ValueError, match=r"Found that local needs the heads of stages \[0\] from step 0 on"):
         pipe.discard_heads()
 
 
@@ -796,7 +796,7 @@ def test_torchscript_stages_train_and_what_they_cannot_do_is_said() -> None:
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items()), "no trace"
     pipe.step(X, target=Y)
     assert all(p.grad is not None for p in pipe.parameters())
-    with pytest.raises(ValueError, match="Stage 0 should be no TorchScript.*as under Hogwild or with `recompute`"):
+    with pytest.raises(ValueError, match="Stage 0 should not be TorchScript.*as under Hogwild or with `recompute`"):
         scripted("local", recompute=True).step(X, target=Y)
     with pytest.warns(UserWarning, match=r"With 2 micro-batches, batch norm .* \(stages.0.1\)"):
         pipe = scripted("local", 2)

@@ -41,7 +41,7 @@ def train(pipe: nwise.Pipeline, steps: int) -> list[list[int]]:
 def test_a_missing_head_is_an_error_and_no_loss_of_bare_activations() -> None:
     """Heads were discarded that a later phase needed; its losses were then computed on the stage's own output."""
     pipe = three("end-to-end@2,local")
-    with pytest.raises(ValueError, match=r"needs those of stages \[0, 1\] from step 0 on"):
+    with pytest.raises(ValueError, match=r"needs the heads of stages \[0, 1\] from step 0 on"):
         pipe.discard_heads()
     bare = three("end-to-end", heads=False)
     bare.strategy = "local"

@@ -77,7 +77,7 @@ def test_a_window_beyond_the_stages_is_end_to_end_with_one_warning() -> None:
         for _ in range(3):
             pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))
     assert [str(w.message) for w in seen] == [
-        "`n = 7` is more than the 3 stages there are: every gradient travels through all of them, as in end-to-end "
+        "`n = 7` is more than the number of stages, 3: every gradient travels through all of them, as in end-to-end "
         "training."
     ]
     assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
@@ -108,7 +108,7 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.NWise(0), r"`n`, .* at least 1 .* Found `n = 0`"),
         (lambda: nwise.strategy("0-wise"), r"Found `n = 0`"),
         (lambda: nwise.NWise(1.5), r"integer of at least 1 .* Found `n = 1.5`"),  # type: ignore[arg-type]
-        (lambda: nwise.Credit([[0, 0], [0, 0]]), r"`matrix` should give some stage credit. Found zeros alone"),
+        (lambda: nwise.Credit([[0, 0], [0, 0]]), r"`matrix` should give at least one stage credit. Found only zeros"),
         (lambda: nwise.NWise(2, reduce="sum"), r"'last' or 'mean'. Found 'sum'"),  # type: ignore[arg-type]
         (lambda: nwise.NWise(2, heads="some"), r"'live' or 'all'. Found 'some'"),  # type: ignore[arg-type]
         (lambda: nwise.Geometric(0.0), r"above 0 and at most 1. Found `decay = 0.0`"),

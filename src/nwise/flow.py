@@ -1,14 +1,14 @@
-"""From a credit matrix to what crosses each boundary and which passes each stage makes.
+"""Turn a credit matrix into the messages that cross each boundary and the passes that each stage makes.
 
-Let ``g_j`` be the gradient of loss ``j`` at a boundary. A stage ``i`` before ``k`` needs, at the boundary below stage ``k``,
-the sum ``sum_j C[j, i] g_j`` over the losses from ``k`` on: column ``i`` of the block ``C[k:, :k]``. The messages that cross
-are as few vectors as all these columns can be made of, under one rule:
+Let ``g_j`` be the gradient of loss ``j`` at a boundary. At the boundary below stage ``k``, an earlier stage ``i`` needs the
+sum ``sum_j C[j, i] g_j`` over the losses from ``k`` on: column ``i`` of the block ``C[k:, :k]``. The messages are vectors from
+which all these columns can be combined, as few as possible under one rule:
 
     A stage uses only messages of losses that it learns from.
 
-Without the rule the rank of the block would always do, but a stage could then have to subtract a gradient that was never
-its own, and 0 times that gradient is not 0 if it is infinite or rounded. With it no stage waits for a loss that it does not
-ask for, either. For N-wise the messages are just ``g_k .. g_{k+n-2}``:
+Without the rule the rank of the block would always be enough. But a stage might then have to subtract the gradient of a loss
+that it does not learn from, and if that gradient is infinite or rounded, the difference is not zero. The rule also keeps a
+stage from waiting for a loss that it does not need. For N-wise the messages are ``g_k .. g_{k+n-2}``:
 
     losses     0  1  2  3                      boundary below stage 2
     stage 0    .  1  .  .   )  the block
@@ -16,8 +16,8 @@ ask for, either. For N-wise the messages are just ``g_k .. g_{k+n-2}``:
     stage 2    .  .  .  1
     stage 3    .  .  .  1
 
-Weight gradients are linear in the cotangent, so one pass (W) per stage and micro-batch is enough whatever the strategy.
-Where its cotangent can take the place of a message, a single backward pass (B) gives both gradients.
+Weight gradients are linear in the cotangent, so one pass (W) per stage and micro-batch is enough for every strategy.
+If its cotangent can replace a message, a single backward pass (B) gives both gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from nwise.strategies import Strategy
 
-# Credits such as 0.9 ** (j - k) are proportional only up to rounding; what a subtraction leaves that is smaller than
-# this next to what was subtracted is taken for rounding. A credit that is small by itself is not.
+# Credits like 0.9 ** (j - k) are proportional only up to rounding. A difference that is smaller than this share of its two
+# terms counts as rounding; a credit that is small by itself does not.
 _TOLERANCE = 1e-12
-# A message that has to be multiplied by more than this loses digits, which a message of one's own does not.
+# Multiplying a message by more than this would lose digits; a separate message loses none.
 _LARGEST = 1e3
 
 Vector = NDArray[np.float64]
@@ -48,7 +48,7 @@ class Cotangent:
     Args:
         own: weight of ``d``, the gradient of the stage's own loss.
         received: weight of each message ``u_p`` received from the next stage.
-        far: the farthest loss it mixes; it cannot exist before that loss does.
+        far: index of the farthest loss in the sum; the cotangent cannot exist before that loss does.
     """
 
     own: float
@@ -57,20 +57,20 @@ class Cotangent:
 
     @property
     def needed(self) -> list[int]:
-        """The messages that it mixes."""
+        """Indices of the received messages with a weight other than 0."""
         return [p for p, weight in enumerate(self.received) if weight]
 
 
 @dataclass(frozen=True, slots=True)
 class StageFlow:
-    """What one stage does for one micro-batch.
+    """The work of one stage for one micro-batch.
 
     Args:
         head: whether its head runs.
         own: whether the gradient of its own loss with respect to its output is needed.
         messages: one input-gradient pass (I) for each message to the previous stage, nearest first.
-        weights: the cotangent of the weight-gradient pass (W); None where there is nothing to train.
-        fused: the message whose cotangent W shares, so that one pass (B) does both; or None.
+        weights: the cotangent of the weight-gradient pass (W); None if the stage has nothing to train.
+        fused: index of the message whose cotangent W shares, so one pass (B) does both; None if there is none.
     """
 
     head: bool
@@ -81,30 +81,30 @@ class StageFlow:
 
     @property
     def passes(self) -> int:
-        """Backward passes through the stage: chains that have to be walked."""
+        """Number of backward passes through the stage."""
         return len(self.messages) + (self.weights is not None and self.fused is None)
 
     def cotangent(self, message: int | None) -> Cotangent:
-        """What an I or B pass of a message starts from, or the W pass for None."""
-        found = self.weights if message is None else self.messages[message]
-        assert found is not None
-        return found
+        """Return the cotangent from which the I or B pass of a message starts, or for None the W pass."""
+        start = self.weights if message is None else self.messages[message]
+        assert start is not None
+        return start
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What every stage does for one micro-batch; ``stages[k]`` for stage ``k``."""
+    """The work of every stage for one micro-batch; ``stages[k]`` is that of stage ``k``."""
 
     stages: tuple[StageFlow, ...]
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """Gradient messages over the boundaries 1 .. A-1 (boundary ``k`` is below stage ``k``)."""
+        """Number of gradient messages over each of the boundaries 1 .. A-1 (boundary ``k`` is below stage ``k``)."""
         return tuple(len(stage.messages) for stage in self.stages[1:])
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The losses that are computed."""
+        """Indices of the losses that are computed."""
         return tuple(k for k, stage in enumerate(self.stages) if stage.head)
 
 
@@ -112,14 +112,14 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
     """Find the cheapest flow that gives every stage its credit.
 
     Args:
-        credit: ``[A, A]``, as from `Strategy.credit`.
+        credit: credit matrix ``[A, A]``, as from `Strategy.credit`.
         trainable: for each stage, whether it has a parameter to train (default: all). Gradients that
-            would only reach stages without any are not computed; their heads still run and learn.
-        probes: for each stage, whether its head runs although no stage needs its loss (default: none).
+            would only reach stages without any are not computed; the heads of these stages still run and learn.
+        probes: for each stage, whether its head runs even if no stage needs its loss (default: none).
 
     Returns:
-        The flow. Boundary ``k`` carries at least ``rank C[k:, :k]`` messages, and no more wherever the stages before it learn
-        from the same losses or from one loss each, as in every strategy of nwise.
+        The flow. Boundary ``k`` carries at least ``rank C[k:, :k]`` messages. It carries exactly that many if the stages
+        before it learn from the same losses or from one loss each, as in every strategy of nwise.
 
     >>> import nwise
     >>> flow_of(nwise.NWise(3).credit(6)).messages
@@ -141,14 +141,14 @@ def flows_for(
     """Find the flow of every micro-batch in one cycle of mini-batches.
 
     Args:
-        strategy: of one credit matrix, or of a cycle of them.
-        num_stages: A.
-        num_microbatches: M.
-        trainable: see `flow_of`.
-        heads: for each stage, whether there is a head (default: all), which a strategy with ``heads="all"`` runs.
+        strategy: a strategy with one credit matrix or a cycle of them.
+        num_stages: number of stages, A.
+        num_microbatches: number of micro-batches, M.
+        trainable: for each stage, whether it has a parameter to train (default: all); see `flow_of`.
+        heads: for each stage, whether it has a head (default: all), which a strategy with ``heads="all"`` runs.
 
     Returns:
-        ``[turns][M]``.
+        The flows, ``[turns][M]``.
     """
     probes = (heads or [True] * num_stages) if strategy.heads == "all" else ()
     flows = [
@@ -161,12 +161,14 @@ def flows_for(
 
 @lru_cache(maxsize=256)
 def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ...]) -> Flow:
-    """`flow_of`, from values that can be compared: every step asks for its flow."""
+    """Compute `flow_of` from hashable values, so every step finds its flow in the cache."""
     matrix = np.frombuffer(credit).reshape(len(trainable), -1).copy()
     runs = matrix.any(axis=1) | np.asarray(probes)
     matrix[:, ~np.asarray(trainable)] = 0.0
     messages = _messages(matrix)
     wanted = [_from_row(matrix[:, k], k) for k in range(len(matrix))]
+    # Upwards, because `_share` may replace a message of stage k, and what stage k then needs from stage k + 1 decides which
+    # of that stage's messages may be replaced.
     fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
     return Flow(
         tuple(_stage(k, bool(runs[k]), messages[k], wanted[k], fused[k], messages[k + 1]) for k in range(len(matrix)))
@@ -176,7 +178,7 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
 def _stage(
     k: int, head: bool, messages: Sequence[Vector], wanted: Vector, fused: int | None, above: Sequence[Vector]
 ) -> StageFlow:
-    """What stage ``k`` does to learn and to send its messages, from those of the stage above."""
+    """Describe how stage ``k`` learns and makes its messages from those of the stage above."""
     kept = tuple(_combine(message, above, k) for message in messages)
     weights = _combine(wanted, above, k) if wanted.any() else None
     own = any(cotangent.own for cotangent in kept) or (weights is not None and weights.own != 0.0)
@@ -184,10 +186,9 @@ def _stage(
 
 
 def _messages(matrix: Vector) -> list[list[Vector]]:
-    """For each boundary ``0 .. A`` the messages that cross it, nearest loss first, as weights of all losses.
+    """Choose the messages that cross each boundary ``0 .. A``, nearest loss first, each as weights of all losses.
 
-    They are columns of credit, or single losses. A mixture can be made of single losses but not the other way round, so
-    single losses cross the boundaries from some stage on, and columns those below it: where makes the sum smallest.
+    A message is a column of credit (a mixture) or a single loss.
     """
     num_stages = len(matrix)
     columns = [_columns(matrix, k) for k in range(num_stages)]
@@ -196,16 +197,23 @@ def _messages(matrix: Vector) -> list[list[Vector]]:
     def total(first: int) -> int:
         return sum(map(len, columns[:first])) + sum(map(len, losses[first:]))
 
+    # A stage can mix single losses but cannot take a mixture apart, so the boundaries fall into two groups:
+    #
+    #     boundary    1   2   3 | 4   5
+    #     messages    mixtures  | single losses      <-- gradients travel to the left
+    #
+    # The border lies where the messages are fewest in all.
     first = min(reversed(range(num_stages + 1)), key=total)
     return [*columns[:first], *losses[first:], []]
 
 
 def _columns(matrix: Vector, k: int) -> list[Vector]:
-    """Credits of the stages before ``k`` in the losses from ``k`` on, without those that can be made of others."""
+    """Return a basis of the columns of ``C[k:, :k]``: without those that can be combined from the others."""
     block = [_from_row(column, k) for column in matrix[:, :k].T]
+    # Columns that differ by a positive factor become one key, hence one message; its receivers have the factors as weights.
     scaled = {tuple(column / np.abs(column).max()): None for column in block if column.any()}
     kept: list[Vector] = []
-    # What learns from few losses can use only messages of few losses, so those come first.
+    # A stage that learns from few losses can use only messages of few losses, so those come first.
     for column in sorted(map(np.array, scaled), key=np.count_nonzero):
         if _express(column, kept) is None:
             kept.append(column)
@@ -213,17 +221,23 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
 
 
 def _losses(matrix: Vector, k: int) -> list[Vector]:
-    """The losses from ``k`` on that some stage before ``k`` learns from."""
+    """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
     return [np.eye(len(matrix))[j] for j in range(k, len(matrix)) if matrix[j, :k].any()]
 
 
 def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:
-    """All that stage ``k - 1`` makes of the messages of stage ``k``."""
+    """Return all vectors that stage ``k - 1`` combines from the messages of stage ``k``."""
     return [part for u in (wanted[k - 1], *messages[k - 1]) if (part := _from_row(u, k)).any()] if k else []
 
 
 def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> int | None:
-    """Put the weights' cotangent in the place of a message, if the stage below can do with it; say which."""
+    """Replace a message by the weights' cotangent if the stage below can use it instead, and return its index."""
+    # One cotangent for both gradients is one pass (B) instead of two:
+    #
+    #     end-to-end   u -> B -> message          2-wise   d -> I -> message       u: message from above
+    #                       `--> .grad                     u -> W -> .grad         d: gradient of the own loss
+    #
+    # The farthest message is tried first.
     if not wanted.any():
         return None
     for place in reversed(range(len(messages))):
@@ -235,32 +249,34 @@ def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> 
 
 
 def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
-    """Stage ``k``'s own part of a cotangent, and its weights of the messages from above."""
+    """Split a cotangent of stage ``k`` into its own part and the weights of the messages from above."""
     weights = _express(_from_row(vector, k + 1), above)
-    assert weights is not None, "messages are chosen so that the stage below can make what it needs of them"
+    assert weights is not None, "messages are chosen so that the stage below can combine what it needs"
     return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))
 
 
 def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
-    """Weights of the messages that sum up to a vector and mix no loss that it lacks; None if there are none.
+    """Return weights with which the messages sum to a vector, or None if there are none.
 
-    Elimination with an equation for each loss and an unknown for each message, exact where the numbers are small integers.
+    Messages with a loss that the vector lacks are not used.
     """
     usable = [p for p, message in enumerate(messages) if not message[vector == 0.0].any()]
+    # Gauss-Jordan elimination with partial pivoting: one equation per loss, one unknown per message, the vector on the right.
+    # It is exact for small integers. Least squares could leave 1e-17 instead of 0, and with it a message to wait for.
     rows = np.column_stack([*(messages[p] for p in usable), vector])
-    pivots: list[int] = []  # of each row that is done, the message that it gives the weight of
+    pivots: list[int] = []  # for each finished row, the message whose weight it gives
     for column in range(len(usable)):
         top = len(pivots)
         best = top + int(np.abs(rows[top:, column]).argmax()) if top < len(rows) else top
         if top == len(rows) or rows[best, column] == 0.0:
-            continue  # made of the messages before
+            continue  # a combination of the messages before
         rows[[top, best]] = rows[[best, top]]
         for other in np.flatnonzero(rows[:, column]).tolist():
             if other != top:
                 rows[other] = _minus(rows[other], rows[other, column] / rows[top, column] * rows[top])
                 rows[other, column] = 0.0
         pivots.append(column)
-    if rows[len(pivots) :, -1].any():
+    if rows[len(pivots) :, -1].any():  # 0 = something: no combination gives the vector
         return None
     weights = np.zeros(len(messages))
     for row, column in enumerate(pivots):
@@ -269,7 +285,7 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
 
 
 def _is_safe(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
-    """Whether the weighted messages sum up to the vector without losing digits."""
+    """Tell whether the weighted messages sum to the vector without losing digits."""
     parts = [weight * message for weight, message in zip(weights, messages, strict=True)]
     largest = np.abs(vector).max()
     missed = np.abs(sum(parts, start=-vector)).max()
@@ -277,13 +293,13 @@ def _is_safe(weights: Vector, messages: Sequence[Vector], vector: Vector) -> boo
 
 
 def _minus(a: Vector, b: Vector) -> Vector:
-    """The difference, rounding errors made zero."""
+    """Return the difference, with rounding errors set to zero."""
     difference = a - b
     return np.where(np.abs(difference) <= _TOLERANCE * (np.abs(a) + np.abs(b)), 0.0, difference)
 
 
 def _from_row(vector: Vector, k: int) -> Vector:
-    """The part of the losses from ``k`` on."""
+    """Return the vector with the losses before ``k`` set to zero."""
     return np.where(np.arange(len(vector)) >= k, vector, 0.0)
 
 

@@ -1,7 +1,7 @@
-"""Losses: functions beside torch's own, and the values that a step returns.
+"""Loss functions beyond torch's own, and the loss values that a step returns.
 
-A loss function is ``loss_fn(head_output, target)`` and returns the mean over its micro-batch. One that averages over something
-other than samples has a method ``count(target)`` that says how many terms there are, which uneven micro-batches are weighted by.
+A loss function ``loss_fn(head_output, target)`` returns the mean over its micro-batch. If it averages over anything but
+samples, it needs a method ``count(target)`` that returns the number of terms, by which uneven micro-batches are weighted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn import functional
 
 
 class Losses(Tensor):
-    """The losses of one step, ``[A]``: a tensor that also knows which of its values there are.
+    """The losses of one step, ``[A]``: a tensor that also knows which losses were computed.
 
-    A value is nan if the head did not run, if its stage is in another process, or if the loss diverged; `ran` and `here` tell
-    these apart. What is computed from it is a plain tensor.
+    A value is nan if the head did not run, if its stage is in another process, or if the loss diverged; `ran` and `here`
+    distinguish these cases. Operations on it return plain tensors.
 
     Args:
-        values: ``[A]``.
-        ran: the stages whose losses were computed in this process.
-        here: the stages of this process; default: all.
+        values: the losses, ``[A]``.
+        ran: indices of the stages whose losses were computed in this process.
+        here: indices of the stages of this process; default: all.
 
     Attributes:
         ran: whether each stage's loss was computed in this process, ``A`` booleans.
@@ -58,17 +58,17 @@ class Losses(Tensor):
 
     @property
     def diverged(self) -> tuple[int, ...]:
-        """The stages whose loss was computed and is not a finite number."""
+        """Indices of the stages whose loss was computed and is not finite."""
         values = self.tolist()
         return tuple(k for k, ran in enumerate(self.ran) if ran and not math.isfinite(values[k]))
 
     def mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean over the losses that were computed, nan if there are none; with arguments, `torch.mean`."""
+        """Return the mean over the computed losses, nan if there are none; with arguments, `torch.mean`."""
         if args or kwargs:
             return super().mean(*args, **kwargs)
         return torch.stack([self[k] for k, ran in enumerate(self.ran) if ran] or [self.new_tensor(torch.nan)]).mean()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # its stub has a name of its own
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it differently
         del tensor_contents
         names = ["elsewhere" if not here else "not run" for here in self.here]
         values = [
@@ -83,30 +83,28 @@ class Losses(Tensor):
 
 
 class Divergence:
-    """Warns once of a loss that is not finite, in a training loop that may not look at its losses."""
+    """Warns once of a loss that is not finite, for training loops that do not check their losses."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._warned = False
         self._unseen: deque[tuple[int, Losses]] = deque()
 
     def look(self, step: int, losses: Losses) -> None:
-        """Look at the losses of a step.
-
-        To look at a number waits for it, so on an accelerator those of two steps before are looked at.
-        """
-        if self._told:
+        """Check the losses of a step, on an accelerator with a delay of two steps."""
+        if self._warned:
             return
+        # Reading a value waits for the device, so on an accelerator only losses of two steps before are read.
         self._unseen.append((step, losses))
         if len(self._unseen) <= (0 if losses.device.type == "cpu" else 2):
             return
         step, losses = self._unseen.popleft()
         if losses.diverged:
-            self._told = True
+            self._warned = True
             self._unseen.clear()
             k = losses.diverged[0]
             warnings.warn(
                 f"The loss of stage {k} should be a finite number. Found {float(losses[k])} in step {step}; lower the rate, "
-                "clip, or leave such steps out (`losses.diverged`). This is said once.",
+                "clip, or skip such steps (`losses.diverged`). This warning appears once.",
                 stacklevel=3,  # at the caller of `step`
             )
 
@@ -115,8 +113,8 @@ class TokenCrossEntropy:
     """Mean cross-entropy over the tokens ``[B, T]`` of logits ``[B, T, V]``.
 
     Args:
-        ignore_index: target that does not count.
-        label_smoothing: weight of the uniform distribution in the target.
+        ignore_index: target that does not count; default: -100.
+        label_smoothing: weight of the uniform distribution in the target; default: 0.
 
     >>> import torch
     >>> round(TokenCrossEntropy()(torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)).exp().item(), 4)
@@ -136,5 +134,5 @@ class TokenCrossEntropy:
         )
 
     def count(self, target: Tensor) -> int:
-        """Tokens that count."""
+        """Return the number of tokens that count."""
         return int((target != self.ignore_index).sum())

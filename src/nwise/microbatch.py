@@ -1,7 +1,7 @@
-"""Cutting a mini-batch into micro-batches (GPipe) and weighting them so that nothing changes.
+"""Cut a mini-batch into micro-batches (GPipe), weighted so the gradients do not change.
 
-A loss is the mean over the whole mini-batch, so micro-batch ``m`` with ``c_m`` of the ``c`` counted
-terms enters with weight ``c_m / c``; uneven micro-batches are allowed.
+A loss is the mean over the whole mini-batch. Micro-batch ``m`` with ``c_m`` of the ``c`` counted terms therefore has
+weight ``c_m / c``; uneven micro-batches are allowed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One mini-batch, cut up.
+    """A mini-batch cut into micro-batches.
 
     Args:
         inputs: the model's input, per micro-batch.
-        targets: the targets, per micro-batch; None where there are none.
-        weights: the share of each micro-batch in each stage's loss, ``[M][A]``.
-        seed: of the step; every action derives its own from it.
-        versions: parameters to use in the place of the current ones, by (stage, micro-batch).
-        first: number of the first micro-batch in the whole mini-batch, of which a replica may have a part.
-        losses: what comes out, by (stage, micro-batch); filled by the workers.
+        targets: the targets, per micro-batch; None without a target.
+        weights: share of each micro-batch in each stage's loss, ``[M][A]``.
+        seed: seed of the step, from which every action derives its own.
+        versions: parameters to use instead of the current ones, by (stage, micro-batch).
+        first: index of the first micro-batch in the whole mini-batch, of which a replica may have a part.
+        losses: the results, by (stage, micro-batch); filled by the workers.
     """
 
     inputs: Sequence[Tensors]
@@ -53,18 +53,18 @@ def cut(
     replica: int = 0,
     num_replicas: int = 1,
 ) -> Batch:
-    """Cut a mini-batch into micro-batches, and weigh them.
+    """Cut a mini-batch into micro-batches and weight them.
 
     Args:
-        inputs: of the first stage, samples along dimension 0.
-        target: what the losses compare with, or None.
-        num_microbatches: of this replica, M.
-        terms: of each stage's loss.
-        seed: of the step.
-        replica, num_replicas: which of how many parts of the micro-batches this process has.
+        inputs: inputs of the first stage, samples along dimension 0.
+        target: the second argument of the losses, or None.
+        num_microbatches: number of micro-batches of this replica, M.
+        terms: counter of each stage's loss.
+        seed: seed of the step.
+        replica, num_replicas: index of this process's replica, and how many share the mini-batch.
 
     Raises:
-        ValueError: there are too few samples, as many as there are not in the target, or none that count.
+        ValueError: there are too few samples, the target has another number of them, or none of them counts.
     """
     size = batch_size(inputs, "The input of `step`")
     targets = None if target is None else as_tuple(target, "`target`")
@@ -80,7 +80,7 @@ def cut(
 
 
 def _weights(parts: Sequence[Tensors], targets: Sequence[Tensors | None], terms: Sequence[Terms]) -> list[list[float]]:
-    """The share of each micro-batch in each stage's loss."""
+    """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
     counts = []
     for x, y in zip(parts, targets, strict=True):
         by_loss = {count: float(len(x[0])) if y is None else count(y) for count in dict.fromkeys(terms)}
@@ -92,19 +92,19 @@ def _weights(parts: Sequence[Tensors], targets: Sequence[Tensors | None], terms:
 
 
 def as_tuple(value: Tensor | Sequence[Tensor], what: str) -> Tensors:
-    """A tensor, or a tuple of tensors, as a tuple; anything else is refused by name."""
+    """Return a tensor or a sequence of tensors as a tuple; raise TypeError for anything else."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, tuple | list) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(value)
-    found = type(value).__name__
+    kind = type(value).__name__
     if isinstance(value, tuple | list):
-        found += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
-    raise TypeError(f"{what} should be a tensor or a tuple of tensors. Found {found}; unpack or convert it.")
+        kind += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
+    raise TypeError(f"{what} should be a tensor or a tuple of tensors. Found {kind}; unpack or convert it.")
 
 
 def batch_size(tensors: Tensors, what: str) -> int:
-    """The common length of dimension 0."""
+    """Return the common length of dimension 0."""
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ValueError(f"{what} should have samples along dimension 0. Found a tensor without dimensions.")
     sizes = {len(tensor) for tensor in tensors}
@@ -114,7 +114,7 @@ def batch_size(tensors: Tensors, what: str) -> int:
 
 
 def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
-    """Micro-batches of dimension 0, whose sizes differ by at most one (larger ones first)."""
+    """Cut tensors along dimension 0 into micro-batches whose sizes differ by at most one, larger ones first."""
     size = batch_size(tensors, "The mini-batch")
     if not size:
         raise ValueError("The mini-batch should have at least one sample. Found none.")
@@ -131,15 +131,15 @@ def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
 class Terms:
     """Counts the terms of a micro-batch's target that a loss averages over.
 
-    These are the samples, unless the loss says otherwise: cross-entropy and ``nll_loss`` average over the targets that are
-    not ``ignore_index``, each with the ``weight`` of its class, and a custom loss may have a method ``count(target)``.
-    Partial, compiled and wrapped losses, and the methods of a loss, count as what they wrap.
+    By default these are the samples. Cross-entropy and ``nll_loss`` average over the targets that are not ``ignore_index``,
+    each with the ``weight`` of its class, and a custom loss may have a method ``count(target)``. Partial, compiled and
+    wrapped losses, and bound methods of a loss, count like the loss inside.
 
     Args:
-        loss_fn: the loss.
+        loss_fn: the loss function.
 
     Raises:
-        ValueError: the loss is declared to be no mean.
+        ValueError: the loss has a reduction other than the mean.
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
@@ -161,7 +161,7 @@ class Terms:
         """Count the terms of a micro-batch's target.
 
         Raises:
-            ValueError: the loss's own count is no number of terms.
+            ValueError: the loss's own count is invalid.
         """
         if self._count is not None:
             return self._checked(float(self._count(target[0] if len(target) == 1 else target)))
@@ -182,15 +182,15 @@ class Terms:
         return count
 
     def _warn_of_ignored(self, labels: Tensor) -> None:
-        """Say once that a loss of which nothing is known may ignore targets."""
+        """Warn once that an unknown loss may ignore some targets."""
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
             return
         least = int(labels.min())
         if least < 0:
             self._unknown = False
             warnings.warn(
-                f"The target has negative labels ({least}), which losses ignore as a rule, but nwise cannot tell whether this "
-                "one does, and weighs its micro-batches by their samples. If it does, use `functools.partial(cross_entropy, "
+                f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "
+                "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
                 "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
                 "how many terms the loss averages over.",
                 stacklevel=6,  # from here through `_weights`, `cut` and `step` to the training loop
@@ -198,7 +198,7 @@ class Terms:
 
 
 def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss inside partial functions, compiled ones, decorators and bound methods; and the options given on the way."""
+    """Return the loss inside partial functions, compiled ones, decorators and bound methods, and the options of partials."""
     options: dict[str, Any] = {}
     while True:
         if isinstance(loss_fn, partial):
@@ -210,7 +210,7 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _inner(loss_fn: Any) -> Any:
-    """What a compiled or decorated loss, or the call of a loss as a method, stands for; None if it stands for itself."""
+    """Return the loss inside a compiled or decorated loss or a bound method; None if there is no wrapper."""
     for name in ("_orig_mod", "_torchdynamo_orig_callable", "__wrapped__"):
         if (inner := getattr(loss_fn, name, None)) is not None:
             return inner
@@ -220,7 +220,7 @@ def _inner(loss_fn: Any) -> Any:
 
 
 def _defaults(loss_fn: Any) -> dict[str, Any]:
-    """The options of a known loss that matter for the mean; empty for an unknown one."""
+    """Return the options of a known loss that affect the mean; empty for an unknown one."""
     if isinstance(loss_fn, nn.Module):
         names = ("reduction", "ignore_index", "weight")
         return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}

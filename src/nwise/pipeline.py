@@ -1,4 +1,4 @@
-"""The front door: a network cut into stages, trained by a strategy."""
+"""The pipeline: a network cut into stages and trained by a strategy."""
 
 from __future__ import annotations
 
@@ -34,41 +34,40 @@ from nwise.strategies import strategy as parse
 
 
 class Pipeline(nn.Module):
-    """A network in stages, each with a head, whose losses travel as far as the strategy says.
+    """A network in stages, each with a head, trained by a strategy.
 
     Args:
-        stages: the main network, in order. A stage takes what the one before it returns, a tensor or
-            a tuple of tensors (passed as several arguments); floating-point ones carry gradients. Modules, or
-            functions that make them, which are called under random numbers of their own and only where they are held.
-        heads: auxiliary networks for every stage but the last, None where there is none.
-        loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch; used
-            for every loss, or a list with one per stage.
+        stages: the main network, in order, as modules or functions that make them. A stage takes the output of the one before
+            it, a tensor or a tuple of tensors (passed as several arguments); floating-point ones carry gradients. A function
+            is called under its own random numbers, and only in the process that holds the stage.
+        heads: auxiliary networks for every stage but the last, None for a stage without one.
+        loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch: one for all
+            losses, or a list with one per stage.
         strategy: a name (see `nwise.strategy`) or a `Strategy`.
-        num_microbatches: parts that a mini-batch is cut into, M.
-        schedule: order of work, one of `nwise.schedule.choose.ORDERS` or a schedule of one's own; default: ``"best"`` on
-            several processes, in one ``"depth-first"``, which needs the least memory.
-        recompute: keep only the input of each stage's forward and run it once more before its first
-            backward pass (activation checkpointing: one recomputation, however many passes).
-        seed: of dropout and other random numbers in `step`, which are functions of (seed, stage,
+        num_microbatches: number of micro-batches per mini-batch, M.
+        schedule: order of work, one of `nwise.schedule.choose.ORDERS` or a custom schedule; default: ``"best"`` with
+            several processes, and with one ``"depth-first"``, which needs the least memory.
+        recompute: whether to keep only the input of each stage's forward and run the forward once more before the first
+            backward pass (activation checkpointing with one recomputation, however many passes).
+        seed: seed of dropout and other random numbers in `step`, which are functions of (seed, stage,
             step, micro-batch); default: `torch.initial_seed()`.
-        mesh: of processes under ``torchrun``, with dimensions ``("pp", "dp", "tp")``; default: a process for every stage,
-            and as many replicas as there are.
-        timeout: seconds that an action of a process may take; default: ``NWISE_TIMEOUT``, else 300.
+        mesh: processes under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: one process per stage and replica.
+        timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
-    freeze parameters: the next step goes by them.
+    freeze parameters. The next step uses the new values.
 
     Attributes:
-        steps: mini-batches done, which `Switch`, the rotating strategies and dropout go by; set it when you
-            resume, since it is not in the state dict.
+        steps: number of finished mini-batches, used by `Switch`, rotating strategies and dropout. Set it when you
+            resume, because the state dict does not contain it.
         staleness: ``[A, M]``, updates between each stage's forward and update in the last step.
-        microbatch_losses: those of the last step in this process, by (stage, micro-batch).
-        team: the other processes (`nwise.runtime.team.Team`); None if there is one.
+        microbatch_losses: losses of the last step in this process, by (stage, micro-batch).
+        team: the processes (`nwise.runtime.team.Team`); None if there is only one.
         on_action: None, or a function called with each `Action` that `step` has executed.
         warns_of_divergence: whether `step` warns, once, of a loss that is not finite.
 
     Raises:
-        ValueError, TypeError: the arguments do not fit together; before any tensor work.
+        ValueError, TypeError: the arguments do not fit together; raised before any tensor work.
 
     >>> import nwise
     >>> stages = [nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
@@ -107,7 +106,7 @@ class Pipeline(nn.Module):
         self.stages = nn.ModuleList(mains)
         self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
         self._strategy = rule
-        # One process has no one to wait for, so the order with the least memory is the best.
+        # One process waits for no other, so the order with the least memory is the best.
         self._order: Order = schedule or ("depth-first" if self.team is None else "best")
         self._num_microbatches = num_microbatches
         self.steps = 0
@@ -136,7 +135,7 @@ class Pipeline(nn.Module):
 
     @property
     def strategy(self) -> Strategy:
-        """Which loss trains which stage; may be set, to a strategy or its name, between two steps."""
+        """The strategy; may be set between two steps, also by its name."""
         return self._strategy
 
     @strategy.setter
@@ -146,7 +145,7 @@ class Pipeline(nn.Module):
 
     @property
     def num_microbatches(self) -> int:
-        """Parts that a mini-batch is cut into, M; may be set between two steps."""
+        """Number of micro-batches per mini-batch, M; may be set between two steps."""
         return self._num_microbatches
 
     @num_microbatches.setter
@@ -171,20 +170,20 @@ class Pipeline(nn.Module):
 
     @property
     def credit(self) -> Tensor:
-        """The credit matrix of the next step, float64 of shape ``[A, A]`` (of its first micro-batch)."""
+        """The credit matrix of the next step's first micro-batch, float64 of shape ``[A, A]``."""
         now = self.strategy.in_force(self.steps)
         return now.credit(self.num_stages, now.turn(self.steps, 0))
 
     def main_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the main network."""
+        """Iterate over the parameters of the main network."""
         return self.stages.parameters()
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the heads."""
+        """Iterate over the parameters of the heads."""
         return self.heads.parameters()
 
     def summary(self) -> str:
-        """Describe the next step: parameters, who learns from which loss, what crosses. Of several processes all call it."""
+        """Describe the next step: parameters, the losses of each stage, messages; all processes must call it."""
         here = [
             [sum(p.numel() for p in part.parameters()) for part in (stage, self.heads.of(k) or nn.Module())]
             for k, stage in enumerate(self.stages)
@@ -196,22 +195,22 @@ class Pipeline(nn.Module):
         return describe(title, counts, self._flows(now)[self.steps % now.turns][0], self.credit)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Inference through the main network: the last stage's output; None in processes that do not hold it."""
+        """Run the main network; return the last stage's output, None in processes that do not hold that stage."""
         return self.head_outputs(*inputs, only=())[-1]
 
     def head_outputs(self, *inputs: Tensor, only: Collection[int] | None = None) -> Outputs:
-        """Inference with the heads: one output per stage, None without a head; the last is `forward`'s.
+        """Run the network and the heads; return one output per stage, None without a head. The last is `forward`'s.
 
         Args:
-            inputs: of the first stage.
-            only: stages whose heads are run; default: all.
+            inputs: inputs of the first stage.
+            only: indices of the stages whose heads run; default: all.
         """
         if self.team is None:
             return all_outputs(list(self.stages), self.heads, inputs, only)
         return self._outputs_here(inputs, only)
 
     def _outputs_here(self, inputs: Tensors, only: Collection[int] | None) -> Outputs:
-        """The outputs of this process's stage, None for others'."""
+        """Return the outputs, None for stages of other processes."""
         assert self.team is not None
         k = self.team.stage
         outputs: Outputs = [None] * self.num_stages
@@ -226,24 +225,24 @@ class Pipeline(nn.Module):
         return outputs
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Losses:
-        """One mini-batch: add every gradient to ``.grad``; updating is left to the optimizer.
+        """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
         ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
 
-        A step that raises leaves no trace: every ``.grad`` and the statistics of batch norm are as they were before. (If there
-        are gradients of earlier steps, a copy of them is kept meanwhile.) On several processes an error ends all of them.
+        A step that raises restores every ``.grad`` and the statistics of batch norm, for which it keeps a copy of earlier
+        gradients. With several processes an error ends all of them.
 
         Args:
-            inputs: of the first stage, samples along dimension 0.
-            target: what every loss is given beside its head's output.
+            inputs: inputs of the first stage, samples along dimension 0.
+            target: the second argument of every loss, samples along dimension 0; default: none.
 
         Returns:
-            The losses, detached, ``[A]``; nan where a head did not run, or ran in another process.
+            The losses, detached, ``[A]``; nan if a head did not run or ran in another process.
 
         Raises:
             ValueError, TypeError: the batch does not fit the pipeline.
-            nwise.runtime.watch.RankError: something went wrong on this rank or on another.
+            nwise.runtime.watch.RankError: a rank failed.
         """
         check_target(len(inputs), target, self.stages[0])
         replica, num_replicas = (0, 1) if self.team is None else (self.team.world.replica, self.team.world.num_replicas)
@@ -278,7 +277,7 @@ class Pipeline(nn.Module):
         return result
 
     def _run(self, schedule: Schedule, turn: int, batch: Batch, *, stale: bool) -> tuple[Tensor, Tensor]:
-        """Execute a mini-batch; the losses ``[A]`` and the staleness ``[A, M]``."""
+        """Execute a mini-batch; return the losses ``[A]`` and the staleness ``[A, M]``."""
         ages = torch.zeros(self.num_stages, self.num_microbatches, dtype=torch.int64)
         if not stale:
             self.forget_versions()
@@ -297,46 +296,47 @@ class Pipeline(nn.Module):
         return losses, ages
 
     def drain(self) -> bool:
-        """Under Hogwild on several processes: add the gradients of the oldest mini-batch that has not been used for an update.
+        """Add the gradients of the oldest mini-batch that no update has used yet, under Hogwild with several processes.
+
+        After the last step, call it and update until it returns False.
 
         Returns:
-            Whether there was one; else nothing has been added. Call it until there is none, each time with an update, after
-            the last step.
+            Whether there was such a mini-batch; otherwise nothing has been added.
         """
         return self.team is not None and self.team.drain()
 
     def needed_heads(self, *, later: bool = True) -> set[int]:
-        """Stages whose auxiliary heads run.
+        """Return the indices of the stages whose auxiliary heads run.
 
         Args:
-            later: from the next step on, whatever the strategy switches to; else only under the strategy
-                of the last step.
+            later: whether to include all steps from the next one on, after switches of the strategy too (the default),
+                or only the strategy of the last step.
         """
         now = self.strategy.in_force(max(0, self.steps - 1))
         flows = self._flows_from(self.steps) if later else [flow for turn in self._flows(now) for flow in turn]
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
 
     def forget_versions(self) -> None:
-        """Drop the old parameters that Hogwild keeps, as after loading others."""
+        """Drop the old parameters that Hogwild keeps, as after loading new ones."""
         self._past = Past()
 
     def discard_heads(self) -> None:
-        """Drop heads that no later step needs, as the paper does when it switches to end-to-end.
+        """Drop all heads once no later step needs one, as the paper does when it switches to end-to-end.
 
         Raises:
-            ValueError: the strategy in force still needs one of them.
+            ValueError: a later step still needs one of them.
         """
         needed = self.needed_heads()
         if needed:
             raise ValueError(
-                f"Heads can be discarded once no loss needs them. Found that {self.strategy.name} needs those of stages "
+                f"Heads can be discarded once no loss needs them. Found that {self.strategy.name} needs the heads of stages "
                 f"{sorted(needed)} from step {self.steps} on."
             )
         self.heads.clear()
         self._survey()
 
     def _survey(self) -> list[nn.Module]:
-        """Look at what the caller may have changed since the last step; all modules of all stages and heads."""
+        """Pick up what the caller changed since the last step; return all modules of all stages and heads."""
         for k, stage in enumerate(self._stages):
             stage.module = self.stages[k]
             stage.head = self.heads.of(k)
@@ -347,33 +347,33 @@ class Pipeline(nn.Module):
         return modules
 
     def _known_trainable(self) -> tuple[bool, ...]:
-        """Whether each stage has something to train; the other processes' say so once."""
-        found = tuple(bool(stage.learns) for stage in self._stages)
+        """Tell for each stage whether it has a parameter to train; processes exchange this only once."""
+        trainable = tuple(bool(stage.learns) for stage in self._stages)
         if self.team is None:
-            return found
-        here = found[self.team.stage]
+            return trainable
+        here = trainable[self.team.stage]
         if not self._trainable:
             return tuple(self.team.facts(here))
         if self._trainable[self.team.stage] != here:
             raise ValueError(
-                f"Stage {self.team.stage} should have parameters to train as it had when the pipeline was made, since the other "
-                f"processes go by that. Found {'some' if here else 'none'}; make a new pipeline."
+                f"Stage {self.team.stage} should have parameters to train as it had when the pipeline was made, because the "
+                f"other processes rely on it. Found {'some' if here else 'none'}; make a new pipeline."
             )
         return self._trainable
 
     def _flows(self, now: Strategy) -> tuple[tuple[Flow, ...], ...]:
-        """The flows of the cycle of mini-batches of a strategy in force, ``[turns][M]``."""
+        """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
         heads = [k in self.heads for k in range(self.num_stages - 1)] + [True]
         return flows_for(now, self.num_stages, self.num_microbatches, trainable=self._trainable, heads=heads)
 
     def _flows_from(self, step: int) -> Iterator[Flow]:
-        """Flows of every turn of every phase from a step on."""
+        """Iterate over the flows of every turn of every phase from a step on."""
         for first, _ in self.strategy.phases(step):
             for flows in self._flows(self.strategy.in_force(first)):
                 yield from flows
 
     def _schedule_for(self, now: Strategy) -> Schedule:
-        """The lists of the cycle of mini-batches of a strategy in force; those of the last step if nothing has changed."""
+        """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
         flows = self._flows(now)
         if self._chosen is None or self._chosen[0] != self._order or self._chosen[1].flows != flows:
             self._chosen = self._order, choose(self._order, flows)

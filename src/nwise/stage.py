@@ -1,12 +1,12 @@
-"""A stage: a part of the main network with its head, and the four things that can be done with them.
+"""A stage: a part of the main network with its head, and the passes that run on them.
 
     F  forward, keeping what the passes need
     H  head: forward, loss, backward to the head's parameters and to the stage's own cotangent ``d``
     I  gradient of one message to the stage's input only
     W  gradient of the summed cotangent to the stage's parameters only
-    B  I and W in one pass, where they share their cotangent
+    B  I and W in one pass, if they share their cotangent
 
-A stage knows nothing of other stages: it takes and gives tensors.
+A stage knows nothing of other stages: it takes and returns tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Cotangents = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Tape:
-    """What a stage keeps of one micro-batch until its last pass."""
+    """The tensors of one micro-batch that a stage keeps until its last pass."""
 
     inputs: Tensors
     outputs: Tensors
@@ -44,11 +44,11 @@ class Stage:
     """One stage and its head.
 
     Args:
-        index: the stage's place, from 0.
+        index: index of the stage, from 0.
         module: the part of the main network.
         head: the auxiliary network; None for the last stage, whose output goes to the loss.
         loss_fn: ``loss_fn(head_output, target)``, the mean over the micro-batch.
-        recompute: keep only the input of F and run it once more before the first pass
+        recompute: whether to keep only the input of F and run F once more before the first pass
             (activation checkpointing).
     """
 
@@ -63,20 +63,20 @@ class Stage:
         self._tapes: dict[int, _Tape] = {}
 
     def fresh(self) -> Stage:
-        """The same modules with nothing kept, for another mini-batch at the same time."""
+        """Return a stage of the same modules without tapes, for another mini-batch at the same time."""
         other = Stage(self.index, self.module, self.head, self.loss_fn, self.recompute)
         other.learns, other.head_learns = self.learns, self.head_learns
         return other
 
     def holds(self, microbatch: int) -> bool:
-        """Whether anything of a micro-batch is kept."""
+        """Tell whether tensors of a micro-batch are kept."""
         return microbatch in self._tapes
 
     def survey(self) -> list[nn.Module]:
-        """See which parameters there are and which are frozen, since they may change from step to step.
+        """Look up the trainable parameters, because the caller may replace or freeze some between two steps.
 
         Returns:
-            All modules of the stage and its head: walking through them costs more than looking at them.
+            All modules of the stage and its head, so callers need not walk through them again.
         """
         main = list(self.module.modules())
         side = [] if self.head is None else list(self.head.modules())
@@ -92,21 +92,21 @@ class Stage:
         seed: int,
         versions: Mapping[str, Tensor] | None = None,
     ) -> Tensors:
-        """F: the outputs, detached.
+        """Run F and return the outputs, detached.
 
         Args:
             microbatch: index of the micro-batch.
             inputs: the outputs of the previous stage, or the model's input.
-            flow: what this stage has to do for this micro-batch.
-            passes: how many calls of `backward` will follow; the last one frees the graph.
-            seed: of every random number drawn here.
-            versions: parameters to use in the place of the current ones, by name (Hogwild).
+            flow: this stage's work for the micro-batch.
+            passes: number of calls of `backward` that will follow; the last one frees the graph.
+            seed: seed of every random number drawn here.
+            versions: parameters to use instead of the current ones, by name (Hogwild).
         """
         leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs)
         graph = passes > 0
         rerun = None
         if graph and self.recompute:
-            # The second run must see the buffers that the first saw, and move none of them again.
+            # The second run must see the same buffers as the first, and must not update the real ones again.
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             rerun = lambda: self._call(leaves, seed, {**(versions or {}), **buffers})  # noqa: E731
         with torch.set_grad_enabled(graph and rerun is None):
@@ -120,22 +120,22 @@ class Stage:
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
         if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
             raise ValueError(
-                f"Stage {self.index} should be no TorchScript to run with other parameters or buffers than its own, as under "
-                "Hogwild or with `recompute`. Found a scripted module; give the module itself."
+                f"Stage {self.index} should not be TorchScript when it runs with replaced parameters or buffers, as under "
+                "Hogwild or with `recompute`. Found a scripted module; pass the original module."
             )
         with seeded(seed, inputs[0].device), unchanged(inputs, f"Stage {self.index}"):
             outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")
 
     def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
-        """H: the mean loss of the micro-batch, detached; fills the ``.grad`` of the head's parameters.
+        """Run H: fill the ``.grad`` of the head's parameters, and return the micro-batch's mean loss, detached.
 
         Args:
             microbatch: index of the micro-batch.
-            target: what `loss_fn` compares with.
-            flow: what this stage has to do for this micro-batch.
+            target: the second argument of `loss_fn`.
+            flow: this stage's work for the micro-batch.
             weight: share of this micro-batch in the mini-batch.
-            seed: of every random number drawn here.
+            seed: seed of every random number drawn here.
         """
         tape = self._tapes[microbatch]
         leaves = tuple(y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
@@ -148,9 +148,9 @@ class Stage:
             output = self.head(*leaves) if self.head is not None else _single(leaves)
             loss = self.loss_fn(output, None if target is None else _single(target))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {found}."
+                f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
         wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
         if flow.own and not loss.requires_grad:
@@ -159,7 +159,7 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and weight:
-            # At weight 1 the implicit seed keeps the step bitwise equal to `loss.backward()`.
+            # At weight 1 the implicit gradient keeps the step bitwise equal to `loss.backward()`.
             seed_gradient = None if weight == 1 else torch.full_like(loss, weight)
             with _no_autocast(loss):
                 torch.autograd.backward(loss, seed_gradient, inputs=wrt)
@@ -177,18 +177,25 @@ class Stage:
         inputs: bool,
         weights: bool,
     ) -> Cotangents:
-        """I (``inputs``), W (``weights``) or B (both).
+        """Run I (``inputs``), W (``weights``) or B (both).
 
         Args:
             microbatch: index of the micro-batch.
-            cotangent: how to mix the own cotangent and the messages.
-            received: the messages from the next stage, those of weight 0 may be anything.
-            inputs: give the gradient to the inputs.
-            weights: add the gradient to the parameters to their ``.grad``.
+            cotangent: weights of the own cotangent and of the messages.
+            received: the messages from the next stage; those of weight 0 may be anything.
+            inputs: whether to return the gradient to the inputs.
+            weights: whether to add the gradient to the parameters to their ``.grad``.
 
         Returns:
-            The gradient to each input with ``inputs``, else nothing. The graph is freed with the last pass.
+            The gradient to each input with ``inputs``, else an empty tuple. The last pass frees the graph.
         """
+        # A pass walks the kept graph back from the outputs to the tensors in `wrt`, and autograd skips everything else:
+        #
+        #     inputs <----------- layers <----------- outputs <----- own * d + sum of weight * message
+        #       I: no weight        W: ends at the first
+        #       gradients           layer with parameters
+        #
+        # The graph can be walked again until the last pass, which frees it.
         tape = self._tapes[microbatch]
         if tape.rerun is not None:
             with torch.enable_grad():
@@ -197,7 +204,7 @@ class Stage:
         tape.passes_left -= 1
         seeds = _mix(cotangent, tape.own, received)
         pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
-        learns = self._leaves_of(tape) if weights else []
+        learns = self._leaves(tape) if weights else []
         wrt = learns + [x for x in tape.inputs if inputs and x.requires_grad]
         if pairs and wrt:
             with _no_autocast(pairs[0][0]):
@@ -205,6 +212,7 @@ class Stage:
                     [y for y, _ in pairs], [g for _, g in pairs], retain_graph=tape.passes_left > 0, inputs=wrt
                 )
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
+        # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
             for x in tape.inputs:
                 x.grad = None
@@ -214,13 +222,14 @@ class Stage:
             self.drop(microbatch)
         return gradients
 
-    def _leaves_of(self, tape: _Tape) -> list[Tensor]:
+    def _leaves(self, tape: _Tape) -> list[Tensor]:
+        """Return the parameters that the micro-batch was computed with."""
         if tape.versions is None:
             return self.learns
         return [tape.versions[name] for name, p in self.module.named_parameters() if p.requires_grad]
 
     def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:
-        """From the old versions to the current parameters, which is what makes the gradients stale."""
+        """Move gradients from the old versions to the current parameters, where they are stale."""
         for name, parameter in self.module.named_parameters():
             old = versions[name]
             if old.grad is not None:
@@ -228,19 +237,19 @@ class Stage:
                 old.grad = None
 
     def drop(self, microbatch: int) -> None:
-        """Free everything of a micro-batch."""
+        """Free all tensors of a micro-batch."""
         self._tapes.pop(microbatch, None)
 
     def clear(self) -> None:
-        """Free everything, as after an error in the middle of a step."""
+        """Free the tensors of all micro-batches, as after an error in the middle of a step."""
         self._tapes.clear()
 
 
 @contextmanager
 def unchanged(inputs: Tensors, who: str) -> Iterator[None]:
-    """Refuse operations inside that change in place what others still need."""
+    """Raise ValueError if the body changes tensors in place whose values are still needed."""
     message = (
-        f"{who} should not change its input in place, since others still need the values. "
+        f"{who} should not change its input in place, because other passes still need the values. "
         "Found an in-place operation; set `inplace=False` in its first layer."
     )
     counters = _versions(inputs)
@@ -256,7 +265,7 @@ def unchanged(inputs: Tensors, who: str) -> Iterator[None]:
 
 @contextmanager
 def told(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
-    """Say where an error of torch comes from, and of a missing target what to do."""
+    """Add to a torch error the stage that it comes from, and explain a missing target."""
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -264,7 +273,7 @@ def told(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
             _note(error, index, inputs, target)
             raise
         raise TypeError(
-            f"The loss of stage {index} should be given a target by name, `pipe.step(x, target=y)`. Found none: {error}"
+            f"The loss of stage {index} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
         ) from error
     except (ValueError, RuntimeError, IndexError) as error:
         _note(error, index, inputs, target)
@@ -281,7 +290,7 @@ def _versions(tensors: Tensors) -> list[int]:
 
 
 def _carries(tensor: Tensor) -> bool:
-    """Whether a gradient can travel through it."""
+    """Tell whether a gradient can travel through a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -295,13 +304,13 @@ def _trainable(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _no_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Backward operations take their dtype from the forward, and should not be cast again."""
+    """Turn autocast off: backward operations have the dtype of their forward and must not be cast again."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) -> Cotangents:
-    """``own * d + sum_p received[p] * u_p`` for every output."""
+    """Return ``own * d + sum_p received[p] * u_p`` for every output."""
     sources = [(cotangent.own, own)] if cotangent.own else []
     sources += [(weight, received[p]) for p, weight in enumerate(cotangent.received) if weight]
     return tuple(

@@ -1,4 +1,4 @@
-"""Which loss trains which stage: the base class of all strategies, and their names."""
+"""The base class of all strategies, and the parser of their names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Heads = Literal["live", "all"]
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A rule that gives every stage its losses.
+    """A rule that assigns losses to stages.
 
     Args:
-        heads: ``"live"`` runs only the heads whose loss some stage needs; ``"all"`` trains the others
+        heads: ``"live"`` (default) runs only the heads whose loss a stage needs; ``"all"`` trains the others
             too, as probes on detached activations, so every depth can be scored.
 
     Attributes:
         pattern: regular expression of the names that `strategy` parses into this class; empty for none.
-        examples: such names, for error messages.
+        examples: names that match the pattern, for error messages.
     """
 
     pattern: ClassVar[str] = ""
@@ -39,50 +39,50 @@ class Strategy(ABC):
         self._check()
 
     def _check(self) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse arguments that name no strategy."""
+        """Raise ValueError for invalid arguments."""
 
     @property
     def name(self) -> str:
-        """The text that `nwise.strategy` parses back into this strategy, options aside; of a custom one, its class."""
+        """Name that `nwise.strategy` parses back into this strategy, without options; by default that of the class."""
         return type(self).__name__
 
     @classmethod
     def from_match(cls, match: re.Match[str], **options: Any) -> Strategy:
-        """Make the strategy of a name.
+        """Make the strategy with a name.
 
         Args:
-            match: of the name with `pattern`.
-            options: of the class, by keyword.
+            match: match of the name with `pattern`.
+            options: keyword options of the class.
         """
         del match
         return cls(**options)
 
     @abstractmethod
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        """The credit matrix, float64 of shape ``[num_stages, num_stages]``, of one turn of the cycle."""
+        """Return the credit matrix of one turn of the cycle, float64 of shape ``[num_stages, num_stages]``."""
 
     @property
     def turns(self) -> int:
-        """Length of the cycle of matrices; 1 unless the strategy rotates."""
+        """Length of the cycle of credit matrices; 1 unless the strategy rotates."""
         return 1
 
     def turn(self, step: int, microbatch: int) -> int:
-        """Which matrix of the cycle holds at a step and micro-batch."""
+        """Return the index of the credit matrix in the cycle for a step and micro-batch."""
         del step, microbatch
         return 0
 
     def in_force(self, step: int) -> Strategy:
-        """The strategy in force at a step; another one than this only for `Switch`."""
+        """Return the strategy in force at a step; only for `Switch` it differs from this one."""
         del step
         return self
 
     def next_switch(self, step: int) -> int | None:
-        """The first step after `step` at which another strategy is in force."""
+        """Return the first step after `step` with another strategy in force, or None."""
         del step
         return None
 
     def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
-        """First step, and the one after the last, of each strategy in force from `first` until `stop`."""
+        """Iterate over the phases between two steps: the first step of each, and the step after its last."""
         while first < stop:
             switch = self.next_switch(first)
             last = stop if switch is None else min(switch, stop)
@@ -90,7 +90,7 @@ class Strategy(ABC):
             first = last
 
     def caution(self, num_stages: int) -> str | None:
-        """A warning for whoever uses the strategy with so many stages; None if there is none."""
+        """Return a warning about the use of the strategy with this number of stages, or None."""
         del num_stages
         return None
 
@@ -107,13 +107,13 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
         text: one of ``local``, ``<n>-wise``, ``<n>-wise-mean``, ``end-to-end``, ``deep-supervision``,
             ``geometric-<decay>``, ``blocks-<size>``, ``rotating-<size>[-microbatch]``,
             ``credit-<row>;<row>...`` (numbers separated by commas), ``hogwild``,
-            ``<strategy>-hogwild``, ``<strategy>@<step>,<strategy>`` (a `Switch`); what a custom class has as `Strategy.pattern`;
-            or a `Strategy`.
+            ``<strategy>-hogwild``, ``<strategy>@<step>,<strategy>`` (a `Switch`); a name that matches the `Strategy.pattern` of
+            a custom class; or a `Strategy`.
         options: keyword options of the class, such as ``heads="all"``.
 
     Raises:
-        ValueError: the text names no strategy.
-        TypeError: it is neither a text nor a strategy.
+        ValueError: the name is unknown.
+        TypeError: the argument is neither a text nor a strategy.
 
     >>> strategy("2-wise")
     NWise(heads='live', n=2, reduce='last')
@@ -137,7 +137,7 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
 
 
 def _with_names(kind: type[Strategy]) -> Iterator[type[Strategy]]:
-    """All subclasses that have names, in the order in which they were defined."""
+    """Iterate over all subclasses with names, in the order of their definitions."""
     for child in kind.__subclasses__():
         if child.pattern:
             yield child

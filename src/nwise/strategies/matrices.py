@@ -1,8 +1,16 @@
 """Credit matrices: the strategies of the paper, and custom ones.
 
 Every synchronous method is one lower-triangular matrix ``C`` of shape ``[A, A]``: ``C[j, k]`` is the
-weight that the gradient of loss ``j`` has in the update of stage ``k``. Stage ``k`` feeds loss ``j``
-only if ``j >= k``, so there is nothing above the diagonal.
+weight of the gradient of loss ``j`` in the update of stage ``k``. Loss ``j`` depends on stage ``k``
+only if ``j >= k``, so the matrix is zero above the diagonal.
+
+    4 stages    end-to-end     local          2-wise         2-wise-mean (times 1/2)
+
+    loss 0      .  .  .  .     1  .  .  .     .  .  .  .     1  .  .  .
+    loss 1      .  .  .  .     .  1  .  .     1  .  .  .     1  1  .  .
+    loss 2      .  .  .  .     .  .  1  .     .  1  .  .     .  1  1  .
+    loss 3      1  1  1  1     .  .  .  1     .  .  1  1     .  .  1  2
+    stage       0  1  2  3     0  1  2  3     0  1  2  3     0  1  2  3
 
     A  number of stages, indexed 0 .. A-1 from input to output
     n  window: how many stages a loss's gradient travels through (the paper's N)
@@ -20,9 +28,9 @@ from torch import Tensor
 from nwise.strategies.base import Strategy
 
 
-def _each_stage_by(loss_of_stage: list[int]) -> Tensor:
-    losses = range(len(loss_of_stage))
-    return torch.tensor([[float(j == loss) for loss in loss_of_stage] for j in losses], dtype=torch.float64)
+def _one_loss_each(losses: list[int]) -> Tensor:
+    """Return the credit matrix in which stage ``k`` learns from ``losses[k]`` alone."""
+    return torch.tensor([[float(j == loss) for loss in losses] for j in range(len(losses))], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class EndToEnd(Strategy):
         return "end-to-end"
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return _each_stage_by([num_stages - 1] * num_stages)
+        return _one_loss_each([num_stages - 1] * num_stages)
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,8 @@ class NWise(Strategy):
 
     Args:
         n: the window, at least 1. 1 is local, the number of stages or more is end-to-end.
-        reduce: ``"last"`` takes the farthest loss of the window; ``"mean"`` half of the own and half
-            of the farthest loss (the paper's Transformers), 1 where the two coincide.
+        reduce: ``"last"`` (default) takes the farthest loss of the window; ``"mean"`` takes half of the stage's own and
+            half of the farthest loss (the paper's Transformers), weight 1 if the two coincide.
 
     >>> NWise(2).credit(3).tolist()
     [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
@@ -99,12 +107,12 @@ class NWise(Strategy):
         if self.n <= num_stages:
             return None
         return (
-            f"`n = {self.n}` is more than the {num_stages} stages there are: every gradient travels through all of them, as in "
+            f"`n = {self.n}` is more than the number of stages, {num_stages}: every gradient travels through all of them, as in "
             "end-to-end training."
         )
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        far = _each_stage_by([min(k + self.n - 1, num_stages - 1) for k in range(num_stages)])
+        far = _one_loss_each([min(k + self.n - 1, num_stages - 1) for k in range(num_stages)])
         return far if self.reduce == "last" else (far + torch.eye(num_stages, dtype=torch.float64)) / 2
 
 
@@ -161,7 +169,8 @@ def _check_size(size: object) -> None:
 
 
 def _last_of_block(num_stages: int, size: int, first_border: int) -> list[int]:
-    """The loss of every stage if blocks of ``size`` stages end before ``first_border``, ``+ size``, ..."""
+    """Return the loss of every stage if blocks of stages end before ``first_border``, ``first_border + size``, ..."""
+    # `(first_border - k - 1) % size` is the distance from stage k to the last stage of its block.
     return [min(k + (first_border - k - 1) % size, num_stages - 1) for k in range(num_stages)]
 
 
@@ -193,19 +202,21 @@ class Blocks(Strategy):
         return f"blocks-{self.size}"
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return _each_stage_by(_last_of_block(num_stages, self.size, self.size))
+        return _one_loss_each(_last_of_block(num_stages, self.size, self.size))
 
 
 @dataclass(frozen=True)
 class Rotating(Strategy):
     """Disjoint blocks whose borders move by one stage from turn to turn.
 
-    Not in the paper: with ``size = 2`` every stage has its own and the next loss in turn, the 2-wise
-    mean in expectation, at the work of end-to-end training.
+    Not in the paper. With ``size = 2`` every stage alternates between its own and the next loss, in expectation the
+    2-wise mean, at the work of end-to-end training.
+
+        turn 0    [0 1] [2 3] [4 5]        turn 1    [0] [1 2] [3 4] [5]
 
     Args:
         size: stages in a block, at least 1; also the length of the cycle.
-        every: the borders move with every ``"step"`` or with every ``"microbatch"``.
+        every: the borders move with every ``"step"`` (default) or with every ``"microbatch"``.
     """
 
     pattern = r"rotating-(\d+)(-microbatch)?"
@@ -235,12 +246,12 @@ class Rotating(Strategy):
         return (step + (microbatch if self.every == "microbatch" else 0)) % self.size
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return _each_stage_by(_last_of_block(num_stages, self.size, self.size - turn % self.size))
+        return _one_loss_each(_last_of_block(num_stages, self.size, self.size - turn % self.size))
 
 
 @dataclass(frozen=True)
 class Credit(Strategy):
-    """A credit matrix of one's own.
+    """A custom credit matrix.
 
     Args:
         matrix: ``[A, A]`` numbers (nested lists, numpy or torch), zero above the diagonal;
@@ -265,19 +276,17 @@ class Credit(Strategy):
         if rows.ndim != 2 or rows.shape[0] != rows.shape[1] or rows.shape[0] == 0:
             raise ValueError(f"`matrix` should be square, one row per loss. Found shape {tuple(rows.shape)}.")
         if not bool(torch.isfinite(rows).all()):
-            raise ValueError("`matrix` should hold finite numbers. Found nan or infinity; use 0 for no credit.")
+            raise ValueError("`matrix` should contain finite numbers. Found nan or infinity; use 0 for no credit.")
         if not bool(rows.any()):
-            raise ValueError(
-                "`matrix` should give some stage credit. Found zeros alone, with which nothing is trained."
-            )
+            raise ValueError("`matrix` should give at least one stage credit. Found only zeros, which train nothing.")
         above = rows.triu(1).nonzero()
         if len(above):
             j, k = above[0].tolist()
             raise ValueError(
-                "`matrix` should be zero above the diagonal, since loss j does not depend on later stages. "
+                "`matrix` should be zero above the diagonal, because loss j does not depend on later stages. "
                 f"Found matrix[{j}][{k}] = {rows[j, k].item()}; set it to 0."
             )
-        # Tuples compare and hash, which a frozen value should.
+        # A frozen value should be hashable, and tuples are.
         object.__setattr__(self, "matrix", tuple(map(tuple, rows.tolist())))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What is done with credit over time: relaxed in order (Hogwild), and changing from step to step (Switch)."""
+"""Strategies over time: relaxed in order (`Hogwild`), and changing at a step (`Switch`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nwise.strategies.matrices import EndToEnd, Local
 class Hogwild(Strategy):
     """Greedy asynchronous updates (section 3): each is applied the moment its gradient arrives.
 
-    The loop stays an ordinary one, `Pipeline.step` and then the optimizer's; but the gradients that `step`
-    gives are stale: stage ``k`` computed them with parameters that have been updated since,
-    `nwise.staleness` times. With end-to-end credit that is ``A - 1 - k`` times.
+    The training loop stays the same, `Pipeline.step` and then the optimizer's step. But the gradients of `step` are stale:
+    stage ``k`` computed them with parameters that have been updated `nwise.staleness` times since then. With end-to-end
+    credit that is ``A - 1 - k`` times.
 
     Args:
-        base: the credit that is relaxed; a strategy or its name.
+        base: strategy whose order is relaxed, or its name; default: end-to-end.
     """
 
     pattern = r"(?:([^@]+)-)?hogwild"
@@ -35,7 +35,7 @@ class Hogwild(Strategy):
             object.__setattr__(self, "heads", "all")
         if isinstance(self.base, Hogwild | Switch):
             raise ValueError(
-                f"`base` should be a strategy of one credit matrix or a cycle of them. Found {self.base.name!r}; "
+                f"`base` should be a strategy with one credit matrix or a cycle of them. Found {self.base.name!r}; "
                 "put `Hogwild` inside `Switch` instead."
             )
 
@@ -67,16 +67,15 @@ class Hogwild(Strategy):
 
 @dataclass(frozen=True)
 class Switch(Strategy):
-    """One strategy up to a step, another one from there on (the paper's fine-tuning, section 4.2).
+    """One strategy up to a step and another one after it (the paper's fine-tuning, section 4.2).
 
-    The paper also discards the heads, resets the optimizer and sets the rate at that moment; the
-    optimizer belongs to the caller, so the trainer does it (`nwise.training.Trainer`), and so should
-    a loop of one's own, together with `Pipeline.discard_heads`.
+    At that step the paper also discards the heads, resets the optimizer and sets the learning rate. `nwise.training.Trainer`
+    does the same; a custom loop should too, with `Pipeline.discard_heads`, because it owns the optimizer.
 
     Args:
-        at: first step, counted from 0, of the second strategy.
-        before: the first strategy or its name, by default local.
-        after: the second strategy or its name, by default end-to-end.
+        at: first step of the second strategy, counted from 0.
+        before: the first strategy or its name; default: local.
+        after: the second strategy or its name; default: end-to-end.
 
     >>> Switch(10).in_force(9).name, Switch(10).in_force(10).name
     ('local', 'end-to-end')
