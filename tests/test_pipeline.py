@@ -451,7 +451,7 @@ def test_graphs_compiled_before_are_compiled_again(backend: str, monkeypatch: py
         assert module is not None
         module.compile(backend=backend)
     with monkeypatch.context() as patch:
-        patch.setattr("nwise.pipeline.keep_buffers", lambda: None)
+        patch.setattr("nwise._compiled.keep_buffers", lambda: None)
         # Whether a second pass is refused here depends on what the compiler makes of the graphs and on its caches.
         with suppress(RuntimeError):
             pipeline(net, "3-wise-mean").step(x, target=y)

@@ -105,10 +105,6 @@ class VirtualStage:
         self._work(kind, microbatch, received=any(cotangent.received))
         return self._flows[microbatch][1] if inputs else ()
 
-    def holds(self, microbatch: int) -> bool:
-        """Always: it has nothing to free."""
-        return True
-
     def clear(self) -> None:
         """Forget the mini-batch."""
         self._flows.clear()

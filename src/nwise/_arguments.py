@@ -27,6 +27,10 @@ class Heads(nn.ModuleDict):
     def __contains__(self, stage: object) -> bool:
         return super().__contains__(str(stage))
 
+    def by_stage(self, num_stages: int) -> list[nn.Module | None]:
+        """Return the head of each stage, None for a stage without one."""
+        return [self._modules.get(str(k)) for k in range(num_stages)]
+
     def of(self, stage: int) -> nn.Module | None:
         """The head of a stage, or None."""
         return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get

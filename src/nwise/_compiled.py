@@ -6,11 +6,17 @@ weights together, so inside it an input-gradient pass (I) costs as much as a ful
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def allow_several_passes(modules: Iterable[nn.Module]) -> None:
+    """Call `keep_buffers` if a module is compiled."""
+    if any(map(is_compiled, modules)):
+        keep_buffers()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nwise._arguments import Given, Heads, check_num_microbatches, check_target, checked, refuse_sharing
-from nwise._compiled import is_compiled, keep_buffers
+from nwise._compiled import allow_several_passes
 from nwise._inference import Outputs, all_outputs, head_output
 from nwise._snapshot import Snapshot
 from nwise._summary import describe
@@ -21,9 +21,9 @@ from nwise.flow import Flow, flows_for
 from nwise.hogwild import Past
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import Batch, Tensors, Terms, as_tuple, cut
-from nwise.randomness import derive
-from nwise.runtime.inprocess import execute
+from nwise.randomness import derive, preserved
 from nwise.runtime.team import Team, held
+from nwise.runtime.worker import execute
 from nwise.runtime.world import launched
 from nwise.schedule.actions import Action
 from nwise.schedule.choose import Order, check_order, choose
@@ -190,8 +190,8 @@ class Pipeline(nn.Module):
         ]
         counts = here if self.team is None else self.team.facts(here[self.team.stage])
         now = self.strategy.in_force(self.steps)
-        title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch"
-        title += "es" if self.num_microbatches > 1 else ""
+        plural = "es" if self.num_microbatches > 1 else ""
+        title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{plural}"
         return describe(title, counts, self._flows(now)[self.steps % now.turns][0], self.credit)
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -263,15 +263,15 @@ class Pipeline(nn.Module):
         self._check_heads(schedule.flows[turn])
         before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
         try:
-            losses, ages = self._run(schedule, turn, batch, stale=now.asynchronous)
+            with preserved(self._device(inputs[0])):
+                losses, ages = self._run(schedule, turn, batch, stale=now.asynchronous)
             before.commit()
         except BaseException:
             before.restore()
             raise
         self.staleness, self.microbatch_losses = ages, batch.losses
         self.steps += 1
-        here = None if self.team is None else [self.team.stage]
-        result = Losses(losses, {k for k, _ in batch.losses}, here)
+        result = Losses(losses, {k for k, _ in batch.losses}, None if self.team is None else [self.team.stage])
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
@@ -303,7 +303,8 @@ class Pipeline(nn.Module):
         Returns:
             Whether there was such a mini-batch; otherwise nothing has been added.
         """
-        return self.team is not None and self.team.drain()
+        with preserved(self._device()):
+            return self.team is not None and self.team.drain()
 
     def needed_heads(self, *, later: bool = True) -> set[int]:
         """Return the indices of the stages whose auxiliary heads run.
@@ -337,14 +338,15 @@ class Pipeline(nn.Module):
 
     def _survey(self) -> list[nn.Module]:
         """Pick up what the caller changed since the last step; return all modules of all stages and heads."""
-        for k, stage in enumerate(self._stages):
-            stage.module = self.stages[k]
-            stage.head = self.heads.of(k)
-        modules = [module for stage in self._stages for module in stage.survey()]
+        heads = self.heads.by_stage(self.num_stages)
+        stages = zip(self._stages, self.stages, heads, strict=True)
+        modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
         self._trainable = self._known_trainable()
-        if any(map(is_compiled, modules)):
-            keep_buffers()
+        allow_several_passes(modules)
         return modules
+
+    def _device(self, like: Tensor | None = None) -> torch.device | None:
+        return next((p.device for p in self.parameters()), None if like is None else like.device)
 
     def _known_trainable(self) -> tuple[bool, ...]:
         """Tell for each stage whether it has a parameter to train; processes exchange this only once."""
@@ -363,7 +365,7 @@ class Pipeline(nn.Module):
 
     def _flows(self, now: Strategy) -> tuple[tuple[Flow, ...], ...]:
         """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
-        heads = [k in self.heads for k in range(self.num_stages - 1)] + [True]
+        heads = [head is not None for head in self.heads.by_stage(self.num_stages - 1)] + [True]
         return flows_for(now, self.num_stages, self.num_microbatches, trainable=self._trainable, heads=heads)
 
     def _flows_from(self, step: int) -> Iterator[Flow]:
@@ -381,7 +383,7 @@ class Pipeline(nn.Module):
 
     def _check_heads(self, flows: Iterable[Flow]) -> None:
         for k in {k: None for flow in flows for k in flow.heads}:
-            if k < self.num_stages - 1 and k not in self.heads:
+            if k < self.num_stages - 1 and self._stages[k].head is None:
                 raise ValueError(
                     f"`heads` should have a head for stage {k}, whose loss {self.strategy.name!r} needs. Found None; "
                     "see `nwise.heads` for builders."

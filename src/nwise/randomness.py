@@ -25,25 +25,37 @@ def generator(*names: int | str) -> torch.Generator:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from `seed` inside, and leave the global generators as they were.
+def preserved(device: torch.device | None = None) -> Iterator[list[torch.Generator]]:
+    """Leave the global generators as they were, whatever draws from them inside.
 
-    They are the process's: a thread that draws from them meanwhile gets numbers of this seed, disturbs what is drawn here, and
-    draws the same again afterwards. It should have a `torch.Generator` of its own.
+    They belong to the process: a thread that draws meanwhile gets numbers of the seeds inside, disturbs them, and draws the same
+    numbers again afterwards. Such a thread needs a `torch.Generator` of its own.
 
     Args:
-        seed: as from `derive`.
-        device: also this device's generator, if it is a GPU.
+        device: a GPU whose generator to include; default: only the CPU's.
     """
+    generators = global_generators(device)
+    states = [g.get_state() for g in generators]
+    try:
+        yield generators
+    finally:
+        for g, state in zip(generators, states, strict=True):
+            g.set_state(state)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from `seed` inside, and leave the global generators as they were; see `preserved`."""
+    with preserved(device) as generators:
+        for g in generators:
+            g.manual_seed(seed)
+        yield
+
+
+def global_generators(device: torch.device | None) -> list[torch.Generator]:
+    """Return the CPU's generator and, if the device is a GPU, that GPU's."""
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         generators.append(torch.cuda.default_generators[index])
-    before = [g.get_state() for g in generators]
-    for g in generators:
-        g.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for g, state in zip(generators, before, strict=True):
-            g.set_state(state)
+    return generators

@@ -21,7 +21,6 @@ from torch.func import functional_call
 
 from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Tensors, as_tuple
-from nwise.randomness import seeded
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -72,12 +71,13 @@ class Stage:
         """Tell whether tensors of a micro-batch are kept."""
         return microbatch in self._tapes
 
-    def survey(self) -> list[nn.Module]:
-        """Look up the trainable parameters, because the caller may replace or freeze some between two steps.
+    def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
+        """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
 
         Returns:
             All modules of the stage and its head, so callers need not walk through them again.
         """
+        self.module, self.head = module, head
         main = list(self.module.modules())
         side = [] if self.head is None else list(self.head.modules())
         self.learns, self.head_learns = _trainable(main), _trainable(side)
@@ -123,7 +123,8 @@ class Stage:
                 f"Stage {self.index} should not be TorchScript when it runs with replaced parameters or buffers, as under "
                 "Hogwild or with `recompute`. Found a scripted module; pass the original module."
             )
-        with seeded(seed, inputs[0].device), unchanged(inputs, f"Stage {self.index}"):
+        _draw_from(seed, inputs[0].device)
+        with unchanged(inputs, f"Stage {self.index}"):
             outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")
 
@@ -139,9 +140,9 @@ class Stage:
         """
         tape = self._tapes[microbatch]
         leaves = tuple(y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
+        _draw_from(seed, leaves[0].device)
         with (
             torch.enable_grad(),
-            seeded(seed, leaves[0].device),
             unchanged(leaves, f"The head or loss of stage {self.index}"),
             told(self.index, leaves, target),
         ):
@@ -243,6 +244,13 @@ class Stage:
     def clear(self) -> None:
         """Free the tensors of all micro-batches, as after an error in the middle of a step."""
         self._tapes.clear()
+
+
+def _draw_from(seed: int, device: torch.device) -> None:
+    """Seed the global generators; `Pipeline.step` puts them back at its end, once for all stages."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 @contextmanager

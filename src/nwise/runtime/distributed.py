@@ -21,7 +21,7 @@ from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, sp
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import carrying, from_json, to_json
 from nwise.runtime.watch import Doing, RankError, Watch
-from nwise.runtime.worker import Workable, Worker, passes_of
+from nwise.runtime.worker import Workable, Worker, count_passes
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.lists import Schedule
@@ -323,7 +323,7 @@ class Distributed:
         word = tuple(a for a in lists[k] if a.turn == turn)
         num_bytes = plans.activations_out.num_bytes(turn), plans.gradients_out.num_bytes(turn)
         final = {a.kind is Kind.HEAD: i for i, a in enumerate(word) if a.kind in _LEARNING}
-        return Script(word, passes_of(word), plans, here[0], here[1], num_bytes, frozenset(final.values()))
+        return Script(word, count_passes(word), plans, here[0], here[1], num_bytes, frozenset(final.values()))
 
 
 def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:

@@ -23,7 +23,7 @@ from nwise.microbatch import Batch, Tensors
 from nwise.runtime.channel import NOTHING, Plan, Spec, start_all
 from nwise.runtime.distributed import Distributed, Script, packed, unpacked
 from nwise.runtime.shapes import carrying
-from nwise.runtime.worker import Worker, passes_of
+from nwise.runtime.worker import Worker, count_passes
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.stage import Stage
@@ -153,7 +153,7 @@ class Stale:
                 self._history = History(self._stage.module, self._oldest)
             self._history.remember()
             versions = {(k, m): self._history.newest for m in size}
-        worker = Worker(self._stage.fresh(), flows, replace(batch, versions=versions), passes_of(left))
+        worker = Worker(self._stage.fresh(), flows, replace(batch, versions=versions), count_passes(left))
         for m in size:
             worker.inputs[m] = self._runtime.receive(m, batch.inputs[m], step)
             for action in forwards(flows[m].stages[k], k, m, turn):

@@ -27,7 +27,7 @@ from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.stale import Stale
 from nwise.runtime.watch import RankError, Watch
-from nwise.runtime.worker import losses_of
+from nwise.runtime.worker import stack_losses
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action
 from nwise.schedule.lists import Schedule
@@ -221,7 +221,7 @@ class Team:
     def _losses(self, here: Tensor | None) -> Tensor:
         losses: list[Tensor | None] = [None] * self.world.num_stages
         losses[self.stage] = here
-        return losses_of(losses)
+        return stack_losses(losses)
 
     def infer(self, stage: Stage, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
         """A forward through all ranks, of which this one's part is `call`."""

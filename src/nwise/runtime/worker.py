@@ -1,12 +1,17 @@
-"""One stage at work on one mini-batch: what every runtime does with a computation of a list.
+"""One stage at work on one mini-batch, and the runtime of one process, which has a worker for every stage.
 
-A runtime brings a stage its inputs and messages, tells it the next action, and takes away what the action has made.
+A runtime brings a worker its inputs and messages, names the next action, and carries the result to a neighbour:
+
+              inputs                      outputs of F
+    stage k-1 ------> worker of stage k ------> stage k+1
+              <------                   <------
+        message of I or B               messages
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,11 +25,11 @@ from nwise.stage import Cotangents
 
 
 class Workable(Protocol):
-    """What a runtime needs of a stage: `nwise.stage.Stage`, or a timed wait in its place."""
+    """A stage as a runtime sees it: `nwise.stage.Stage`, or a timed wait instead of it."""
 
     @property
     def index(self) -> int:
-        """The stage's place, from 0."""
+        """The stage's index, from 0."""
 
     def forward(
         self,
@@ -45,21 +50,18 @@ class Workable(Protocol):
     ) -> Cotangents:
         """I, W or B."""
 
-    def holds(self, microbatch: int) -> bool:
-        """Whether anything of a micro-batch is kept."""
-
     def clear(self) -> None:
         """Free everything."""
 
 
 class Worker:
-    """A stage with one mini-batch.
+    """A stage at work on one mini-batch.
 
     Args:
-        stage: does the tensor work.
+        stage: the stage, which does the tensor work.
         flows: the flow of every micro-batch.
         batch: the data.
-        passes: how many backward passes the stage makes for each micro-batch, see `passes_of`.
+        passes: number of backward passes of the stage for each micro-batch; see `count_passes`.
     """
 
     def __init__(
@@ -71,14 +73,11 @@ class Worker:
         self._flows = flows
         self._batch = batch
         self._passes = passes
+        self._passes_left = dict(passes)
         self._losses: list[tuple[float, Tensor]] = []
 
     def run(self, action: Action) -> Tensors | Cotangents:
-        """A computation.
-
-        Returns:
-            What goes to a neighbour: the outputs of F, the message of I and B; else nothing.
-        """
+        """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W."""
         kind, k, m, q, _ = action
         stage, flow, batch = self.stage, self._flows[m].stages[k], self._batch
         if kind is Kind.FORWARD:
@@ -92,34 +91,74 @@ class Worker:
             self._losses.append((weight, loss))
             batch.losses[k, m] = loss
             return ()
-        cotangent = flow.cotangent(q)
+        cotangent = flow.weights if q is None else flow.messages[q]
+        assert cotangent is not None
         messages = self.messages.get(m, {})
         received = [messages.get(p, ()) for p in range(len(cotangent.received))]
-        made = stage.backward(m, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD)
-        if not stage.holds(m):
+        self._passes_left[k, m] -= 1
+        if not self._passes_left[k, m]:
             self.messages.pop(m, None)
-        return made
+        return stage.backward(m, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD)
 
     @property
     def loss(self) -> Tensor | None:
-        """Of the stage's head: the mean over the micro-batches in which it ran; None if it did not."""
+        """The loss of the stage's head, its mean over the micro-batches in which it ran; None if it did not run."""
         if len(self._losses) < 2:
             return self._losses[0][1] if self._losses else None
         return torch.stack([loss * weight for weight, loss in self._losses]).sum() / self.share
 
     @property
     def share(self) -> float:
-        """Of the whole mini-batch's loss: the weight of the micro-batches in which the head ran."""
+        """The weight of the micro-batches in which the head ran, as a share of the mini-batch."""
         return sum(weight for weight, _ in self._losses)
 
 
-def passes_of(actions: Iterable[Action]) -> Counter[tuple[int, int]]:
-    """Backward passes by (stage, micro-batch)."""
+def execute(
+    stages: Sequence[Workable],
+    order: Sequence[Action],
+    flows: Sequence[Flow],
+    batch: Batch,
+    on_action: Callable[[Action], None] | None = None,
+) -> Tensor:
+    """Run one mini-batch in one process and fill every ``.grad``.
+
+    Args:
+        stages: the stages.
+        order: every computation of the mini-batch, each after its requirements (`Schedule.one_process`).
+        flows: the flow of every micro-batch.
+        batch: the data.
+        on_action: called after each action, to watch or to count.
+
+    Returns:
+        The losses, ``[A]``; nan where a head did not run.
+    """
+    passes = count_passes(order)
+    workers = [Worker(stage, flows, batch, passes) for stage in stages]
+    workers[0].inputs.update(enumerate(batch.inputs))
+    try:
+        for action in order:
+            k, m = action.stage, action.microbatch
+            result = workers[k].run(action)
+            if action.kind is Kind.FORWARD:
+                if k + 1 < len(workers):
+                    workers[k + 1].inputs[m] = result  # type: ignore[assignment]
+            elif action.message is not None:
+                workers[k - 1].messages.setdefault(m, {})[action.message] = result
+            if on_action is not None:
+                on_action(action)
+    finally:
+        for stage in stages:
+            stage.clear()
+    return stack_losses([worker.loss for worker in workers])
+
+
+def count_passes(actions: Iterable[Action]) -> Counter[tuple[int, int]]:
+    """Count backward passes by (stage, micro-batch)."""
     return Counter((a.stage, a.microbatch) for a in actions if a.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH))
 
 
-def losses_of(losses: Sequence[Tensor | None]) -> Tensor:
-    """The losses, ``[A]``; nan where a head did not run."""
+def stack_losses(losses: Sequence[Tensor | None]) -> Tensor:
+    """Return the losses as a tensor ``[A]``, with nan where a head did not run."""
     like = next((loss for loss in losses if loss is not None), torch.zeros(()))
     result = torch.full((len(losses),), torch.nan, dtype=like.dtype, device=like.device)
     for k, loss in enumerate(losses):
