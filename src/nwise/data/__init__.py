@@ -1,4 +1,4 @@
-"""Data: images and text, embedded or through Hugging Face `datasets`, in an order made of numbers."""
+"""Data: images and text, embedded or through Hugging Face `datasets`, in an order that depends on seed, epoch and step alone."""
 
 from nwise.data.images import Images, digits, load_images
 from nwise.data.order import batch_indices, permutation, steps_per_epoch

@@ -1,4 +1,4 @@
-"""Augmentation of a batch of images in plain torch, from a generator.
+"""Augmentation of images in plain torch, random only through a generator.
 
 B  batch    C  channels    H, W  height and width
 """
@@ -19,7 +19,7 @@ def flip(images_BCHW: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def crop(images_BCHW: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Pad with zeros and cut each image out again at a random place."""
+    """Pad with zeros, then crop each image to its old size at a random place."""
     count, _, height, width = images_BCHW.shape
     padded = functional.pad(images_BCHW, (padding,) * 4)
     offsets = torch.randint(0, 2 * padding + 1, (2, count), generator=generator).to(images_BCHW.device)
@@ -30,7 +30,7 @@ def crop(images_BCHW: Tensor, padding: int, generator: torch.Generator) -> Tenso
 
 
 def random_resized_crop(image_CHW: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """A window of 8 to 100 % of the area and 3:4 to 4:3 of the shape, resized to ``size x size``."""
+    """Crop to 8 to 100 % of the area and an aspect ratio of 3:4 to 4:3, then resize to ``size x size``."""
     _, height, width = image_CHW.shape
     for _ in range(10):
         area, aspect = torch.rand(2, generator=generator).tolist()
@@ -45,7 +45,7 @@ def random_resized_crop(image_CHW: Tensor, size: int, generator: torch.Generator
 
 
 def centre_crop(image_CHW: Tensor, size: int) -> Tensor:
-    """Resize the shortest side to ``size`` and cut out the centre."""
+    """Resize the shortest side to ``size`` and crop to the centre."""
     _, height, width = image_CHW.shape
     scale = size / min(height, width)
     image_CHW = resize(image_CHW, max(size, round(height * scale)), max(size, round(width * scale)))
@@ -54,7 +54,7 @@ def centre_crop(image_CHW: Tensor, size: int) -> Tensor:
 
 
 def resize(image_CHW: Tensor, height: int, width: int) -> Tensor:
-    """Bilinear, with antialiasing; bytes in, bytes out."""
+    """Resize bilinearly, with antialiasing; bytes stay bytes."""
     resized = functional.interpolate(
         image_CHW[None].float(), (height, width), mode="bilinear", align_corners=False, antialias=True
     )[0]

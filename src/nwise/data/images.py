@@ -1,4 +1,4 @@
-"""Images and their labels: bundled digits, or anything that `datasets` reads.
+"""Labelled images: bundled digits, or any data set that `datasets` reads.
 
 B  batch    C  channels    H, W  height and width
 """
@@ -18,24 +18,24 @@ from torch.nn import functional
 
 from nwise._errors import needed
 from nwise.data import augment, sources
-from nwise.data.progress import tracked
-from nwise.randomness import derive, generator
+from nwise.data.progress import with_progress_bar
+from nwise.randomness import generator
 
 Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Labelled images, as bytes ``[C, H, W]``, all of one size or decoded when they are asked for.
+    """Labelled images as bytes ``[C, H, W]``, all of one size or decoded on access.
 
     Args:
-        pixels: uint8 ``[num, C, H, W]``, or a sequence that gives uint8 ``[C, H, W]`` of any size.
+        pixels: uint8 ``[num, C, H, W]``, or a sequence of uint8 ``[C, H, W]`` of any size.
         labels: int64 ``[num]``.
         classes: names of the classes.
-        mean: of each channel, that images are normalised by, in units of 255.
-        deviation: likewise.
-        augmentation: of training batches.
-        size: height and width of a batch's images.
+        mean: mean of each channel, by which batches are normalised, in units of 255.
+        deviation: standard deviation of each channel, likewise.
+        augmentation: augmentation of training batches.
+        size: height and width of the images in a batch.
     """
 
     pixels: Tensor | Sequence[Tensor]
@@ -55,42 +55,42 @@ class Images:
         return len(self.mean)
 
     def to(self, device: torch.device) -> Images:
-        """The same with images of one size kept on a device."""
+        """Move the labels, and the pixels if all images have one size, to a device."""
         pixels = self.pixels.to(device) if isinstance(self.pixels, Tensor) else self.pixels
         return replace(self, pixels=pixels, labels=self.labels.to(device))
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Normalised float images ``[B, C, H, W]`` and labels ``[B]``.
+        """Return normalised float images ``[B, C, H, W]`` and labels ``[B]``.
 
         Args:
-            indices: which.
-            random: augment from this generator; None for evaluation.
+            indices: rows of the batch.
+            random: generator for the augmentation; None for evaluation.
         """
         if isinstance(self.pixels, Tensor):
             pixels = self.pixels[indices.to(self.pixels.device)]
             if random is not None and self.augmentation != "none":
                 pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
         else:
-            pixels = torch.stack([self._fitted(self.pixels[i], random) for i in indices.tolist()])
+            pixels = torch.stack([self._resize(self.pixels[i], random) for i in indices.tolist()])
             if random is not None and self.augmentation != "none":
                 pixels = augment.flip(pixels, random)
         mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
         deviation = torch.tensor(self.deviation, device=pixels.device)[:, None, None]
         return (pixels.float() / 255 - mean) / deviation, self.labels[indices.to(self.labels.device)]
 
-    def _fitted(self, image: Tensor, random: torch.Generator | None) -> Tensor:
+    def _resize(self, image: Tensor, random: torch.Generator | None) -> Tensor:
         if random is not None and self.augmentation == "resized-crop-flip":
             return augment.random_resized_crop(image, self.size, random)
         return augment.centre_crop(image, self.size)
 
     def subset(self, indices: Tensor) -> Images:
-        """Some of the images, with the same normalisation."""
+        """Select some of the images; the normalisation stays."""
         pixels = self.pixels[indices] if isinstance(self.pixels, Tensor) else [self.pixels[i] for i in indices.tolist()]
         return replace(self, pixels=pixels, labels=self.labels[indices])
 
 
 def digits(seed: int = 0) -> tuple[Images, Images]:
-    """scikit-learn's 1,797 digits, grey, 8x8, in 10 classes: 1,437 to train and 360 to test. No network.
+    """Split scikit-learn's 1,797 grey 8x8 digits into 1,437 training and 360 test images; needs no network.
 
     >>> train, test = digits()
     >>> len(train), len(test), train.size
@@ -128,31 +128,31 @@ def load_images(
     withheld: float = 0.0,
     seed: int = 0,
 ) -> tuple[Images, Images]:
-    """Training and test images through Hugging Face `datasets`.
+    """Load training and test images through Hugging Face `datasets`.
 
     Args:
         source: a local folder with parquet files or image folders, a name inside ``$NWISE_DATA``, or a
             data set of the hub.
-        hub: name on the hub if `source` is not found locally.
-        num_classes: how many classes there should be; None for as many as there are.
-        splits: names of the training and the test part.
-        augmentation: of training batches.
-        size: height and width of a batch's images: they are decoded when asked for and cropped
-            and normalised by ImageNet's statistics (ImageNet). None: all images have one size, are kept
-            decoded in memory, and are normalised by their own training statistics (CIFAR).
-        limit: how many training and test images to keep, drawn by `seed`; None for all.
-        shrink: average squares of so many pixels' side into one; only without `size`.
-        withheld: share of the training images, drawn by `seed`, that take the place of the test images, so that settings can
-            be chosen without them.
-        seed: of these draws.
+        hub: name on the hub if there is no local `source`.
+        num_classes: expected number of classes; None accepts any.
+        splits: names of the training and the test split.
+        augmentation: augmentation of training batches.
+        size: height and width to crop to (ImageNet): images are decoded on access and normalised by ImageNet's
+            statistics. None (CIFAR): all images have one size, stay decoded in memory, and are normalised by the statistics
+            of the training images.
+        limit: numbers of training and test images to keep, drawn by `seed`; None for all.
+        shrink: side in pixels of the squares averaged into one pixel; only without `size`.
+        withheld: share of the training images, drawn by `seed`, to test on instead of the test images. Settings can then be
+            chosen without looking at those.
+        seed: seed of these draws.
 
     Raises:
-        ValueError: a damaged image or a wrong label, by file and row; columns that are missing; an
-            augmentation that does not fit `size`.
+        ValueError: a damaged image or an invalid label, by file and row; a missing column; an augmentation that
+            contradicts `size`.
     """
     if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
-        fitting = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
-        raise ValueError(f"`augmentation` should be {fitting}. Found {augmentation!r} and `size = {size}`.")
+        allowed = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
+        raise ValueError(f"`augmentation` should be {allowed}. Found {augmentation!r} and `size = {size}`.")
     for name, count in zip(("train_limit", "test_limit"), limit, strict=True):
         if count is not None and count < 1:
             raise ValueError(f"`{name}` should be at least 1. Found {count}.")
@@ -169,22 +169,21 @@ def load_images(
     if withheld:
         order = torch.randperm(len(rows), generator=generator(seed, "withheld")).tolist()
         share = max(1, round(withheld * len(rows)))
-        pools = (_Chosen(rows, order[share:]), _Chosen(rows, order[:share]))
+        pools = (_Subset(rows, order[share:]), _Subset(rows, order[:share]))
     else:
-        test_part = _Rows(test_tables, classes)
-        pools = (_Chosen(rows, range(len(rows))), _Chosen(test_part, range(len(test_part))))
-    (train_rows, train_labels), (test_rows, test_labels) = (
-        (chosen, chosen.labels)
-        for chosen in (pool.limited(count, seed) for pool, count in zip(pools, limit, strict=True))
-    )
+        test_rows = _Rows(test_tables, classes)
+        pools = (_Subset(rows, range(len(rows))), _Subset(test_rows, range(len(test_rows))))
+    subsets = [pool.limit(count, seed) for pool, count in zip(pools, limit, strict=True)]
+    train_labels, test_labels = (subset.labels for subset in subsets)
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
     if size is not None:
         mean, deviation = _IMAGENET
-        test: Tensor | Sequence[Tensor] = test_rows
-        train: Tensor | Sequence[Tensor] = train_rows
+        train: Tensor | Sequence[Tensor]
+        test: Tensor | Sequence[Tensor]
+        train, test = subsets
     else:
-        train, test = (_shrunk(_stacked(part), shrink) for part in (train_rows, test_rows))
+        train, test = (_shrink(_stack(subset), shrink) for subset in subsets)
         mean, deviation = _statistics(train)
         size = train.shape[-1]
     return (
@@ -193,7 +192,8 @@ def load_images(
     )
 
 
-def _shrunk(pixels: Tensor, by: int) -> Tensor:
+def _shrink(pixels: Tensor, by: int) -> Tensor:
+    """Average squares of `by` pixels' side."""
     if by == 1:
         return pixels
     height, width = pixels.shape[-2:]
@@ -207,7 +207,7 @@ _LABEL = ("label", "fine_label", "labels")
 
 
 def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
-    """From the feature's own names, or all values in order."""
+    """Return the names that the label column declares, or all its values in order."""
     name = sources.column(tables[0], _LABEL, "label")
     names = getattr(tables[0].rows.features[name], "names", None)
     if names is not None:
@@ -244,7 +244,7 @@ class _Rows:
     def __len__(self) -> int:
         return sum(len(labels) for labels in self._labels)
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         for t, labels in enumerate(self._labels):
             if index < len(labels):
                 return t, index
@@ -252,9 +252,9 @@ class _Rows:
         raise IndexError(index)
 
     def label(self, index: int) -> int:
-        t, row = self._find(index)
+        t, row = self._locate(index)
         value = self._labels[t][row]
-        names = self._names[t]  # which may be fewer, or in another order, than those of another file
+        names = self._names[t]  # another file may have fewer names, or another order
         name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
         place = self._index.get(name)
         if place is None:
@@ -264,7 +264,7 @@ class _Rows:
         return place
 
     def image(self, index: int) -> Tensor:
-        t, row = self._find(index)
+        t, row = self._locate(index)
         (cell,) = self._images[t][row].values()
         return _decode(cell, f"{self._tables[t].name}, row {row}")
 
@@ -285,39 +285,39 @@ def _decode(cell: Any, where: str) -> Tensor:
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
 
-class _Chosen(Sequence[Tensor]):
-    """Some of the rows, decoded when they are asked for."""
+class _Subset(Sequence[Tensor]):
+    """Some of the rows, decoded on access."""
 
-    def __init__(self, rows: _Rows, chosen: Sequence[int]) -> None:
+    def __init__(self, rows: _Rows, indices: Sequence[int]) -> None:
         self.rows = rows
-        self.chosen = chosen
+        self.indices = indices
 
     @property
     def labels(self) -> Tensor:
-        """Of all of them."""
-        return torch.tensor([self.rows.label(i) for i in self.chosen], dtype=torch.int64)
+        """Labels of these rows."""
+        return torch.tensor([self.rows.label(i) for i in self.indices], dtype=torch.int64)
 
-    def limited(self, count: int | None, seed: int) -> _Chosen:
-        """So many of them at most, drawn by the seed."""
+    def limit(self, count: int | None, seed: int) -> _Subset:
+        """Draw at most `count` of the rows by the seed."""
         if count is None or count >= len(self):
             return self
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(derive(seed, "subset")))
-        return _Chosen(self.rows, [self.chosen[i] for i in order[:count].tolist()])
+        order = torch.randperm(len(self), generator=generator(seed, "subset"))
+        return _Subset(self.rows, [self.indices[i] for i in order[:count].tolist()])
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.rows.image(self.chosen[index])
+        return self.rows.image(self.indices[index])
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self.rows.image(i) for i in self.chosen)
+        return (self.rows.image(i) for i in self.indices)
 
 
-def _stacked(images: Sequence[Tensor]) -> Tensor:
+def _stack(images: Sequence[Tensor]) -> Tensor:
     first = images[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
-    for i, image in enumerate(tracked(images, "decoding images")):
+    for i, image in enumerate(with_progress_bar(images, "decoding images")):
         if image.shape != first.shape:
             raise ValueError(
                 f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "

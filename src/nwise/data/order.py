@@ -1,4 +1,4 @@
-"""The order of samples as a function of numbers, so that a resumed run needs to store nothing else."""
+"""The order of samples is a function of seed, epoch and step, so a resumed run needs no stored order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nwise.randomness import generator
 
 
 def steps_per_epoch(num_samples: int, batch_size: int) -> int:
-    """Mini-batches in an epoch; a ragged last one is left out of training."""
+    """Count the mini-batches of an epoch; training leaves out an incomplete last one."""
     if batch_size < 1:
         raise ValueError(f"`batch_size` should be at least 1. Found {batch_size}.")
     if num_samples < batch_size:
@@ -21,12 +21,12 @@ def steps_per_epoch(num_samples: int, batch_size: int) -> int:
 
 @lru_cache(maxsize=2)
 def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """All samples in the order of an epoch; kept for its steps, so not to be changed."""
+    """Return all samples in the order of an epoch. The tensor is cached: do not change it."""
     return torch.randperm(num_samples, generator=generator(seed, "order", epoch))
 
 
 def batch_indices(num_samples: int, batch_size: int, seed: int, step: int) -> Tensor:
-    """The samples of a training step, counted over all epochs from 0.
+    """Return the samples of a training step; steps count from 0 over all epochs.
 
     >>> batch_indices(10, 4, seed=0, step=3).tolist() == batch_indices(10, 4, seed=0, step=3).tolist()
     True

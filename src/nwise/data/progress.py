@@ -1,4 +1,4 @@
-"""A progress bar for work on many items, where somebody can see it."""
+"""A progress bar for work on many items, on terminals only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.progress import track
 
 T = TypeVar("T")
 
-# Fewer are done before a bar could be read.
+# Fewer items are done before anyone could read the bar.
 _MANY = 5000
 
 
-def tracked(items: Sequence[T], description: str) -> Iterable[T]:
-    """The items, with a bar on the terminal if there are many; nothing is drawn elsewhere."""
+def with_progress_bar(items: Sequence[T], description: str) -> Iterable[T]:
+    """Iterate over the items, with a bar if there are many and stderr is a terminal."""
     if len(items) < _MANY or not sys.stderr.isatty():
         return items
     return track(items, description=description, console=Console(stderr=True), transient=True)

@@ -1,6 +1,6 @@
 """Rows from Hugging Face `datasets`: the hub, or local parquet, image folders and text files.
 
-Every row knows the file it came from, so that an error can name both.
+A table knows its file, so an error can name file and row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Table:
 
     Args:
         name: the file, or ``<hub name> (<split>)``.
-        rows: a `datasets.Dataset`, images not decoded.
+        rows: a `datasets.Dataset`, its images not decoded.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Table:
 
 
 def local_folder(source: str) -> Path | None:
-    """The folder or file of a source: a path, or a name inside the folder that ``NWISE_DATA`` names."""
+    """Return the path of a source if it exists, as it stands or inside the folder ``$NWISE_DATA``."""
     for path in (Path(source), Path(os.environ.get("NWISE_DATA", "/nonexistent")) / source):
         if path.exists():
             return path
@@ -36,24 +36,24 @@ def local_folder(source: str) -> Path | None:
 
 
 def library() -> Any:
-    """The `datasets` module, or an error that names the extra."""
+    """Import `datasets`, or raise an ImportError that names the extra."""
     datasets = needed("datasets", "data", "Data from the hub or from local files")
     datasets.disable_progress_bars()
     return datasets
 
 
 def tables(source: str, split: str, *, hub: str | None = None, hub_split: str | None = None) -> list[Table]:
-    """The tables of a split.
+    """Open the tables of a split.
 
     Args:
         source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
-        split: ``"train"``, ``"test"``, ...: files named ``<split>...`` in a local folder, or a folder of
-            that name with one folder of images for each class.
-        hub: name on the hub if `source` is not found locally; default: `source` itself.
-        hub_split: what the hub calls the split; default: the same.
+        split: ``"train"``, ``"test"``, ...: in a local folder, the files named ``<split>...``, or a folder of that
+            name with one folder of images for each class.
+        hub: name on the hub if there is no local `source`; default: `source` itself.
+        hub_split: the split's name on the hub; default: `split`.
 
     Raises:
-        FileNotFoundError: nothing there for this split.
+        FileNotFoundError: the source has nothing for this split.
     """
     path = local_folder(source)
     datasets = library()
@@ -96,7 +96,7 @@ def _read(datasets: Any, file: Path) -> Any:
 
 
 def column(table: Table, wanted: tuple[str, ...], what: str) -> str:
-    """The first of the wanted columns that a table has."""
+    """Return the first of the wanted columns that the table has."""
     for name in wanted:
         if name in table.rows.column_names:
             return name

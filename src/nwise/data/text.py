@@ -1,4 +1,4 @@
-"""Text as a stream of tokens: the interpreter's own standard library, or anything that `datasets` reads.
+"""Text as a stream of tokens: Python's standard library, or any text that `datasets` reads.
 
 B  batch    T  sequence length
 """
@@ -18,33 +18,33 @@ from torch import Tensor
 
 from nwise._errors import needed
 from nwise.data import sources
-from nwise.data.progress import tracked
+from nwise.data.progress import with_progress_bar
 
 
 class Tokenizer(Protocol):
-    """Text to numbers and back."""
+    """Turn text into numbers and back."""
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens there are."""
+        """Number of different tokens, V."""
 
     def encode(self, text: str) -> list[int]:
-        """Numbers of a text."""
+        """Turn a text into token numbers."""
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of numbers."""
+        """Turn token numbers into a text."""
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
+        """Write the tokenizer as JSON."""
 
 
 class Bytes:
-    """Every byte of UTF-8 is a token."""
+    """A tokenizer for which every byte of UTF-8 is a token."""
 
     vocabulary_size = 256
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of a text.
+        """Return the bytes of a text.
 
         >>> Bytes().encode("né")
         [110, 195, 169]
@@ -52,7 +52,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of bytes; what is not UTF-8 becomes a replacement character."""
+        """Decode bytes; invalid UTF-8 becomes a replacement character."""
         return bytes(tokens).decode(errors="replace")
 
     def save(self, path: Path) -> None:
@@ -60,18 +60,18 @@ class Bytes:
 
 
 class Bpe:
-    """Byte-level byte-pair encoding by Hugging Face `tokenizers`, trained on the text itself."""
+    """Byte-level byte-pair encoding by Hugging Face `tokenizers`, trained on the training text."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary_size: int) -> Bpe:
-        """Merges learnt from texts.
+        """Learn the merges from texts.
 
         Args:
             texts: the training text, in pieces.
-            vocabulary_size: tokens there shall be, at least 257 (256 bytes and one merge).
+            vocabulary_size: size of the vocabulary, at least 257 (256 bytes and one merge).
         """
         if vocabulary_size < 257:
             raise ValueError(
@@ -90,7 +90,7 @@ class Bpe:
 
     @classmethod
     def load(cls, path: Path) -> Bpe:
-        """As written by `save`."""
+        """Read a file written by `save`."""
         return cls(_tokenizers().Tokenizer.from_file(str(path)))
 
     @property
@@ -117,8 +117,8 @@ class Tokens:
 
     Args:
         stream: int64 ``[num]``.
-        sequence_length: T.
-        tokenizer: that made the stream.
+        sequence_length: tokens in a sequence, T.
+        tokenizer: the tokenizer that made the stream.
     """
 
     stream: Tensor
@@ -129,28 +129,27 @@ class Tokens:
         return (len(self.stream) - 1) // self.sequence_length
 
     def to(self, device: torch.device) -> Tokens:
-        """The same on a device."""
+        """Move the stream to a device."""
         return Tokens(self.stream.to(device), self.sequence_length, self.tokenizer)
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens and next tokens, ``[B, T]`` each.
+        """Return tokens and next tokens, ``[B, T]`` each.
 
         Args:
-            indices: which sequences.
-            random: not used; text is not augmented.
+            indices: numbers of the sequences.
+            random: unused; text is not augmented.
         """
         del random
         starts = indices.to(self.stream.device) * self.sequence_length
-        places = starts[:, None] + torch.arange(self.sequence_length + 1, device=self.stream.device)
-        window = self.stream[places]
+        window = self.stream[starts[:, None] + torch.arange(self.sequence_length + 1, device=self.stream.device)]
         return window[:, :-1], window[:, 1:]
 
 
 def standard_library(max_bytes: int = 2_000_000) -> str:
-    """Source code of the interpreter's standard library, the same files for the same Python. No network.
+    """Concatenate the source of the standard library, the same for the same Python; needs no network.
 
     Args:
-        max_bytes: stop after so many.
+        max_bytes: size after which to stop.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     pieces: list[str] = []
@@ -178,20 +177,20 @@ def stream_of(
     vocabulary_size: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[Tokens, Tokens]:
-    """Tokenised training and test text.
+    """Tokenise training and test text.
 
     Args:
         train_text: pieces of text; a BPE is trained on them.
-        test_text: likewise, tokenised by the same.
-        sequence_length: T.
-        vocabulary_size: of the BPE; None for bytes.
-        tokenizer: an existing one, in place of training one.
+        test_text: pieces of text, encoded by the same tokenizer.
+        sequence_length: tokens in a sequence, T.
+        vocabulary_size: size of the BPE's vocabulary; None for bytes.
+        tokenizer: existing tokenizer to use instead of training one.
     """
     if tokenizer is None:
         tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
     parts = []
     for name, text in (("training", train_text), ("test", test_text)):
-        pieces = tracked(text, f"tokenising {name} text")
+        pieces = with_progress_bar(text, f"tokenising {name} text")
         numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
         if len(numbers) <= sequence_length:
             raise ValueError(
@@ -202,7 +201,7 @@ def stream_of(
 
 
 def embedded_text(test_share: float = 0.05) -> tuple[list[str], list[str]]:
-    """The standard library's source, its last part held out."""
+    """Split the standard library's source; the last part is the test text."""
     text = standard_library()
     border = int(len(text) * (1 - test_share))
     return [text[:border]], [text[border:]]
@@ -211,17 +210,17 @@ def embedded_text(test_share: float = 0.05) -> tuple[list[str], list[str]]:
 def load_text(
     source: str, *, hub: str | None = None, splits: tuple[str, str] = ("train", "heldout"), sentences: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Training and test text through Hugging Face `datasets`.
+    """Load training and test text through Hugging Face `datasets`.
 
     Args:
         source: a local folder with text or parquet files, a name inside ``$NWISE_DATA``, or a data set
-            of the hub; a single file is cut, its last twentieth held out.
-        hub: name on the hub if `source` is not found locally.
-        splits: names of the training and the test part.
-        sentences: every line is one sentence (One Billion Word), so none may be empty.
+            of the hub. The last twentieth of a single file is the test text.
+        hub: name on the hub if there is no local `source`.
+        splits: names of the training and the test split.
+        sentences: whether every line is one sentence (One Billion Word), so none may be empty.
 
     Returns:
-        Lines with their line ends.
+        Training and test lines, with their line ends.
 
     Raises:
         ValueError: an empty text, by file and row.
