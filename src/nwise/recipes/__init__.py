@@ -1,4 +1,4 @@
-"""Complete, named configurations, one for each experiment of the paper in full and in small size."""
+"""Named, complete configurations: the experiments of the paper, full size and small."""
 
 from nwise.recipes.book import RECIPES, recipe
 from nwise.recipes.config import (

@@ -194,7 +194,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of a name.
+    """Return the recipe of a name.
 
     >>> recipe("digits").strategy
     '2-wise'

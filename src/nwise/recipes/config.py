@@ -1,4 +1,4 @@
-"""A run's complete configuration: frozen dataclasses that can be written as JSON and read back."""
+"""A run's complete configuration: frozen dataclasses, stored as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
-from nwise.recipes.optimizers import Adam, Sgd, check_range
+from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
 from nwise.strategies import Heads, strategy
 
 
@@ -37,13 +37,13 @@ class ImageSource:
     source: str
     """A local folder, a name inside $NWISE_DATA, or a data set of the hub."""
     hub: str | None = None
-    """Name on the hub if `source` is not found locally."""
+    """Name on the hub if there is no local `source`."""
     num_classes: int = 10
-    """Classes there should be."""
+    """Expected number of classes."""
     splits: tuple[str, str] = ("train", "test")
-    """Names of the training and the test part."""
+    """Names of the training and the test split."""
     augmentation: Augmentation = "none"
-    """Of training batches."""
+    """Augmentation of training batches."""
     size: int | None = None
     """Height and width to crop to; None if all images have one size."""
     train_limit: int | None = None
@@ -51,9 +51,9 @@ class ImageSource:
     test_limit: int | None = None
     """Test images to keep; None for all."""
     shrink: int = 1
-    """Average squares of so many pixels' side into one, for small trials."""
+    """Side in pixels of the squares averaged into one pixel, for small trials."""
     withheld: float = 0.0
-    """Share of the training images that are kept from training and tested on in the place of the test images."""
+    """Share of the training images to test on instead of the test images; they are not trained on."""
 
     def load(self, seed: int) -> tuple[Images, Images]:
         return image_data.load_images(
@@ -85,20 +85,19 @@ class TextSource:
     source: str
     """A local folder or file, a name inside $NWISE_DATA, or a data set of the hub."""
     hub: str | None = None
-    """Name on the hub if `source` is not found locally."""
+    """Name on the hub if there is no local `source`."""
     splits: tuple[str, str] = ("train", "heldout")
-    """Names of the training and the test part."""
+    """Names of the training and the test split."""
     sentences: bool = False
-    """Whether every line is a sentence, so that an empty one is an error."""
+    """Whether every line is a sentence, so an empty one is an error."""
     train_limit: int | None = None
     """Training lines to keep, from the start; None for all."""
     test_limit: int | None = None
     """Test lines to keep, from the start; None for all."""
 
     def __post_init__(self) -> None:
-        for name, count in (("train_limit", self.train_limit), ("test_limit", self.test_limit)):
-            if count is not None and count < 1:
-                raise ValueError(f"`{name}` should be at least 1. Found {count}.")
+        check_count("train_limit", self.train_limit)
+        check_count("test_limit", self.test_limit)
 
     def texts(self) -> tuple[list[str], list[str]]:
         train, test = text_data.load_text(self.source, hub=self.hub, splits=self.splits, sentences=self.sentences)
@@ -112,7 +111,7 @@ class Mlp:
     num_stages: int = 4
     """Number of stages."""
     width: int = 128
-    """Of every hidden layer."""
+    """Width of every hidden layer."""
 
     def build(self, data: Images, seed: int) -> StagedModel:
         features = data.channels * data.size**2
@@ -126,7 +125,7 @@ class ConvNet:
     num_stages: int = 6
     """Number of stages."""
     filters: int = 32
-    """Of the first stages; the last two have twice as many."""
+    """Filters of the first stages; the last two have twice as many."""
 
     def build(self, data: Images, seed: int) -> StagedModel:
         return models.convnet(
@@ -144,9 +143,9 @@ class ResNet:
     """A residual network (`nwise.models.resnet`)."""
 
     variant: Literal["paper-32", "18", "32", "50"] = "paper-32"
-    """Which one: paper-32 is the paper's, 18 the same with two blocks a stage, 32 He's."""
+    """paper-32: the paper's; 18: the same with two blocks a stage; 32: He's; 50: with bottlenecks, for ImageNet."""
     width_factor: float = 1.0
-    """Multiplies all channels."""
+    """Factor of all channels."""
 
     def build(self, data: Images, seed: int) -> StagedModel:
         return models.resnet(self.variant, len(data.classes), data.size, width_factor=self.width_factor, seed=seed)
@@ -161,7 +160,7 @@ class Gpt:
     blocks_per_stage: int = 6
     """Transformer blocks of each stage."""
     width: int = 1024
-    """Of the tokens."""
+    """Width of the tokens."""
     num_heads: int = 4
     """Attention heads of each block."""
     head_blocks: int = 2
@@ -169,7 +168,7 @@ class Gpt:
     sequence_length: int = 128
     """Tokens in a sequence."""
     vocabulary_size: int | None = None
-    """Tokens of a byte-pair encoding trained on the text; None for bytes."""
+    """Vocabulary size of a byte-pair encoding trained on the text; None for bytes."""
 
     def build(self, data: Tokens, seed: int) -> StagedModel:
         return models.gpt(
@@ -184,105 +183,102 @@ class Gpt:
         )
 
 
-# On the command line `--lr`, not `--optimizer.lr`.
+# The command line has `--lr`, not `--optimizer.lr`.
 _FLAT = tyro.conf.arg(name="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what a run computes."""
+    """A complete configuration: everything that decides what a run computes."""
 
     name: tyro.conf.Suppress[str] = "custom"
-    """The recipe this configuration began as."""
+    """Name of the recipe that this configuration derives from."""
     data: Annotated[Digits | ImageSource | EmbeddedText | TextSource, _FLAT] = field(default_factory=Digits)
-    """What is learnt from."""
+    """Training and test data."""
     model: Annotated[Mlp | ConvNet | ResNet | Gpt, _FLAT] = field(default_factory=ConvNet)
     """The network."""
     cut: tuple[int, ...] = ()
-    """How many of the network's own stages are in each stage, separated by spaces, such as 2 2; all 1 if there are none."""
+    """Numbers of the network's own stages to merge into each stage, separated by spaces, e.g. 2 2; empty: no merging."""
     optimizer: Annotated[Sgd | Adam, _FLAT] = field(default_factory=Adam)
-    """Of every stage and head."""
+    """Optimizer of every stage and head."""
     then: Sgd | Adam | None = None
-    """After a switch of strategy: a new optimizer with these settings; None for those of before."""
+    """Settings of the new optimizer after a switch of strategy; None keeps those of `optimizer`."""
     strategy: str = "2-wise"
     """Which loss trains which stage: local, 2-wise, 3-wise-mean, ..., end-to-end, deep-supervision, geometric-0.5,
-    blocks-2, rotating-2, rotating-2-microbatch, credit-1,0;1,1 (rows of one's own matrix), hogwild or 2-wise-hogwild, and
-    local@500,end-to-end for one up to step 500 and then another (local@3epochs,end-to-end: up to epoch 3)."""
+    blocks-2, rotating-2, rotating-2-microbatch, credit-1,0;1,1 (the rows of a custom matrix), hogwild, 2-wise-hogwild.
+    local@500,end-to-end switches after step 500, local@3epochs,end-to-end after epoch 3."""
     heads: Heads = "live"
-    """Which heads run: live, those whose loss some stage learns from; all, the others too, as probes that only learn."""
+    """Heads to run: live, those whose loss trains a stage; all, the others too, as probes that train themselves only."""
     microbatches: int = 1
-    """Parts that a mini-batch is cut into, M."""
+    """Number of parts to cut a mini-batch into, M."""
     batch_size: int = 128
     """Samples in a mini-batch."""
     epochs: float = 10
     """Passes over the training data."""
     max_steps: int | None = None
-    """Stop after so many steps, whatever `epochs` says."""
+    """Number of steps after which to stop, even before `epochs` are over."""
     eval_every: float = 1
     """Epochs between evaluations of every head; the end is always evaluated."""
     log_every: int = 10
     """Steps between records of the training losses."""
     clip: float | None = None
-    """Largest norm of the gradients; None for no clipping."""
+    """Norm to clip the gradients to; None for no clipping."""
     clip_by: Literal["global", "stage", "loss"] = "global"
-    """Whose norm: of all gradients together, of each stage with its head, or of what learns from the same losses."""
+    """Gradients that share a norm: all, those of a stage and its head, or those of the stages that share a loss."""
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
-    """When a loss or gradient is not finite: stop all processes; skip the update of all stages that share the loss; or ignore
-    it."""
+    """On a loss or gradient that is not finite: stop all processes, skip the update of all stages that share the loss, or
+    ignore it."""
     stage_lr: tuple[float, ...] = ()
-    """Factors of the rates of the stages and their heads, separated by spaces; all 1 if there are none."""
+    """Factors of the learning rates of the stages and their heads, separated by spaces; empty: all 1."""
     schedule: Literal["best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zb-h1"] = "best"
-    """Order of work of a process for every stage; in one process only memory depends on it, and depth-first is taken for
-    best."""
+    """Order of work with a process for each stage. In one process it affects only memory, and best is depth-first."""
     precision: Literal["float32", "bf16"] = "float32"
-    """bf16: forwards run under autocast."""
+    """bf16 runs forwards under autocast."""
     defer_batchnorm: bool = False
-    """With micro-batches, move batch norm's running statistics once per mini-batch, by those of all of it."""
+    """Update batch norm's running statistics once per mini-batch, not once per micro-batch."""
     recompute: bool = False
-    """Keep only each stage's input and run its forward again before the backward passes."""
+    """Keep only each stage's input and rerun its forward before the backward passes."""
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
     channels_last: bool = False
-    """Keep images and convolutions with channels innermost, quicker on GPUs; on a CPU refused for narrow strided ones."""
+    """Store images and convolutions with channels innermost: faster on GPUs; an error for narrow strided ones on a CPU."""
     device: str = "auto"
-    """Where to run; auto is cuda where there is one, else cpu."""
+    """Device to run on; auto is cuda if there is one, else cpu."""
     seed: int = 0
-    """Of initial values, order, augmentation and dropout."""
+    """Seed of initial values, order, augmentation and dropout."""
 
     def __post_init__(self) -> None:
-        for name, value in (("batch_size", self.batch_size), ("log_every", self.log_every)):
-            if value < 1:
-                raise ValueError(f"`{name}` should be at least 1. Found {value}.")
+        check_count("batch_size", self.batch_size)
+        check_count("log_every", self.log_every)
+        check_count("max_steps", self.max_steps)
         for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
             if number is not None and not 0 < number < math.inf:
                 raise ValueError(f"`{name}` should be a finite number above 0. Found {number}.")
         for factor in self.stage_lr:
             check_range("stage_lr", factor, 0, math.inf, least=True)
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"`max_steps` should be at least 1. Found {self.max_steps}.")
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"`microbatches` should be at most `batch_size = {self.batch_size}`. Found {self.microbatches}."
             )
-        for name, found, kinds in (
+        for name, value, kinds in (
             ("data", self.data, (Digits, ImageSource, EmbeddedText, TextSource)),
             ("model", self.model, (Mlp, ConvNet, ResNet, Gpt)),
             ("optimizer", self.optimizer, (Sgd, Adam)),
             ("then", self.then, (Sgd, Adam, type(None))),
         ):
-            if not isinstance(found, kinds):
-                raise TypeError(f"`{name}` should be one of {', '.join(k.__name__ for k in kinds)}. Found {found!r}.")
+            if not isinstance(value, kinds):
+                raise TypeError(f"`{name}` should be one of {', '.join(k.__name__ for k in kinds)}. Found {value!r}.")
         if isinstance(self.model, Gpt) != isinstance(self.data, EmbeddedText | TextSource):
             raise ValueError(
                 f"`model` and `data` should both be of text or both of images. Found {type(self.model).__name__} and "
                 f"{type(self.data).__name__}."
             )
         if self.channels_last and isinstance(self.data, EmbeddedText | TextSource):
-            raise ValueError("`channels_last` should be asked of images. Found text.")
+            raise ValueError("`channels_last` needs image data. Found text.")
         self.strategy_for(1)
 
     def strategy_for(self, steps_per_epoch: int) -> Any:
-        """The strategy, epochs in its name turned into steps."""
+        """Build the strategy, with epochs in its name turned into steps."""
         if not isinstance(self.strategy, str):
             raise TypeError(f"`strategy` should be a text. Found {type(self.strategy).__name__}.")
 
@@ -301,10 +297,10 @@ class Recipe:
         return strategy(text, heads=self.heads) if self.heads != "live" else strategy(text)
 
     def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:
-        """The training and the test data.
+        """Load the training and the test data.
 
         Args:
-            tokenizer: an existing one, for text.
+            tokenizer: existing tokenizer for text; default: a new one.
         """
         if isinstance(self.data, Digits | ImageSource):
             return self.data.load(self.seed)
@@ -313,13 +309,8 @@ class Recipe:
         return text_data.stream_of(train, test, self.model.sequence_length, self.model.vocabulary_size, tokenizer)
 
     def build(self, data: Images | Tokens) -> StagedModel:
-        """The network for the data."""
-        if isinstance(self.model, Gpt):
-            assert isinstance(data, Tokens)
-            model = self.model.build(data, self.seed)
-        else:
-            assert isinstance(data, Images)
-            model = self.model.build(data, self.seed)
+        """Build the network for the data."""
+        model = self.model.build(data, self.seed)  # type: ignore[arg-type] # __post_init__ checks that they match
         return models.merged(model, self.cut, self.seed) if self.cut else model
 
 
@@ -329,7 +320,7 @@ _TYPES = {
 
 
 def to_json(config: Any) -> Any:
-    """Plain values, dataclasses with their name under ``type``.
+    """Turn a configuration into JSON values; a dataclass has its name under ``type``.
 
     >>> from_json(to_json(Recipe())) == Recipe()
     True
@@ -341,7 +332,7 @@ def to_json(config: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` made; unknown names, and values of other types, are errors."""
+    """Rebuild what `to_json` made; unknown names and values of the wrong type are errors."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, dict):
@@ -358,9 +349,9 @@ def from_json(value: Any) -> Any:
         try:
             check_type(inner, hints[key], collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         except TypeCheckError as error:
-            wanted = getattr(hints[key], "__name__", hints[key])
-            raise ValueError(f"`{key}` should be of type {wanted}. Found {inner!r}.") from error
-    needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
-    if needed - set(fields):
-        raise ValueError(f"A {name} should have {sorted(needed - set(fields))[0]!r}. Found none.")
+            expected = getattr(hints[key], "__name__", hints[key])
+            raise ValueError(f"`{key}` should be of type {expected}. Found {inner!r}.") from error
+    required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    if missing := sorted(required - set(fields)):
+        raise ValueError(f"A {name} should have {missing[0]!r}. Found none.")
     return kind(**fields)
