@@ -92,7 +92,7 @@ def own_loss(model: Any) -> Any:
 
 
 def target_for(model: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    shape = nwise.models.huggingface.outputs_of(model, inputs).shape
+    shape = nwise.models.huggingface.run_model(model, inputs).shape
     return torch.randint(0, shape[-1], shape[:-1])
 
 
@@ -124,10 +124,10 @@ def test_stages_compute_what_the_model_does(name: str) -> None:
         for stage in stages:
             hidden = stage(*hidden)
             hidden = hidden if isinstance(hidden, tuple) else (hidden,)
-        assert torch.equal(hidden[0], nwise.models.huggingface.outputs_of(model, inputs[:count]))
+        assert torch.equal(hidden[0], nwise.models.huggingface.run_model(model, inputs[:count]))
         assert len(hidden) == 1
     if len(inputs) > 1:  # they are used, not only carried
-        assert not torch.equal(hidden[0], nwise.models.huggingface.outputs_of(model, inputs[:1]))
+        assert not torch.equal(hidden[0], nwise.models.huggingface.run_model(model, inputs[:1]))
     assert {n for stage in stages for n in stage.state_dict()} == set(model.state_dict())
 
 
@@ -137,7 +137,7 @@ def test_end_to_end_gradients_are_those_of_the_model(name: str) -> None:
     inputs, loss_fn = inputs_for(model), own_loss(model)
     target = target_for(model, inputs)
     twin = copy.deepcopy(model)
-    loss_fn(nwise.models.huggingface.outputs_of(twin, inputs), target).backward()
+    loss_fn(nwise.models.huggingface.run_model(twin, inputs), target).backward()
     nwise.Pipeline(nwise.split(model, at=3), None, loss_fn, "end-to-end").step(*inputs, target=target)
     for (n, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         if other.grad is not None:
@@ -190,9 +190,9 @@ def test_trained_2_wise_saved_and_loaded_back_by_its_own_class(name: str, tmp_pa
     made(name).load_state_dict(nwise.training.main_state(pipe), strict=True)
     model.eval(), again.eval()
     assert torch.equal(
-        nwise.models.huggingface.outputs_of(again, inputs), nwise.models.huggingface.outputs_of(model, inputs)
+        nwise.models.huggingface.run_model(again, inputs), nwise.models.huggingface.run_model(model, inputs)
     )
-    assert torch.equal(pipe.eval()(*inputs), nwise.models.huggingface.outputs_of(model, inputs))
+    assert torch.equal(pipe.eval()(*inputs), nwise.models.huggingface.run_model(model, inputs))
 
 
 def test_tied_embeddings_are_refused_and_untied(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_bert_as_a_decoder_looks_back_only(name: str) -> None:
     model = type(model)(model.config).eval()
     stages = nwise.split(model, at=2)
     ids = torch.randint(0, VOCABULARY, (2, LENGTH))
-    assert torch.equal(stages[1](stages[0](ids)), nwise.models.huggingface.outputs_of(model, (ids,)))
+    assert torch.equal(stages[1](stages[0](ids)), nwise.models.huggingface.run_model(model, (ids,)))
     nwise.split(model, at=2, example=ids)
 
 

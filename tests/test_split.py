@@ -95,7 +95,7 @@ class Doubled(nn.Sequential):
 )
 def test_a_forward_that_would_be_lost_is_told_of(model: nn.Module, at: Any, who: str) -> None:
     """Sums and functions between the children were dropped, and another network trained without a word."""
-    with pytest.warns(UserWarning, match=f"{who} has a forward of its own.*Give `example=`"):
+    with pytest.warns(UserWarning, match=f"{who} has a custom forward.*Give `example=`"):
         nwise.split(model, at=at)
     with pytest.raises(ValueError, match="Found another output for `example`"):
         nwise.split(model, at=at, example=torch.randn(2, 4))
@@ -141,7 +141,7 @@ class Loose(nn.Module):
         ),
         (nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), 0, None, "from 1 to .* Found 0"),
         (nn.Linear(2, 2), ["x"], None, "should be an nn.Sequential or have child modules.*Found no children"),
-        (Loose(), ["b"], None, "Found 'scale' outside of them; move it into a module of its own"),
+        (Loose(), ["b"], None, "Found 'scale' outside of them; move it into a child module"),
         (Blocks(twice=True), ["blocks.1"], torch.zeros(2, 3, dtype=torch.long), "Found another output for `example`"),
         (
             nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)}),
@@ -216,7 +216,7 @@ def test_a_timm_like_network_is_cut_inside_its_stages_and_loaded_back() -> None:
 def test_loose_parameters_of_a_vision_transformer_are_refused_by_name() -> None:
     model = TimmLike()
     model.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
-    with pytest.raises(ValueError, match="Found 'cls_token' outside of them; move it into a module of its own"):
+    with pytest.raises(ValueError, match="Found 'cls_token' outside of them; move it into a child module"):
         nwise.split(model, at=["head"])
 
 
@@ -248,7 +248,7 @@ def test_heads_fit_what_a_stage_gives(shape: tuple[int, ...], per_token: bool, e
 
 
 def test_no_head_fits_what_has_no_shape_for_one() -> None:
-    with pytest.raises(ValueError, match=r"Stage 0 should give .* \[B, T, D\] for a head to fit. Found \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"Stage 0 should return .* \[B, T, D\] for a head to fit. Found \[2, 3\]"):
         nwise.heads.fitting([nn.Identity(), nn.Identity()], torch.zeros(2, 3), 4, per_token=True)
     with pytest.raises(ValueError, match=r"or \[B, C, H, W\] for a head to fit. Found \[2, 3, 4, 5, 6\]"):
         nwise.heads.fitting([nn.Identity(), nn.Identity()], torch.zeros(2, 3, 4, 5, 6), 4)
@@ -256,7 +256,7 @@ def test_no_head_fits_what_has_no_shape_for_one() -> None:
 
 def test_a_network_that_ends_in_a_block_has_no_end_to_copy() -> None:
     stages = nwise.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), at=3)
-    with pytest.raises(ValueError, match="a module behind its last block, '2', to be copied. Found none"):
+    with pytest.raises(ValueError, match="a module behind its last block, '2', to copy. Found none"):
         nwise.heads.copied(stages)
     with pytest.raises(ValueError, match="from 0 to the network's 3 blocks. Found True"):
         nwise.heads.copied(stages, blocks=True)

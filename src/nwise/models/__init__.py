@@ -1,4 +1,4 @@
-"""Everything that makes networks in stages: the paper's models, `split` for any other, and builders of heads."""
+"""Networks in stages: the paper's models, `split` for any other network, and builders of heads."""
 
 from nwise.models import heads
 from nwise.models.convnet import convnet

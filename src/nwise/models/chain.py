@@ -1,4 +1,4 @@
-"""Pieces of a network in a row, under the names that they have in it."""
+"""A chain of a network's pieces, under the names that they have in the network."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from nwise.microbatch import Tensors
 class Chain(nn.Module):
     """Named pieces run one after the other; a dotted name becomes nested modules.
 
-    So ``Chain({"blocks.3": block})`` has the parameters ``blocks.3.<...>``, those of the network the
-    block was taken from, and the state dicts of all stages add up to the network's own.
-
-    A piece that returns a tuple gives the next one its items as arguments, as stages do.
+    ``Chain({"blocks.3": block})`` has the parameters ``blocks.3.<...>`` of the network that the block comes from, so the
+    state dicts of all stages add up to the network's own. Items of a tuple are arguments of the next piece, as between
+    stages.
 
     Args:
         pieces: modules by name, in the order they run.
@@ -35,7 +34,7 @@ class Chain(nn.Module):
             self.place(name, piece)
 
     def place(self, name: str, module: nn.Module) -> None:
-        """Put a module under a dotted name."""
+        """Register a module under a dotted name."""
         *path, last = name.split(".")
         parent: nn.Module = self
         for part in path:
@@ -45,11 +44,11 @@ class Chain(nn.Module):
         parent.add_module(last, module)
 
     def pieces(self) -> dict[str, nn.Module]:
-        """The pieces by name, in order."""
+        """Return the pieces by name, in order."""
         return {name: self.get_submodule(name) for name in self._names}
 
     def like(self, pieces: Mapping[str, nn.Module]) -> Chain:
-        """Other pieces, run as these are."""
+        """Make a chain of other pieces that runs them as this one does."""
         return Chain(pieces)
 
     def forward(self, *inputs: Tensor) -> Tensor | Tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from nwise.models import heads
-from nwise.models.staged import StagedModel, build, check_at_least, named
+from nwise.models.staged import StagedModel, build, check_at_least
 
 
 def convnet(
@@ -17,18 +17,18 @@ def convnet(
     filters: int = 32,
     seed: int = 0,
 ) -> StagedModel:
-    """One 3x3 convolution, batch norm and ReLU a stage.
+    """Build a network with one 3x3 convolution, batch norm and ReLU per stage.
 
-    32 filters, in the last two stages twice as many and a 2x2 max pool of stride 1; the last stage ends in a
-    linear layer. Every head is one linear layer.
+    The last two stages have twice as many filters and a 2x2 max pool of stride 1; the last one ends in a linear layer. Every
+    head is one linear layer.
 
     Args:
         num_stages: number of stages, at least 1 (the paper: 3 to 10).
         num_classes: number of outputs.
-        in_channels: of the images ``[B, in_channels, image_size, image_size]``.
+        in_channels: channels of the images ``[B, in_channels, image_size, image_size]``.
         image_size: height and width of the images.
-        filters: of the first stages; 32 is the paper's, fewer are for small trials.
-        seed: of the initial values.
+        filters: filters of the first stages; the paper has 32, small trials fewer.
+        seed: seed of the initial values.
 
     Returns:
         A model with ``.stages`` and ``.heads``.
@@ -38,7 +38,8 @@ def convnet(
     """
     check_at_least(1, num_stages=num_stages, num_classes=num_classes, in_channels=in_channels, filters=filters)
     check_at_least(3, image_size=image_size)
-    blocks, shapes = [], []
+    blocks: dict[str, nn.Module] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     channels, size = in_channels, image_size
     for k in range(num_stages):
         pooled = k >= num_stages - 2
@@ -48,8 +49,7 @@ def convnet(
             layers.append(nn.MaxPool2d(2, stride=1))
             size -= 1
         channels = width
-        blocks.append(nn.Sequential(*layers))
-        shapes.append((channels, size, size))
-    shape_of = dict(zip(named(blocks), shapes, strict=True))
-    pieces = {**named(blocks), "output": heads.linear(shapes[-1], num_classes)}
-    return build(pieces, list(pieces)[1:num_stages], lambda piece: heads.linear(shape_of[piece], num_classes), seed)
+        blocks[f"blocks.{k}"] = nn.Sequential(*layers)
+        shapes[f"blocks.{k}"] = (channels, size, size)
+    pieces = {**blocks, "output": heads.linear((channels, size, size), num_classes)}
+    return build(pieces, list(blocks)[1:], lambda piece: heads.linear(shapes[piece], num_classes), seed)

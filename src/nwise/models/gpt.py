@@ -6,7 +6,7 @@ from torch import nn
 
 from nwise.models import heads
 from nwise.models.layers import Embedding, TransformerBlock, vocabulary
-from nwise.models.staged import StagedModel, build, check_at_least, named
+from nwise.models.staged import StagedModel, build, check_at_least, name_blocks
 
 
 def gpt(
@@ -21,21 +21,21 @@ def gpt(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> StagedModel:
-    """Transformer blocks in stages; the first has the embedding, the last the output projection.
+    """Build a Transformer in stages; the first has the embedding, the last the output projection.
 
-    Embedding and output projection are not tied: they lie on different stages, and with local losses
-    one value would have two credits. A stage of the default size with its head has 152M parameters.
+    Embedding and output projection are not tied: they lie on different stages, and with local losses a
+    shared value would have two credits. A stage of the default size with its head has 152M parameters.
 
     Args:
         num_stages: number of stages, at least 1.
         blocks_per_stage: Transformer blocks of each stage.
-        width: of the tokens.
+        width: width of the tokens.
         num_heads: attention heads of each block.
-        sequence_length: longest sequence, tokens.
-        vocabulary_size: number of tokens there are.
+        sequence_length: tokens in the longest sequence.
+        vocabulary_size: number of different tokens.
         head_blocks: Transformer blocks in each auxiliary head, before its vocabulary matrix.
-        dropout: on attention and on both branches of the main network's blocks.
-        seed: of the initial values.
+        dropout: dropout of attention and of both branches of the main network's blocks.
+        seed: seed of the initial values.
 
     Returns:
         A model with ``.stages`` (tokens ``[B, T]`` to logits ``[B, T, V]``) and ``.heads``.
@@ -46,7 +46,7 @@ def gpt(
     check_at_least(1, num_stages=num_stages, blocks_per_stage=blocks_per_stage, width=width, num_heads=num_heads)
     check_at_least(1, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
     check_at_least(0, head_blocks=head_blocks)
-    blocks = named(TransformerBlock(width, num_heads, dropout) for _ in range(num_stages * blocks_per_stage))
+    blocks = name_blocks(TransformerBlock(width, num_heads, dropout) for _ in range(num_stages * blocks_per_stage))
     pieces: dict[str, nn.Module] = {
         "embedding": Embedding(vocabulary_size, sequence_length, width),
         **blocks,

@@ -15,16 +15,16 @@ from nwise._modes import evaluating
 from nwise.microbatch import Tensors, as_tuple
 from nwise.models.chain import Chain
 from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
-from nwise.models.split import blocks_of
+from nwise.models.split import repeated_blocks
 
 _WIDTHS = (128, 64)  # the paper's
 
 
 def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
-    """One linear layer on the flattened features (the paper's small convolutional network).
+    """Make one linear layer on the flattened features (the paper's small convolutional network).
 
     Args:
-        shape: of the features of one sample, such as ``(32, 16, 16)``.
+        shape: shape of one sample's features, e.g. ``(32, 16, 16)``.
         num_classes: number of outputs.
 
     >>> import torch
@@ -37,13 +37,13 @@ def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
 def convolutional(
     channels: int, num_classes: int, widths: Sequence[int] = _WIDTHS, norm: Norm | None = "batch"
 ) -> nn.Sequential:
-    """Convolutions (3x3, norm, ReLU), global average pool, linear (the paper's ResNets).
+    """Make convolutions (3x3, norm, ReLU), a global average pool and a linear layer (the paper's ResNets).
 
     Args:
-        channels: of the feature map ``[B, C, H, W]``, of any height and width.
+        channels: channels of the feature map ``[B, C, H, W]``, of any height and width.
         num_classes: number of outputs.
         widths: channels of each convolution.
-        norm: see `nwise.models.layers.conv_norm_relu`.
+        norm: norm after each convolution, as for `nwise.models.layers.conv_norm_relu`.
 
     >>> import torch
     >>> convolutional(8, 10)(torch.zeros(2, 8, 5, 5)).shape
@@ -58,13 +58,13 @@ def convolutional(
 
 
 def transformer(width: int, num_heads: int, vocabulary_size: int, num_blocks: int = 2) -> nn.Sequential:
-    """Transformer blocks, layer norm and vocabulary matrix (the paper's language models).
+    """Make Transformer blocks, a layer norm and a vocabulary matrix (the paper's language models).
 
     Args:
-        width: of the tokens ``[B, T, D]``.
+        width: width of the tokens ``[B, T, D]``.
         num_heads: attention heads of each block.
         vocabulary_size: number of outputs per token.
-        num_blocks: how many blocks.
+        num_blocks: number of blocks.
 
     >>> import torch
     >>> transformer(8, 2, 50)(torch.zeros(2, 7, 8)).shape
@@ -79,7 +79,7 @@ class PooledTokens(nn.Module):
     """Mean over the tokens, layer norm and linear layer: ``[B, T, D] -> [B, classes]``.
 
     Args:
-        width: of the tokens.
+        width: width of the tokens.
         num_classes: number of outputs.
     """
 
@@ -93,7 +93,7 @@ class PooledTokens(nn.Module):
 
 
 def pooled_tokens(width: int, num_classes: int) -> PooledTokens:
-    """Classifier of a token sequence of any length, for vision transformers and encoders.
+    """Make a classifier of token sequences of any length, for vision transformers and encoders.
 
     >>> import torch
     >>> pooled_tokens(8, 10)(torch.zeros(2, 5, 8)).shape
@@ -103,20 +103,20 @@ def pooled_tokens(width: int, num_classes: int) -> PooledTokens:
 
 
 def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
-    """Heads that are copies of the network's own end: its last `blocks` blocks and whatever comes behind them.
+    """Make heads that copy the end of the network: its last `blocks` blocks and everything behind them.
 
     With ``blocks=2`` these are the heads of the paper's language models (section 4.3: two Transformer blocks and a
-    vocabulary matrix), for any network whose blocks are all of one shape. Copies begin with the values of the originals.
+    vocabulary matrix), for any network whose blocks have equal shapes. Copies start from the values of the originals.
 
     Args:
-        stages: of `nwise.split`.
-        blocks: how many of the last blocks, the pieces of the network's commonest class.
+        stages: the stages that `nwise.split` returned.
+        blocks: number of repeated blocks (pieces of the most common class) to copy.
 
     Returns:
-        One for every stage but the last.
+        A head for every stage but the last.
 
     Raises:
-        ValueError: there is nothing to copy, or there are fewer blocks.
+        ValueError: there is nothing to copy, or the network has fewer blocks.
 
     >>> from nwise import split
     >>> network = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Tanh())
@@ -126,21 +126,23 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
     if not all(isinstance(stage, Chain) for stage in stages):
         raise TypeError("`stages` should be those of `nwise.split`, which know their modules. Found others.")
     pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
-    names, deep = list(pieces), blocks_of(pieces)
-    if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(deep):
-        raise ValueError(f"`blocks` should be an integer from 0 to the network's {len(deep)} blocks. Found {blocks!r}.")
-    first = names.index(deep[-blocks]) if blocks else names.index(deep[-1]) + 1
+    names, repeated = list(pieces), repeated_blocks(pieces)
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(repeated):
+        raise ValueError(
+            f"`blocks` should be an integer from 0 to the network's {len(repeated)} blocks. Found {blocks!r}."
+        )
+    first = names.index(repeated[-blocks]) if blocks else names.index(repeated[-1]) + 1
     end = {name: pieces[name] for name in names[first:]}
     if not end:
         raise ValueError(
-            f"The network should end in a module behind its last block, {deep[-1]!r}, to be copied. Found none; copy that block "
+            f"The network should end in a module behind its last block, {repeated[-1]!r}, to copy. Found none; copy that block "
             "too (`blocks=1`), or use `heads.fitting`."
         )
     return [stages[-1].like({name: copy.deepcopy(piece) for name, piece in end.items()}) for _ in stages[:-1]]
 
 
-class OfFirst(nn.Sequential):
-    """Layers on the first of a stage's outputs; masks and the like, which travel with it, are not looked at."""
+class OnFirstOutput(nn.Sequential):
+    """Layers on the first of a stage's outputs; they ignore what travels along, such as masks."""
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         del others
@@ -152,19 +154,19 @@ class OfFirst(nn.Sequential):
 def fitting(
     stages: Sequence[nn.Module], example: Tensor | Tensors, num_outputs: int, *, per_token: bool = False
 ) -> list[nn.Module]:
-    """Heads for whatever the stages give: `convolutional` for maps, `pooled_tokens` for sequences, `linear` for vectors.
+    """Make heads for the stages' outputs: `convolutional` for maps, `pooled_tokens` for sequences, `linear` for vectors.
 
-    Convolutions are no wider than the stage's output, nor than the paper's, and have a norm if the network has one.
-    `Pipeline.summary` says what the heads cost.
+    Convolutions are at most as wide as the stage's output and as the paper's, and have a norm if the network has one.
+    `Pipeline.summary` reports the cost of the heads.
 
     Args:
-        stages: the main network, which is run once on the example, without gradient and in evaluation mode.
+        stages: the main network, which runs once on the example, in eval mode without gradients.
         example: an input, or a tuple of them; one sample is enough.
-        num_outputs: classes, or the size of the vocabulary.
-        per_token: for a sequence, an output for every token rather than one for all: layer norm and vocabulary matrix.
+        num_outputs: number of classes, or size of the vocabulary.
+        per_token: whether a sequence has an output for every token (layer norm and vocabulary matrix), not one for all.
 
     Returns:
-        One for every stage but the last.
+        A head for every stage but the last.
 
     >>> import torch
     >>> [head[0].classify.in_features for head in fitting([nn.Linear(3, 8), nn.Linear(8, 2)], torch.zeros(1, 5, 3), 2)]
@@ -172,32 +174,32 @@ def fitting(
     """
     hidden = as_tuple(example, "`example`")
     heads: list[nn.Module] = []
-    norm = _norm_like(stages)
+    norm = _infer_norm(stages)
     for k, stage in enumerate(stages[:-1]):
         with evaluating(stage):
             hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
-        head = _fitting(hidden[0], num_outputs, per_token, k, norm)
-        heads.append(OfFirst(head.to(hidden[0].device, hidden[0].dtype)))
+        head = _infer_head(hidden[0], num_outputs, per_token, k, norm)
+        heads.append(OnFirstOutput(head.to(hidden[0].device, hidden[0].dtype)))
     return heads
 
 
-def _norm_like(stages: Iterable[nn.Module]) -> Norm | None:
-    """The norm that goes with those of a network: none with none, and no batch statistics where it has none."""
+def _infer_norm(stages: Iterable[nn.Module]) -> Norm | None:
+    """Choose the heads' norm: none if the network has none, and batch norm only if the network uses it."""
     names = {type(module).__name__ for stage in stages for module in stage.modules()}
     if any("BatchNorm" in name for name in names):
         return "batch"
     return "group" if any("Norm" in name for name in names) else None
 
 
-def _fitting(output: Tensor, num_outputs: int, per_token: bool, stage: int, norm: Norm | None) -> nn.Module:
+def _infer_head(output: Tensor, num_outputs: int, per_token: bool, stage: int, norm: Norm | None) -> nn.Module:
     shape = output.shape[1:]
     if per_token and len(shape) == 2:
         return vocabulary(shape[1], num_outputs)
     if per_token or not 1 <= len(shape) <= 3:
-        wanted = "[B, T, D]" if per_token else "[B, D], [B, T, D] or [B, C, H, W]"
+        expected = "[B, T, D]" if per_token else "[B, D], [B, T, D] or [B, C, H, W]"
         raise ValueError(
-            f"Stage {stage} should give a tensor of shape {wanted} for a head to fit. Found "
-            f"{list(output.shape)}; write one yourself."
+            f"Stage {stage} should return a tensor of shape {expected} for a head to fit. Found {list(output.shape)}; write the "
+            "head yourself."
         )
     if len(shape) == 3:
         return convolutional(shape[0], num_outputs, [min(width, shape[0]) for width in _WIDTHS], norm)

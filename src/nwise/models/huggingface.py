@@ -1,7 +1,7 @@
-"""Networks of Hugging Face's transformers as stages: their own modules under their own names, called as their forward does.
+"""Split Hugging Face transformers into stages that call the model's own modules as its forward does.
 
-Nothing is traced and nothing rewritten: a `Family` says in which order a class of models runs its modules, and what each
-of them is given beside the hidden state. Attention masks and position ids travel from stage to stage with it.
+Nothing is traced or rewritten. A `Family` lists the modules of a class of models in the order they run, and how each is
+called. Attention masks and position ids travel from stage to stage with the hidden state.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +19,29 @@ from nwise.microbatch import Tensors
 from nwise.models.chain import Chain
 
 
-class Around:
-    """What the modules of a stage are given beside the hidden state, worked out once in a forward of the stage.
+class CallContext:
+    """Arguments of a stage's modules besides the hidden state, computed once per forward of the stage.
 
     Args:
-        config: of the model.
-        given: the inputs that were given and are still known here, by name.
-        beside: modules without weights that the stage has a copy of, by the last part of their names.
+        config: the model's configuration.
+        given: the model's inputs that this stage has, by name.
+        shared: the stage's copies of modules without weights, by the last part of their names.
     """
 
-    def __init__(self, config: Any, given: Mapping[str, Tensor], beside: Mapping[str, nn.Module]) -> None:
+    def __init__(self, config: Any, given: Mapping[str, Tensor], shared: Mapping[str, nn.Module]) -> None:
         self.config = config
         self.given = given
-        self.beside = beside
+        self.shared = shared
         self._masks: dict[str, Tensor | None] = {}
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def positions(self, x: Tensor) -> Tensor:
-        """Position ids ``[B, T]``, or ``[1, T]`` if none were given."""
+        """Return position ids ``[B, T]``, or ``[1, T]`` if none were given."""
         given = self.given.get("position_ids")
         return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if given is None else given
 
     def mask(self, x: Tensor, kind: str) -> Tensor | None:
-        """The attention mask as the model's own forward makes it; None where attention needs none.
+        """Make the attention mask as the model's own forward does; None if attention needs none.
 
         Args:
             x: the hidden state, for its shape and dtype.
@@ -62,103 +62,97 @@ class Around:
         return self._masks[kind]
 
     def rotary(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions."""
+        """Return the cosines and sines of the positions."""
         if self._rotary is None:
-            self._rotary = self.beside["rotary_emb"](x, position_ids=self.positions(x))
+            self._rotary = self.shared["rotary_emb"](x, position_ids=self.positions(x))
         return self._rotary
 
 
-Call = Callable[[nn.Module, Tensor, Around], Tensor]
+Call = Callable[[nn.Module, Tensor, CallContext], Tensor]
 
 
-def _plainly(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    del around
+def _call(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
     return piece(x)
 
 
-def _of_first_token(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    del around
+def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
     return piece(x[:, 0])
 
 
-def _added_positions(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    return x + piece(around.positions(x))
+def _add_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return x + piece(context.positions(x))
 
 
-def _gpt2_block(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    return piece(x, attention_mask=around.mask(x, "full_attention"), position_ids=around.positions(x))
+def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(x, attention_mask=context.mask(x, "full_attention"), position_ids=context.positions(x))
 
 
-def _rotary_block(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
+def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(
         x,
-        attention_mask=around.mask(x, _attention_of(piece, around.config)),
-        position_ids=around.positions(x),
-        position_embeddings=around.rotary(x),
+        attention_mask=context.mask(x, _attention_kind(piece, context.config)),
+        position_ids=context.positions(x),
+        position_embeddings=context.rotary(x),
     )
 
 
-def _attention_of(block: nn.Module, config: Any) -> str:
-    """Qwen says it of every layer, Mistral of all of them by the width of its window."""
+def _attention_kind(block: nn.Module, config: Any) -> str:
+    """Read the kind of mask from the configuration: Qwen lists it per layer, Mistral has one window for all."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return kinds[block.self_attn.layer_idx]  # type: ignore[union-attr]
     return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
 
 
-def _encoder_block(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    decoder = getattr(around.config, "is_decoder", False)
-    return piece(x, around.mask(x, "full_attention" if decoder else "bidirectional"))
+def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    decoder = getattr(context.config, "is_decoder", False)
+    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"))
 
 
-def _bert_embeddings(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    return piece(input_ids=x, token_type_ids=around.given.get("token_type_ids"))
+def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(input_ids=x, token_type_ids=context.given.get("token_type_ids"))
 
 
-def _vit_embeddings(piece: nn.Module, x: Tensor, around: Around) -> Tensor:
-    del around
+def _vit_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
     return piece(x.to(next(piece.parameters()).dtype))
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the forward of a class of models goes through its modules.
+    """The modules of a class of models in the order that its forward calls them, and how.
 
     Args:
-        inputs: names of what the model takes, in the order of `Pipeline.step`; the last ones may be left out.
-        carried: which of them later stages need.
-        pieces: modules in the order they run, and how each is called; ``*`` stands for the entries of a list.
-        beside: modules without weights that every stage needs.
+        inputs: names of the model's inputs, in the order of `Pipeline.step`; the last ones are optional.
+        carried: those inputs that later stages need.
+        pieces: names of the modules in the order they run, with the function that calls each; ``*`` matches every entry of a
+            list.
+        shared: names of modules without weights that every stage needs.
     """
 
     inputs: tuple[str, ...]
     carried: tuple[str, ...]
     pieces: Mapping[str, Call]
-    beside: tuple[str, ...] = ()
-    patterns: Mapping[re.Pattern[str], Call] = field(init=False, repr=False)
+    shared: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        regular = {re.compile(re.escape(p).replace(r"\*", r"\d+")): call for p, call in self.pieces.items()}
-        object.__setattr__(self, "patterns", regular)
+    def call_for(self, name: str) -> Call:
+        """Return the function that calls the module of that name."""
+        patterns = {re.escape(piece).replace(r"\*", r"\d+"): call for piece, call in self.pieces.items()}
+        return next(call for pattern, call in patterns.items() if re.fullmatch(pattern, name))
 
-    def call_of(self, name: str) -> Call:
-        """How the module of that name is called."""
-        return next(call for pattern, call in self.patterns.items() if pattern.fullmatch(name))
-
-    def pieces_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The model's modules in the order they run, by name."""
-        found: dict[str, nn.Module] = {}
-        for pattern in self.pieces:
-            found |= dict(_matching(model, "", pattern.split(".")))
-        return found
+    def ordered_pieces(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the model's modules by name, in the order they run."""
+        return dict(item for pattern in self.pieces for item in _match(model, "", pattern.split(".")))
 
 
-def _matching(module: nn.Module, prefix: str, parts: list[str]) -> list[tuple[str, nn.Module]]:
+def _match(module: nn.Module, prefix: str, parts: list[str]) -> list[tuple[str, nn.Module]]:
     if not parts:
         return [(prefix.removesuffix("."), module)]
-    here, *rest = parts
-    names = list(module._modules) if here == "*" else [here]
-    return [item for name in names for item in _matching(module.get_submodule(name), f"{prefix}{name}.", rest)]
+    part, *rest = parts
+    names = list(module._modules) if part == "*" else [part]
+    return [item for name in names for item in _match(module.get_submodule(name), f"{prefix}{name}.", rest)]
 
 
 _TEXT = ("input_ids", "attention_mask", "position_ids")
@@ -166,18 +160,18 @@ _GPT2 = Family(
     _TEXT,
     ("attention_mask", "position_ids"),
     {
-        "transformer.wte": _plainly,
-        "transformer.wpe": _added_positions,
-        "transformer.drop": _plainly,
+        "transformer.wte": _call,
+        "transformer.wpe": _add_positions,
+        "transformer.drop": _call,
         "transformer.h.*": _gpt2_block,
-        "transformer.ln_f": _plainly,
-        "lm_head": _plainly,
+        "transformer.ln_f": _call,
+        "lm_head": _call,
     },
 )
 _LLAMA = Family(
     _TEXT,
     ("attention_mask", "position_ids"),
-    {"model.embed_tokens": _plainly, "model.layers.*": _rotary_block, "model.norm": _plainly, "lm_head": _plainly},
+    {"model.embed_tokens": _call, "model.layers.*": _rotary_block, "model.norm": _call, "lm_head": _call},
     ("model.rotary_emb",),
 )
 _VIT = Family(
@@ -186,8 +180,8 @@ _VIT = Family(
     {
         "vit.embeddings": _vit_embeddings,
         "vit.layers.*": _encoder_block,
-        "vit.layernorm": _plainly,
-        "classifier": _of_first_token,
+        "vit.layernorm": _call,
+        "classifier": _call_on_first_token,
     },
 )
 _BERT = {"bert.embeddings": _bert_embeddings, "bert.encoder.layer.*": _encoder_block}
@@ -196,10 +190,10 @@ _RESNET = Family(
     ("pixel_values",),
     (),
     {
-        "resnet.embedder": _plainly,
-        "resnet.encoder.stages.*.layers.*": _plainly,
-        "resnet.pooler": _plainly,
-        "classifier": _plainly,
+        "resnet.embedder": _call,
+        "resnet.encoder.stages.*.layers.*": _call,
+        "resnet.pooler": _call,
+        "classifier": _call,
     },
 )
 FAMILIES: dict[str, Family] = {
@@ -212,23 +206,23 @@ FAMILIES: dict[str, Family] = {
     "BertForSequenceClassification": Family(
         _BERT_INPUTS,
         ("attention_mask",),
-        {**_BERT, "bert.pooler": _plainly, "dropout": _plainly, "classifier": _plainly},
+        {**_BERT, "bert.pooler": _call, "dropout": _call, "classifier": _call},
     ),
-    "BertForMaskedLM": Family(_BERT_INPUTS, ("attention_mask",), {**_BERT, "cls": _plainly}),
+    "BertForMaskedLM": Family(_BERT_INPUTS, ("attention_mask",), {**_BERT, "cls": _call}),
     "ResNetForImageClassification": _RESNET,
 }
 
 
-class Passage(Chain):
-    """A stage of a network of Hugging Face: some of its modules, called as its own forward calls them.
+class HuggingFaceStage(Chain):
+    """A stage of a Hugging Face network: some of its modules, called as the network's own forward calls them.
 
     Args:
-        pieces: modules by their names in the model, in the order they run.
-        family: how they are called.
-        config: of the model.
-        beside: modules without weights that every stage needs, by name; copied.
-        begins: whether the model begins with this stage, which then takes the model's inputs.
-        ends: whether its output is the model's.
+        pieces: the stage's modules by their names in the model, in the order they run.
+        family: the family of the model, which knows how to call them.
+        config: the model's configuration.
+        shared: modules without weights that every stage needs, by name; the stage copies them.
+        begins: whether this is the first stage, which takes the model's inputs.
+        ends: whether this is the last stage, whose output is the model's.
     """
 
     def __init__(
@@ -236,7 +230,7 @@ class Passage(Chain):
         pieces: Mapping[str, nn.Module],
         family: Family,
         config: Any,
-        beside: Mapping[str, nn.Module],
+        shared: Mapping[str, nn.Module],
         *,
         begins: bool,
         ends: bool,
@@ -246,15 +240,15 @@ class Passage(Chain):
         self.config = config
         self.begins = begins
         self.ends = ends
-        self._calls = {name: family.call_of(name) for name in pieces}
-        self._beside = tuple(beside)
-        for name, module in beside.items():
+        self._calls = {name: family.call_for(name) for name in pieces}
+        self._shared = tuple(shared)
+        for name, module in shared.items():
             self.place(name, copy.deepcopy(module))
 
-    def like(self, pieces: Mapping[str, nn.Module]) -> Passage:
-        """A head of other pieces, which ends where the model does."""
-        beside = {name: self.get_submodule(name) for name in self._beside}
-        return Passage(pieces, self.family, self.config, beside, begins=False, ends=True)
+    def like(self, pieces: Mapping[str, nn.Module]) -> HuggingFaceStage:
+        """Make a head of other pieces, which ends where the model does."""
+        shared = {name: self.get_submodule(name) for name in self._shared}
+        return HuggingFaceStage(pieces, self.family, self.config, shared, begins=False, ends=True)
 
     def forward(self, *inputs: Tensor) -> Tensor | Tensors:
         x, *carried = inputs
@@ -264,42 +258,43 @@ class Passage(Chain):
                 f"The network should be given at most {', '.join(self.family.inputs)}. Found {len(carried) - len(names)} more."
             )
         given = dict(zip(names, carried, strict=False))
-        beside = {name.rpartition(".")[2]: self.get_submodule(name) for name in self._beside}
-        around = Around(self.config, given, beside)
+        shared = {name.rpartition(".")[2]: self.get_submodule(name) for name in self._shared}
+        context = CallContext(self.config, given, shared)
         for name, piece in self.pieces().items():
-            x = self._calls[name](piece, x, around)
-        on = tuple(given[name] for name in self.family.carried if name in given)
-        return x if self.ends or not on else (x, *on)
+            x = self._calls[name](piece, x, context)
+        passed_on = () if self.ends else tuple(given[name] for name in self.family.carried if name in given)
+        return (x, *passed_on) if passed_on else x
 
 
-def family_of(model: nn.Module) -> Family:
-    """How a model's forward goes, by its class.
+def family_for(model: nn.Module) -> Family:
+    """Look up the family of a model by its class.
 
     Raises:
-        ValueError: it is of a class that is not known.
+        ValueError: the class is unknown.
     """
     name = type(model).__name__
     if name not in FAMILIES:
         raise ValueError(
-            f"A model of Hugging Face should be one of {', '.join(FAMILIES)}. Found {name}; write its stages as modules of your "
-            "own, or add a `nwise.models.huggingface.Family` to `nwise.models.huggingface.FAMILIES`."
+            f"A Hugging Face model should be one of {', '.join(FAMILIES)}. Found {name}; write its stages yourself, or add a "
+            "`nwise.models.huggingface.Family` to `nwise.models.huggingface.FAMILIES`."
         )
     return FAMILIES[name]
 
 
-def outputs_of(model: nn.Module, inputs: Tensors) -> Any:
-    """What the model itself makes of the inputs."""
-    named: dict[str, Any] = dict(zip(family_of(model).inputs, inputs, strict=False))
+def run_model(model: nn.Module, inputs: Tensors) -> Any:
+    """Return the logits of the unsplit model."""
+    named: dict[str, Any] = dict(zip(family_for(model).inputs, inputs, strict=False))
     if "input_ids" in named:
-        named["use_cache"] = False  # which stages do not have, and which rounds otherwise
+        named["use_cache"] = False  # stages have no cache, and using one rounds differently
     return model(**named, return_dict=True).logits
 
 
-def passages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
-    """Stages of groups of the model's pieces."""
-    family = family_of(model)
-    beside = {name: model.get_submodule(name) for name in family.beside}
+def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
+    """Make a stage of every group of the model's pieces."""
+    family = family_for(model)
+    shared = {name: model.get_submodule(name) for name in family.shared}
     last = len(groups) - 1
     return [
-        Passage(group, family, model.config, beside, begins=k == 0, ends=k == last) for k, group in enumerate(groups)
+        HuggingFaceStage(group, family, model.config, shared, begins=k == 0, ends=k == last)
+        for k, group in enumerate(groups)
     ]

@@ -1,4 +1,4 @@
-"""Layers that both models and heads are made of.
+"""Layers of both models and heads.
 
 B  batch    T  sequence length    D  width    V  vocabulary
 """
@@ -58,7 +58,7 @@ class TransformerBlock(nn.Module):
         return x_BTD + self.drop(self.down(functional.gelu(self.up(self.norm2(x_BTD)))))
 
 
-class Table(nn.Embedding):
+class NormalEmbedding(nn.Embedding):
     """An embedding initialised as in GPT-2: normal with deviation 0.02."""
 
     def reset_parameters(self) -> None:
@@ -70,8 +70,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocabulary_size: int, sequence_length: int, width: int) -> None:
         super().__init__()
-        self.tokens = Table(vocabulary_size, width)
-        self.positions = Table(sequence_length, width)
+        self.tokens = NormalEmbedding(vocabulary_size, width)
+        self.positions = NormalEmbedding(sequence_length, width)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         length = tokens_BT.shape[1]
@@ -83,7 +83,7 @@ class Embedding(nn.Module):
 
 
 def vocabulary(width: int, size: int) -> nn.Sequential:
-    """Layer norm and vocabulary matrix, ``[B, T, D] -> [B, T, V]``."""
+    """Make a layer norm and a vocabulary matrix, ``[B, T, D] -> [B, T, V]``."""
     return nn.Sequential(nn.LayerNorm(width), Linear(width, size, bias=False))
 
 
@@ -94,8 +94,9 @@ def conv_norm_relu(in_channels: int, out_channels: int, norm: Norm | None = "bat
     """Make a 3x3 convolution of stride and padding 1, a norm, and a ReLU.
 
     Args:
-        in_channels, out_channels: of the feature maps.
-        norm: ``"batch"``, ``"group"`` (one group, so that it does not depend on other samples), or None.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        norm: ``"batch"``, ``"group"`` (one group, independent of other samples), or None.
     """
     layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=norm is None)]
     if norm is not None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from torch import nn
 
 from nwise.models import heads
-from nwise.models.staged import StagedModel, build, check_at_least, named
+from nwise.models.staged import StagedModel, build, check_at_least, name_blocks
 
 
 def mlp(
     num_stages: int = 4, in_features: int = 64, width: int = 128, num_classes: int = 10, *, seed: int = 0
 ) -> StagedModel:
-    """One linear layer and ReLU a stage; the last stage also has the output layer.
+    """Build a perceptron with one linear layer and ReLU per stage; the last stage also has the output layer.
 
     Args:
         num_stages: number of stages, at least 1.
-        in_features: of the flattened input ``[B, ...]``.
-        width: of every hidden layer.
+        in_features: size of the flattened input ``[B, ...]``.
+        width: width of every hidden layer.
         num_classes: number of outputs.
-        seed: of the initial values.
+        seed: seed of the initial values.
 
     Returns:
         A model with ``.stages`` and ``.heads`` (one linear layer each).
@@ -27,7 +27,7 @@ def mlp(
     (3, 2)
     """
     check_at_least(1, num_stages=num_stages, in_features=in_features, width=width, num_classes=num_classes)
-    blocks = named(
+    blocks = name_blocks(
         nn.Sequential(
             *([nn.Flatten()] if k == 0 else []), nn.Linear(in_features if k == 0 else width, width), nn.ReLU()
         )

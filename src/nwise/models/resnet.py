@@ -35,7 +35,7 @@ class Shorten(nn.Module):
 
 
 class Residual(nn.Module):
-    """``relu(body(x) + shortcut(x))``."""
+    """A residual block, ``relu(body(x) + shortcut(x))``."""
 
     def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
@@ -92,18 +92,17 @@ def resnet(
     width_factor: float = 1.0,
     seed: int = 0,
 ) -> StagedModel:
-    """A residual network, one stage for each size of the feature map.
+    """Build a residual network with one stage for each size of the feature map.
 
     Args:
-        name: ``"paper-32"`` is what the paper calls ResNet-32: basic blocks 64x3, 128x4, 256x6,
-            512x3 behind a 3x3 stem, the shape of ResNet-34; ``"18"`` has two of each. ``"32"`` is He's CIFAR ResNet-32 (16, 32,
-            64 channels, 5 blocks each), which has only three sizes and so three stages. ``"50"`` is
-            ResNet-50 (stride in the 3x3 convolution).
-        num_classes: number of outputs; by default 10, for ``"50"`` 1000.
-        image_size: height and width of the images; by default 32, for ``"50"`` 224. From 64 on, the
-            stem is a 7x7 convolution of stride 2 and a 3x3 max pool of stride 2, below a 3x3 one.
-        width_factor: multiplies all channels, those of the heads too, for small trials; 1 is the network itself.
-        seed: of the initial values.
+        name: ``"paper-32"`` is the paper's ResNet-32: basic blocks 64x3, 128x4, 256x6, 512x3 behind a 3x3 stem, the shape of
+            ResNet-34; ``"18"`` has two of each. ``"32"`` is He's CIFAR ResNet-32 (16, 32, 64 channels, 5 blocks each), whose
+            three sizes make three stages. ``"50"`` is ResNet-50 (stride in the 3x3 convolution).
+        num_classes: number of outputs; default: 1000 for ``"50"``, else 10.
+        image_size: height and width of the images; default: 224 for ``"50"``, else 32. From 64 on, the stem is a 7x7
+            convolution of stride 2 and a 3x3 max pool of stride 2, below that a 3x3 convolution.
+        width_factor: factor of all channels, including the heads', for small trials; 1 is the full network.
+        seed: seed of the initial values.
 
     Returns:
         A model with ``.stages`` and ``.heads``: convolutions of 128 and 64 channels, global pool, linear.
@@ -122,17 +121,17 @@ def resnet(
     make, groups, stem = _SHAPES[name]
     channels = max(1, round(stem * width_factor))
     pieces: dict[str, nn.Module] = {"stem": _stem(channels, large=image_size >= 64)}
-    starts, width_of = [], {"stem": channels}
+    starts, widths = [], {"stem": channels}
     for group, (width, count) in enumerate(groups):
         for i in range(count):
             stride = 2 if group and not i else 1
             piece = f"groups.{group}.{i}"
             pieces[piece], channels = make(channels, max(1, round(width * width_factor)), stride)
-            width_of[piece] = channels
+            widths[piece] = channels
         starts.append(f"groups.{group}.0")
     pieces["output"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
-    widths = tuple(max(1, round(width * width_factor)) for width in (128, 64))
-    return build(pieces, starts[1:], lambda piece: heads.convolutional(width_of[piece], num_classes, widths), seed)
+    head_widths = tuple(max(1, round(width * width_factor)) for width in (128, 64))
+    return build(pieces, starts[1:], lambda piece: heads.convolutional(widths[piece], num_classes, head_widths), seed)
 
 
 def _stem(channels: int, large: bool) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""A network as a list of stages with fitting heads."""
+"""Networks as lists of stages with matching heads."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from torch import nn
 
 from nwise.models.chain import Chain
-from nwise.models.split import cut
+from nwise.models.split import group_pieces
 from nwise.randomness import derive, seeded
 
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """What every builder of `nwise.models` returns.
+    """A network in stages with its heads, as every builder of `nwise.models` returns it.
 
     Args:
         stages: the main network; parameter names are those of the unsplit network, whatever the cut.
-        heads: one for every stage but the last.
-        head_of: a new head that fits behind the piece of that name, for other cuts.
+        heads: a head for every stage but the last.
+        make_head: function that makes a new head behind the piece of that name, for other cuts.
     """
 
     stages: list[Chain]
     heads: list[nn.Module]
-    head_of: Callable[[str], nn.Module]
+    make_head: Callable[[str], nn.Module]
 
     def whole(self) -> Chain:
-        """The main network as one module, under the names that `nwise export` writes.
+        """Join the main network into one module, under the names that `nwise export` writes.
 
         >>> from nwise.models import mlp
         >>> sorted(mlp(2).whole().state_dict())[0]
@@ -38,25 +38,25 @@ class StagedModel:
 
 
 def build(
-    pieces: Mapping[str, nn.Module], at: Sequence[str], head_of: Callable[[str], nn.Module], seed: int
+    pieces: Mapping[str, nn.Module], at: Sequence[str], make_head: Callable[[str], nn.Module], seed: int
 ) -> StagedModel:
-    """Cut the pieces, give every stage but the last its head, and set all initial values."""
-    stages = cut(pieces, at)
-    heads = [head_of(list(stage.pieces())[-1]) for stage in stages[:-1]]
+    """Cut the pieces into stages, give every stage but the last its head, and set all initial values."""
+    stages = [Chain(group) for group in group_pieces(pieces, at)]
+    heads = [make_head(list(stage.pieces())[-1]) for stage in stages[:-1]]
     for name, piece in pieces.items():
         initialize(piece, seed, name)
     for k, head in enumerate(heads):
         initialize(head, seed, f"heads.{k}")
-    return StagedModel(stages, heads, head_of)
+    return StagedModel(stages, heads, make_head)
 
 
 def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
-    """The same network in fewer stages, each of which is several of the model's own; its head is that of the last of them.
+    """Merge consecutive stages of a network; a new stage has the head of the last one merged into it.
 
     Args:
         model: the network.
-        counts: how many of its stages are in each new one.
-        seed: of the heads' initial values, which are named after their new stages.
+        counts: numbers of its stages in each new one.
+        seed: seed of the heads' initial values, which depend on their new stages' numbers.
 
     >>> from nwise.models import mlp
     >>> [list(stage.pieces()) for stage in merged(mlp(3), [2, 1], 0).stages]
@@ -73,15 +73,15 @@ def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
     heads = [model.heads[end - 1] for end in ends[:-1]]
     for k, head in enumerate(heads):
         initialize(head, seed, f"heads.{k}")
-    return StagedModel(stages, heads, model.head_of)
+    return StagedModel(stages, heads, model.make_head)
 
 
 def materialize(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:
-    """Give memory and initial values to a part of a network that was built without, under ``torch.device("meta")``.
+    """Give memory and initial values to a part of a network that was built under ``torch.device("meta")``.
 
     Args:
         module: a stage (a `Chain`, whose pieces have their own names) or a head.
-        seed: of the model.
+        seed: seed of the model.
         prefix: name of the module in the unsplit network.
     """
     module.to_empty(device="cpu")
@@ -91,13 +91,13 @@ def materialize(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:
 
 
 def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Draw every module's values anew, from nothing but the seed and the module's name.
+    """Redraw every module's values from the seed and the module's name alone.
 
-    So they are equal for every cut, and on every rank.
+    They are therefore equal for every cut and on every rank.
 
     Args:
-        module: whose submodules' ``reset_parameters`` are called.
-        seed: of the model.
+        module: a module; it calls ``reset_parameters`` of all its submodules.
+        seed: seed of the model.
         prefix: name of the module in the unsplit network.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -113,12 +113,12 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 
 def check_at_least(minimum: int, **values: int) -> None:
-    """Refuse sizes that no network has."""
+    """Raise ValueError unless every value is an integer of at least `minimum`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
 
 
-def named(blocks: Iterable[nn.Module], name: str = "blocks") -> dict[str, nn.Module]:
-    """``{"<name>.0": ..., "<name>.1": ...}``."""
-    return {f"{name}.{i}": block for i, block in enumerate(blocks)}
+def name_blocks(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return ``{"blocks.0": ..., "blocks.1": ...}``."""
+    return {f"blocks.{i}": block for i, block in enumerate(blocks)}

@@ -117,7 +117,7 @@ class _Bench:
         self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: autocast(recipe, device)
         self._optimizer: Sgd | Adam = recipe.optimizer
         self._pieces = [piece.to(device) for piece in pieces.values()]
-        heads = [model.head_of(name) for name in self.names[:-1]]
+        heads = [model.make_head(name) for name in self.names[:-1]]
         self._heads: list[nn.Module] = [head.to(device) for head in [*heads, nn.Identity()]]
         self._loss = make_loss(data)
         self._data = data.to(device)
