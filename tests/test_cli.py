@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from nwise import cli, models
-from nwise.cli.dispatch import parsed
+from nwise.cli.dispatch import parse
 from nwise.recipes import RECIPES
 
 
@@ -59,7 +59,7 @@ def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_recipe_may_come_last() -> None:
-    command = parsed("train", ["--max-steps", "2", "source-code", "--batch-size", "3"])
+    command = parse("train", ["--max-steps", "2", "source-code", "--batch-size", "3"])
     expected = dataclasses.replace(RECIPES["source-code"](), max_steps=2, batch_size=3)
     assert (command.recipe, command.config) == ("source-code", expected)
 
@@ -221,7 +221,7 @@ def test_a_run_whose_output_is_closed_can_be_resumed() -> None:
     error = process.stderr.read()
     process.stderr.close()
     assert process.wait(60) == 75, error
-    assert "as asked. Go on with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert "as asked. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
     assert "Traceback" not in error
     assert "Exception ignored" not in error
 
@@ -312,7 +312,7 @@ def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path, capsys: pyte
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
-    assert "as asked. Go on with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert "as asked. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
     assert "Traceback" not in out + error
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
     assert "stopped at step" in capsys.readouterr().out
@@ -322,5 +322,7 @@ def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("command", ["train", "recipes"])
 def test_a_command_without_any_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`nwise train` alone, which is what `make train` runs, once ended in an error of the search for `--resume`."""
-    monkeypatch.setattr("nwise.cli.training.Train.run", lambda self, console: 0 if self.recipe == "digits" else 1)
+    monkeypatch.setattr(
+        "nwise.cli.training.TrainCommand.run", lambda self, console: 0 if self.recipe == "digits" else 1
+    )
     assert cli.run([command]) == 0

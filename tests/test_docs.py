@@ -20,7 +20,7 @@ import pytest
 
 import nwise
 from nwise import cli
-from nwise.cli.dispatch import parsed
+from nwise.cli.dispatch import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "experiments").rglob("README.md")])
@@ -87,7 +87,7 @@ def test_commands_of_the_manual_are_commands(words: tuple[str, ...], monkeypatch
             del options[at : at + 2]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parsed(command, options if command != "report" or options else ["runs"])
+        parse(command, options if command != "report" or options else ["runs"])
 
 
 def test_there_are_commands() -> None:

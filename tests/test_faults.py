@@ -274,17 +274,17 @@ def test_resume_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command(["train", "digits", *OPTIONS, *runs]) == 0
     (folder,) = tmp_path.iterdir()
     assert command(["train", "--resume", str(folder), "--max-steps", "15", "--strategy", "3-wise"]) == 0
-    assert "going on at step 12: strategy 2-wise -> 3-wise" in text(capsys)
+    assert "resuming at step 12: strategy 2-wise -> 3-wise" in text(capsys)
     assert Run.open(folder).recipe.strategy == "3-wise"
     assert command(["train", f"--resume={folder}", "--max-steps", "18", "--cut", "1", "2", "1"]) == 0
     assert "stages 4 -> 3; dropped the heads of the former stages 1" in text(capsys)
     assert command(["evaluate", str(folder)]) == 0
     assert command(["train", "cifar10-convnet", "--resume", str(folder)]) == 2
-    assert "`RECIPE` should be that of the run, 'digits', or be left out. Found 'cifar10-convnet'" in text(capsys)
+    assert "`RECIPE` should be the run's own, 'digits', or be left out. Found 'cifar10-convnet'" in text(capsys)
     assert command(["train", "--resume", str(tmp_path / "nothing")]) == 2
     assert "A run should be a folder with a run.json" in text(capsys)
     assert command(["train", "--resume", str(folder), "--timeline", "3"]) == 2
-    assert "`timeline` should be asked of a run from its start" in text(capsys)
+    assert "`timeline` should be set when a run starts" in text(capsys)
     assert command(["train", "--resume", str(folder), "--cut", "9"]) == 2
     assert "`cut` should have numbers of at least 1 whose sum is the network's 4 stages. Found (9,)" in text(capsys)
 
@@ -325,7 +325,7 @@ def test_a_signal_ends_a_run_that_can_be_resumed(number: int, tmp_path: Path, st
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said
     (folder,) = tmp_path.iterdir()
-    assert f"as asked. Go on with `nwise train --resume {folder}`." in said
+    assert f"as asked. Resume with `nwise train --resume {folder}`." in said
     (one,) = (folder / "checkpoints").glob("step-*")
     assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
 
@@ -349,7 +349,7 @@ def test_a_signal_ends_all_processes_at_one_step(tmp_path: Path, start: Start) -
     os.kill(rank_of(process.pid, 2), signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     (folder,) = tmp_path.iterdir()
-    assert "as asked. Go on with `nwise train --resume" in said
+    assert "as asked. Resume with `nwise train --resume" in said
     assert Run.open(folder).status == "stopped"
     (one,) = (folder / "checkpoints").glob("step-*")
     assert len(list(one.glob("*.safetensors"))) == 3
@@ -581,7 +581,7 @@ def test_torchrun_starts_a_killed_run_again(tmp_path: Path, start: Start) -> Non
     os.kill(rank_of(process.pid, 1), signal.SIGKILL)
     out, said = process.communicate(timeout=200)
     assert process.returncode == 0, said
-    assert "going on at step" in out
+    assert "resuming at step" in out
     (folder,) = tmp_path.iterdir()
     run = Run.open(folder)
     steps = [r["step"] for r in run.metrics() if r["kind"] == "train"]

@@ -130,7 +130,7 @@ def test_what_was_exported_is_loaded_back(
     assert network.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     assert cli.run(["export", run, "--out", "net.onnx"]) == 2
     assert (
-        "`out` should end in .safetensors, or for torch.load in .pt, .pth, .bin. Found 'net.onnx'"
+        "`out` should end in .safetensors, or, for torch.load, in .pt, .pth, .bin. Found 'net.onnx'"
         in capsys.readouterr().err
     )
 

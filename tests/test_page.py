@@ -14,10 +14,10 @@ import pytest
 import nwise
 from browser import browser, complaints, picture
 from nwise import cli
-from nwise.report.explore import Choices, busy
+from nwise.report.explore import Choices, steady_utilisation
 from nwise.report.figures import COLOURS
 from nwise.report.grid import KIND_COLOURS, Picture
-from nwise.report.html import embedded
+from nwise.report.html import embed_json
 from nwise.schedule import Costs, baseline, best
 from nwise.training import Run
 
@@ -204,7 +204,7 @@ def test_the_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -
             assert float(re.split(r"[ :]", found["bound"])[0]) == pytest.approx(timed.lower_bound, rel=1e-3)
             assert found["held"].startswith(", ".join(map(str, timed.in_flight)))
             drawn = Picture("", timed, 2)
-            assert found["busy"] == ", ".join(str(round(100 * share)) for share in busy(drawn)) + " %"
+            assert found["busy"] == ", ".join(str(round(100 * share)) for share in steady_utilisation(drawn)) + " %"
             bars = driver.execute_script(
                 "return document.getElementById('grid').data.reduce((n, t) => n + t.y.length, 0)"
             )
@@ -289,7 +289,7 @@ def test_pages_need_no_network_and_hold_hostile_names(tmp_path: Path) -> None:
     text = (tmp_path / "r.html").read_text()
     assert "<img src=x" not in text
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(http|//)", text)
-    assert "</script" not in embedded("x", "</script><script>")[len("<script") : -len("</script>\n")]
+    assert "</script" not in embed_json("x", "</script><script>")[len("<script") : -len("</script>\n")]
 
 
 def test_json_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,8 +361,8 @@ def test_a_run_that_went_on_with_other_stages(before: str, after: str, tmp_path:
     assert first[0] is None
     assert first[-1] == 100 * records[-1]["accuracy"][0]
     text = (run / "report.html").read_text()
-    assert "up to step 6 there was another number of stages; of that part only the last head is shown" in text
-    assert "gone on from step 6: " in text
+    assert "another number of stages up to step 6, of which only the last head is shown" in text
+    assert "resumed from step 6: " in text
 
 
 def test_accuracy_and_perplexity_on_one_page_keep_apart(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stages", "10000", "--microbatches", "10000"], "should hold at most 20,000 actions. Found about"),
+        (["--stages", "10000", "--microbatches", "10000"], "should have at most 20,000 actions. Found about"),
         (
             ["--strategy", "2-wise", "local@5,end-to-end"],
             "should not change with time here. Found 'local@5,end-to-end'",
@@ -456,7 +456,7 @@ def test_what_cannot_be_explored_is_said_before_anything_is_timed(
         raise AssertionError("it was timed")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Choices, "timed", never)
+    monkeypatch.setattr(Choices, "time", never)
     assert cli.run(["explore", *options]) == 2
     assert re.search(message, capsys.readouterr().err)
 

@@ -254,7 +254,7 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert cli.run(arguments) == 0
     out = capsys.readouterr().out
     assert "MiB" in out
-    assert "Measured on cpu, mini-batches of 64; once, so that nobody knows how exactly. Cut for" in out
+    assert "Measured on cpu, mini-batches of 64; one round, so the noise is unknown. Cut for" in out
     assert cli.run([*arguments, "--batch-size", "8", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["profile"]["batch_size"] == 8

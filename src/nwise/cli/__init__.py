@@ -1,4 +1,4 @@
-"""The command line. Nothing here waits for torch, so `nwise --help` answers at once."""
+"""The command line. It does not import torch, so `nwise --help` answers at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["main", "run"]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
-    0 done, 1 training failed, 2 bad input, 74 trained but not all of it could be written, 75 stopped and can be resumed, 130
-    interrupted, 141 the output was closed.
+    The exit code is 0 if done, 1 if training failed, 2 for bad input, 74 if trained but not fully written, 75 if stopped
+    (resumable), 130 if interrupted, and 141 if the output was closed.
     """
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
@@ -38,7 +38,7 @@ def _help() -> None:
     from rich.table import Table
 
     console = Console()
-    console.print("[bold]nwise[/] trains networks in stages, each loss's gradient travelling through only N of them.\n")
+    console.print("[bold]nwise[/] trains networks in stages; each loss's gradient travels through only N of them.\n")
     console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
     for name, command in COMMANDS.items():

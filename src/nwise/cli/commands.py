@@ -1,17 +1,21 @@
-"""The commands by name, each imported when it is asked for: what one of them needs can take a second to load."""
+"""The commands by name; each is imported only when it runs, because its imports can take a second."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
+
+import nwise
 
 
 class Command(NamedTuple):
     """A command.
 
     Args:
-        place: of its class, below `nwise.cli`.
-        summary: what `nwise --help` says of it.
+        place: module and name of its class.
+        summary: description for `nwise --help`.
     """
 
     place: str
@@ -19,28 +23,58 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("training:Train", "Train a recipe, showing loss and accuracy of every head; can be resumed."),
-    "compare": Command("training:Compare", "Train several strategies from the same start; a table and a figure."),
-    "evaluate": Command(
-        "training:Evaluate", "Score a run on its test set: every head, and ensembles of the top n heads."
+    "train": Command(
+        "nwise.cli.training:TrainCommand", "Train a recipe, showing loss and accuracy of every head; can be resumed."
     ),
-    "export": Command("training:Export", "Write the main network alone, heads dropped."),
-    "recipes": Command("training:Recipes", "List the recipes."),
-    "plan": Command("planning:Plan", "Find the fastest strategy and number of micro-batches for devices and costs."),
-    "schedule": Command("drawing:Schedule", "Show orders of work, in the terminal or as a figure, a page, or a trace."),
-    "explore": Command("drawing:Explore", "Write a page to explore schedules on."),
-    "flow": Command("drawing:Flow", "Draw which loss trains which stage."),
-    "bench": Command("beside:bench", "Measure the runtime on virtual devices."),
-    "report": Command("report:Report", "Show runs on one page that opens offline."),
-    "reproduce": Command("beside:reproduce", "Run an experiment of the paper again, in a copy of the repository."),
+    "compare": Command(
+        "nwise.cli.training:CompareCommand", "Train several strategies from the same start; a table and a figure."
+    ),
+    "evaluate": Command(
+        "nwise.cli.training:EvaluateCommand",
+        "Score a run on its test set: every head, and ensembles of the top n heads.",
+    ),
+    "export": Command("nwise.cli.training:ExportCommand", "Write the main network without its heads."),
+    "recipes": Command("nwise.cli.training:RecipesCommand", "List the recipes."),
+    "plan": Command(
+        "nwise.cli.planning:PlanCommand", "Find the fastest strategy and number of micro-batches for devices and costs."
+    ),
+    "schedule": Command(
+        "nwise.cli.drawing:ScheduleCommand",
+        "Show orders of work, in the terminal or as a figure, a page, or a trace.",
+    ),
+    "explore": Command("nwise.cli.drawing:ExploreCommand", "Write a page on which to explore schedules."),
+    "flow": Command("nwise.cli.drawing:FlowCommand", "Draw which loss trains which stage."),
+    "bench": Command("benchmarks.runtime.command:Bench", "Measure the runtime on virtual devices."),
+    "report": Command("nwise.cli.report:ReportCommand", "Show runs on one page that opens offline."),
+    "reproduce": Command(
+        "experiments.__main__:Reproduce", "Rerun an experiment of the paper, in a copy of the repository."
+    ),
 }
 
 
-def command_of(name: str) -> Any:
-    """A command's class.
+def load_command(name: str) -> Any:
+    """Import the class of a command.
 
-    >>> command_of("train").__name__
-    'Train'
+    >>> load_command("train").__name__
+    'TrainCommand'
     """
-    found = resolve_name(f"nwise.cli.{COMMANDS[name].place}")
-    return found() if COMMANDS[name].place.startswith("beside:") else found
+    place = COMMANDS[name].place
+    if not place.startswith("nwise."):
+        sys.path.insert(0, str(_repository(name, place)))
+    return resolve_name(place)
+
+
+def _repository(name: str, place: str) -> Path:
+    """Return the copy of the repository that has a command's module: nwise's own, or the current folder.
+
+    Raises:
+        ImportError: neither has it.
+    """
+    module = Path(*place.partition(":")[0].split(".")).with_suffix(".py")
+    for root in (Path(nwise.__file__).parents[2], Path.cwd()):
+        if (root / module).is_file():
+            return root
+    raise ImportError(
+        f"`nwise {name}` should be run in a copy of the repository, which has the experiments and benchmarks with their "
+        "records. Found none here; clone it, and `pip install -e .` there."
+    )

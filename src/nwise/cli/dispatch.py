@@ -1,4 +1,4 @@
-"""From the words of a command line to a command that runs and ends in a sentence."""
+"""Parse a command line, run the command, and turn errors into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 
 from nwise._errors import current_name, hint
-from nwise.cli.commands import COMMANDS, command_of
-from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output
+from nwise.cli.commands import COMMANDS, load_command
+from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
 from nwise.recipes import recipe
 from nwise.runtime.team import tell_all
 from nwise.runtime.watch import RankError
@@ -26,8 +25,8 @@ def dispatch(name: str, arguments: list[str]) -> int:
     """Run a command and return its exit code.
 
     Args:
-        name: of the command.
-        arguments: that follow it.
+        name: name of the command.
+        arguments: words after the name.
     """
     try:
         if name not in COMMANDS:
@@ -37,14 +36,14 @@ def dispatch(name: str, arguments: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
             warnings.filterwarnings("default", category=DeprecationWarning, module="nwise")
-            code = int(parsed(name, [current_name(word) for word in arguments]).run(Output()))
+            code = int(parse(name, [current_name(word) for word in arguments]).run(Output()))
             sys.stdout.flush()
             return code
     except KeyboardInterrupt as error:
         tell_all(error)
         print(f"nwise {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except RankError:  # every rank has said what it was
+    except RankError:  # every rank has printed its error
         return FAILED
     except BrokenPipeError:
         hide_output()
@@ -54,44 +53,44 @@ def dispatch(name: str, arguments: list[str]) -> int:
         tell_all(error)
         rank = os.environ.get("RANK", "0")
         where = f"nwise {name}" if rank == "0" else f"nwise {name}, rank {rank}"
-        Console(stderr=True).print(f"{where}: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        note(f"{where}: {error}", "red")
         return BAD_INPUT
 
 
-def parsed(name: str, arguments: list[str]) -> Any:
-    """The command with its options, not run."""
-    kind = command_of(name)
-    # A recipe's name decides the defaults of all other options, so it is looked for first.
+def parse(name: str, arguments: list[str]) -> Any:
+    """Return the command with its options, ready to run."""
+    kind = load_command(name)
+    # The recipe's name decides the defaults of all other options, so parse it first.
     chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
     folder = _value(arguments, "--resume") if name == "train" else None
     if folder is not None:
         config = Run.open(Path(folder)).recipe
-        command = _tyro(kind, name, arguments, kind(recipe=config.name, config=config))
+        command = _parse_options(kind, name, arguments, kind(recipe=config.name, config=config))
         if command.recipe != config.name:
             raise ValueError(
-                f"`RECIPE` should be that of the run, {config.name!r}, or be left out. Found {command.recipe!r}."
+                f"`RECIPE` should be the run's own, {config.name!r}, or be left out. Found {command.recipe!r}."
             )
         return command
     while True:
         default = kind(recipe=chosen, config=recipe(chosen)) if name in ("train", "compare") else None
-        command = _tyro(kind, name, arguments, default)
+        command = _parse_options(kind, name, arguments, default)
         if default is None or command.recipe == chosen:
             return command
         chosen = command.recipe
 
 
 def _value(arguments: list[str], option: str) -> str | None:
-    """What an option is given, as ``--option value`` or ``--option=value``."""
-    found = None  # the last one holds
+    """Return the value of an option, as ``--option value`` or ``--option=value``; the last one counts."""
+    value = None
     for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
         if argument == option and not following.startswith("-"):
-            found = following
+            value = following
         if argument.startswith(f"{option}="):
-            found = argument.partition("=")[2]
-    return found
+            value = argument.partition("=")[2]
+    return value
 
 
-def _tyro(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:
+def _parse_options(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:
     return tyro.cli(
         kind,
         prog=f"nwise {name}",

@@ -1,9 +1,8 @@
-"""Commands that draw: the flow of gradients, and schedules."""
+"""Commands that draw gradient flow and schedules."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 import nwise
-from nwise.cli.output import OK, print_json
-from nwise.report.explore import METHODS, MOST, Choices, explore, listed
+from nwise._records import json_line
+from nwise.cli.output import OK, Output, print_json
+from nwise.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
 from nwise.report.html import check_page
@@ -29,57 +29,57 @@ _FORMATS = (".png", ".svg", ".pdf", ".html", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class FlowCommand:
     """Draw which loss trains which stage, and what crosses each boundary."""
 
     strategy: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategies"])] = ("local", "2-wise", "end-to-end")
-    """Which ones, a panel each, separated by spaces."""
+    """Strategies, a panel each, separated by spaces."""
     stages: int = 4
     """Number of stages."""
     out: Path = Path("flow.png")
-    """Where to draw (.png, .svg or .pdf)."""
+    """Figure to write (.png, .svg or .pdf)."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         check_format(self.out)
         if not self.strategy:
             raise ValueError("`strategy` should name at least one. Found none.")
         if not 1 <= self.stages <= 32:
-            raise ValueError(f"`stages` should be from 1 to 32, so that they can be drawn. Found {self.stages}.")
+            raise ValueError(f"`stages` should be from 1 to 32, for the figure to be legible. Found {self.stages}.")
         strategies = [nwise.strategy(name) for name in self.strategy]
         for strategy in strategies:
-            strategy.credit(self.stages)  # refuses a matrix of another size
+            strategy.credit(self.stages)  # raises if a matrix has another size
         self.out.parent.mkdir(parents=True, exist_ok=True)
         flow_figure(strategies, self.stages, self.out)
-        console.print(f"Figure: {self.out}", soft_wrap=True, highlight=False)
+        console.say(f"Figure: {self.out}")
         return OK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ScheduleCommand:
     """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace."""
 
     strategy: tuple[str, ...] = ("2-wise",)
-    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zb-h1, zero-bubble."""
+    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, separated by spaces."""
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (4,)
     """Number of stages; several for several pictures."""
     microbatches: tuple[int, ...] = (2,)
     """Micro-batches in a mini-batch, M; several for several pictures."""
     costs: tuple[str, ...] = ("paper",)
-    """Of one micro-batch: paper (a slot for a forward and for each loss's pass, heads free), transformer, a list like
-    forward=1,head=0.5,input_grad=1,weight_grad=1,latency=0.1 (of stages: head=0:0.5:0.5:1), or a JSON file of it."""
+    """Costs of one micro-batch: paper (a slot for a forward and for each loss's pass, heads free), transformer, a list like
+    forward=1,head=0.5,input_grad=1,weight_grad=1,latency=0.1 (per stage: head=0:0.5:0.5:1), or a JSON file."""
     stored: bool = False
-    """Price a W behind an I of the same cotangent as zero-bubble pipelines do, with every layer's cotangent stored; else
-    it walks the chain of layers again, as in nwise's own stages."""
+    """Price a W after an I of the same cotangent as zero-bubble pipelines do, with every layer's cotangent stored. By
+    default it walks the chain of layers again, as in nwise's own stages."""
     batches: int = 2
-    """Mini-batches to draw, from an empty pipeline on."""
+    """Mini-batches to draw, starting with an empty pipeline."""
     lists: bool = False
     """Print every stage's list of actions too."""
     out: Path | None = None
     """File to write: .png, .svg, .pdf (figure), .html (interactive page), .json (trace for ui.perfetto.dev)."""
     json: bool = False
-    """Print lists and numbers as JSON, and nothing else."""
+    """Print only JSON: lists and numbers."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         if self.out is not None and (self.out.suffix not in _FORMATS or self.out.is_dir()):
             raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
         if self.out is not None and self.out.suffix in (".png", ".svg", ".pdf"):
@@ -92,11 +92,11 @@ class Schedule:
         if self.json:
             print_json({"schedules": [_as_json(picture) for picture in pictures], "file": self.out and str(self.out)})
         elif self.out is not None:
-            console.print(f"Schedule: {self.out}", soft_wrap=True, highlight=False)
+            console.say(f"Schedule: {self.out}")
         else:
             for picture in pictures:
                 console.print(f"[bold]{picture.title}[/]: {picture.caption}", highlight=False, soft_wrap=True)
-                # What is piped on has no width.
+                # Piped output has no width.
                 width = console.width if console.is_terminal else sys.maxsize
                 console.print(terminal_grid(picture, width), end="", soft_wrap=True)
             console.print(legend(pictures), soft_wrap=True)
@@ -104,21 +104,18 @@ class Schedule:
             for picture in pictures:
                 console.print(f"\n{picture.title}", highlight=False)
                 for k, word in enumerate(picture.timed.lists):
-                    console.print(f"stage {k}: {' '.join(map(str, word))}", highlight=False, soft_wrap=True)
+                    console.say(f"stage {k}: {' '.join(map(str, word))}")
         return OK
 
     def _pictures(self) -> Iterator[Picture]:
-        many = (self.strategy, self.stages, self.microbatches, self.costs)
-        for name, values in zip(("strategy", "stages", "microbatches", "costs"), many, strict=True):
-            if not values:
-                raise ValueError(f"`{name}` should have at least one value. Found none.")
+        _check_values(self, "strategy", "stages", "microbatches", "costs")
         for costs, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
             timed = self._timed(name, stages, m, costs)
             turns = len(timed.schedule.flows)
             size = sum(map(len, timed.schedule.words)) / turns * self.batches
             if size > MOST:
                 raise ValueError(
-                    f"A picture should hold at most {MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
+                    f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
                     "fewer stages, micro-batches or mini-batches."
                 )
             walked = " (walked)" if name.startswith("zero-bubble") and not self.stored else ""
@@ -132,36 +129,34 @@ class Schedule:
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".html":
-            listed(pictures, out)
+            write_pictures(pictures, out)
         elif out.suffix == ".json":
-            out.write_text(json.dumps(chrome_trace(pictures), allow_nan=False) + "\n")
+            out.write_text(json_line(chrome_trace(pictures)))
         else:
             schedule_figure(pictures, out)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explore:
-    """Write a page to explore schedules on: strategy, A, M, costs and latency, to see grid, period, bound, memory, winner."""
+class ExploreCommand:
+    """Write a page on which to explore schedules: grid, period, bound and memory by strategy, A, M, costs and latency."""
 
     strategy: tuple[str, ...] = METHODS
-    """Which ones, separated by spaces: strategies, or gpipe, 1f1b, zb-h1, zero-bubble."""
+    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, separated by spaces."""
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (2, 4, 8)
     """Numbers of stages, A."""
     microbatches: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of micro-batches, M."""
     costs: tuple[str, ...] = ("transformer", "paper")
-    """Of a whole mini-batch in one stage, each as for `nwise schedule --costs`."""
+    """Costs of a whole mini-batch in one stage, each as for `nwise schedule --costs`."""
     latency: tuple[float, ...] = (0.0, 0.25)
     """Times of a message, in the unit of the costs."""
     out: Path = Path("explore.html")
-    """File to write."""
+    """Page to write."""
     json: bool = False
-    """Print what is on the page as JSON, without the pictures, and nothing else."""
+    """Print only JSON: the page's numbers, without the pictures."""
 
-    def run(self, console: Console) -> int:
-        for name in ("strategy", "stages", "microbatches", "costs", "latency"):
-            if not getattr(self, name):
-                raise ValueError(f"`{name}` should have at least one value. Found none.")
+    def run(self, console: Output) -> int:
+        _check_values(self, "strategy", "stages", "microbatches", "costs", "latency")
         costs = {text: costs_of_text(text) for text in self.costs}
         choices = Choices(
             tuple(dict.fromkeys(self.strategy)),
@@ -174,25 +169,32 @@ class Explore:
         check_page(self.out)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("timing schedules")
-            found = explore(choices, self.out, lambda done, total: progress.update(task, completed=done, total=total))
+            schedules = explore(
+                choices, self.out, lambda done, total: progress.update(task, completed=done, total=total)
+            )
         if self.json:
-            print_json({"page": str(self.out), "schedules": found})
+            print_json({"page": str(self.out), "schedules": schedules})
         else:
-            console.print(f"Page: {self.out}", soft_wrap=True, highlight=False)
+            console.say(f"Page: {self.out}")
         return OK
+
+
+def _check_values(command: object, *names: str) -> None:
+    for name in names:
+        if not getattr(command, name):
+            raise ValueError(f"`{name}` should have at least one value. Found none.")
 
 
 def _as_json(picture: Picture) -> dict[str, Any]:
     timed = picture.timed
-    line = picture.timeline
     return {
         "title": picture.title,
         "order": timed.order,
         "period": timed.period,
         "lower_bound": timed.lower_bound,
         "in_flight": list(timed.in_flight),
-        "utilisation": list(line.utilisation),
-        "bubble": line.bubble,
+        "utilisation": list(picture.timeline.utilisation),
+        "bubble": picture.timeline.bubble,
         "nwise_runs_it": not timed.stores_cotangents,
         "lists": [list(map(str, word)) for word in timed.lists],
     }

@@ -1,8 +1,7 @@
-"""What commands have in common: exit codes, the console, JSON, options that lie flat."""
+"""Parts that all commands share: exit codes, the console, JSON, options without prefixes."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,29 +11,33 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from nwise._records import plain
+from nwise._records import json_line
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
-INTERRUPTED, CLOSED = 130, 141  # 128 and the number of the signal, as a shell has it
+INTERRUPTED, CLOSED = 130, 141  # 128 plus the signal's number, as in a shell
 UNWRITTEN, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h
 
 # `--lr`, not `--config.lr`.
 FLAT = tyro.conf.arg(name="")
-# How every command line is parsed, and completed.
+# tyro's settings for every command.
 PARSING = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
 
 
 class Output(Console):
-    """Standard output, which its reader may close, as `head` does.
+    """Standard output, whose reader may close it, as `head` does.
 
     Attributes:
-        when_closed: called once the output is closed, instead of ending the command.
+        when_closed: function to call once the output is closed, instead of ending the command.
     """
 
     when_closed: Callable[[], None] | None = None
 
+    def say(self, text: str) -> None:
+        """Print text literally, without wrapping or colours."""
+        self.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def on_broken_pipe(self) -> None:
-        """Go on in silence if somebody waits for this, else end the command."""
+        """Continue silently if there is a `when_closed`, else end the command."""
         hide_output()
         if self.when_closed is None:
             raise BrokenPipeError("the output was closed")
@@ -42,14 +45,19 @@ class Output(Console):
         self.when_closed()
 
 
+def note(text: str, style: str | None = None) -> None:
+    """Print text literally to standard error."""
+    Console(stderr=True).print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
 def hide_output() -> None:
-    """Let nothing more be written to an output that is closed, not by the interpreter as it ends either."""
-    with suppress(OSError, ValueError):  # of tests, it has no descriptor
+    """Redirect a closed standard output to nowhere, or the interpreter would write to it on exit."""
+    with suppress(OSError, ValueError):  # in tests it has no descriptor
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())
         os.close(descriptor)
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON; what is not a finite number is null."""
-    print(json.dumps(plain(value), allow_nan=False))
+    """Print one line of JSON; numbers that are not finite become null."""
+    print(json_line(value), end="")

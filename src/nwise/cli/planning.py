@@ -1,4 +1,4 @@
-"""The planner's command."""
+"""The command `nwise plan`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nwise.cli.output import OK, print_json
+from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
 from nwise.flow import Flow
-from nwise.recipes import recipe as recipe_of
+from nwise.recipes import recipe
 from nwise.schedule import Costs
 from nwise.schedule import plan as planner
 from nwise.schedule.best import DoesNotFit
@@ -28,45 +28,45 @@ from nwise.training.build import pick_device
 from nwise.training.profile import Profile, profile
 
 _GIB = 2.0**30
-_LEGEND = """* the recommendation; (walked): a W that follows an I of the same cotangent walks the chain of layers again
-speed: step of the best end-to-end pipeline over this one's; bound: distance from the shortest possible step
-held: micro-batches in flight on a stage; nwise: whether its own stages run it at this price"""
+_LEGEND = """* recommended; (walked): a W after an I of the same cotangent walks the chain of layers again
+speed: step of the best end-to-end pipeline divided by this one's; bound: distance from the shortest possible step
+held: micro-batches in flight on a stage; nwise: whether nwise's stages run it at this price"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Find the fastest strategy and number of micro-batches, beside GPipe, 1F1B and zero-bubble at their best."""
+class PlanCommand:
+    """Find the fastest strategy and number of micro-batches; compare them with GPipe, 1F1B and zero-bubble at their best."""
 
     recipe: str | None = None
-    """Measure the network of this recipe on this machine, cut it into balanced stages, and plan for it."""
+    """Recipe whose network to measure on this machine, cut into balanced stages, and plan for."""
     costs: str | None = None
-    """Or plan for these costs of a whole mini-batch in one stage: transformer (the paper's), paper, a list like
-    forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (of stages: head=0:0.5:0.5:1), or a JSON file of it."""
+    """Or costs of a whole mini-batch in one stage: transformer (the paper's), paper, a list like
+    forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (per stage: head=0:0.5:0.5:1), or a JSON file."""
     devices: Annotated[int, tyro.conf.arg(aliases=["--stages"])] = 4
     """Accelerators, one stage each, A."""
     memory: float | None = None
-    """GiB that a device may use at most."""
+    """Memory limit of a device, GiB."""
     latency: float | None = None
-    """Of every message: seconds, with `--costs` in their unit."""
+    """Latency of every message: seconds; with `--costs`, in their unit of time."""
     bandwidth: float | None = None
-    """Of every link: GB a second, with `--costs` bytes in their unit of time."""
+    """Bandwidth of every link: GB per second; with `--costs`, bytes per their unit of time."""
     strategies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategy"])] = planner.STRATEGIES
-    """Which ones to try, separated by spaces."""
+    """Strategies to try, separated by spaces."""
     microbatches: tuple[int, ...] = ()
-    """Which M to try; default: powers of two up to 32 and the batch size."""
+    """Numbers of micro-batches M to try; default: powers of two up to 32 and the batch size."""
     batch_size: int | None = None
     """Samples in a mini-batch; default: the recipe's."""
     rounds: int = 5
-    """How often everything is measured, with `--recipe`."""
+    """Number of measurements, with `--recipe`."""
     device: str = "auto"
-    """Where to measure."""
+    """Device to measure on."""
     json: bool = False
-    """Print the plan as JSON, and nothing else."""
+    """Print only JSON: the plan."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         if (self.recipe is None) == (self.costs is None):
             raise ValueError(
-                "One of `recipe` and `costs` should be given: a recipe is measured, costs are taken as they are. Found "
+                "One of `recipe` and `costs` should be given: nwise measures a recipe and takes costs literally. Found "
                 + ("neither." if self.recipe is None else "both.")
             )
         for name, value in (("devices", self.devices), ("batch_size", self.batch_size), ("rounds", self.rounds)):
@@ -76,9 +76,9 @@ class Plan:
             if number is not None and not number > 0:
                 raise ValueError(f"`{name}` should be above 0. Found {number}.")
         seconds = self.recipe is not None
-        costs, measured, size = self._measured() if seconds else self._given()
+        costs, measured, size = self._measure() if seconds else self._parse_costs()
         try:
-            found = planner.plan(
+            plan = planner.plan(
                 costs,
                 self.devices,
                 microbatches=self._microbatches(size),
@@ -89,17 +89,17 @@ class Plan:
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
         if self.json:
-            print_json(self._as_json(found, measured))
+            print_json(self._as_json(plan, measured))
             return OK
-        console.print(self._table(found, seconds, narrow=console.width < 76))
-        console.print(_LEGEND, soft_wrap=True, highlight=False)
-        if found.skipped:
-            names = ", ".join(f"{name} ({size / 2**20:,.4g} MiB)" for name, size in found.skipped.items())
-            console.print(f"Too large at any M: {names}.", soft_wrap=True, highlight=False)
+        console.print(self._table(plan, seconds, narrow=console.width < 76))
+        console.say(_LEGEND)
+        if plan.skipped:
+            names = ", ".join(f"{name} ({size / 2**20:,.4g} MiB)" for name, size in plan.skipped.items())
+            console.say(f"Too large at any M: {names}.")
         if measured is not None:
-            self._print_cut(console, found, measured)
-        for line in verdict(found, _milliseconds if seconds else _plain):
-            console.print(f"- {line}", soft_wrap=True, highlight=False)
+            self._print_cut(console, plan, measured)
+        for line in verdict(plan, _milliseconds if seconds else "{:.4g}".format):
+            console.say(f"- {line}")
         return OK
 
     def _microbatches(self, batch_size: int | None) -> Sequence[int]:
@@ -117,25 +117,25 @@ class Plan:
             links["bandwidth"] = self.bandwidth * (1e9 if base is None else 1)
         return links
 
-    def _given(self) -> tuple[planner.CostsOf, None, int | None]:
+    def _parse_costs(self) -> tuple[planner.CostsOf, None, int | None]:
         assert self.costs is not None
         costs = costs_of_text(self.costs)
         costs = dataclasses.replace(costs, **self._links(costs))
         if self.memory is not None and costs.activation_bytes == Costs(0, 0, 0, 0).activation_bytes:
             raise ValueError(
-                "`costs` should give `activation_bytes` (and `fixed_bytes`) if `memory` is limited: what a stage keeps of a "
-                f"mini-batch. Found none in {self.costs!r}."
+                "`costs` should give `activation_bytes` (and `fixed_bytes`), the memory of a mini-batch in a stage, if `memory` "
+                f"is limited. Found none in {self.costs!r}."
             )
         return (lambda flows, m: costs.split_in(m)), None, self.batch_size
 
-    def _measured(self) -> tuple[planner.CostsOf, Profile, int]:
+    def _measure(self) -> tuple[planner.CostsOf, Profile, int]:
         assert self.recipe is not None
-        config = recipe_of(self.recipe)
+        config = recipe(self.recipe)
         changes: dict[str, Any] = {"device": self.device, "microbatches": 1}
         config = dataclasses.replace(config, **changes, batch_size=self.batch_size or config.batch_size)
         data, _ = config.load()
-        steps_per_epoch(len(data), config.batch_size)  # refuses mini-batches larger than the data
-        found = profile(
+        steps_per_epoch(len(data), config.batch_size)  # raises if a mini-batch is larger than the data
+        measured = profile(
             config,
             data,
             self._microbatches(config.batch_size),
@@ -145,31 +145,31 @@ class Plan:
         )
 
         def costs(flows: Sequence[Flow], m: int) -> Costs:
-            pieces = found.pieces[m]
+            pieces = measured.pieces[m]
             return costs_of(pieces, partition(pieces, flows), flows, **self._links())
 
-        return costs, found, config.batch_size
+        return costs, measured, config.batch_size
 
-    def _progress(self, what: str) -> Any:
+    def _progress(self, description: str) -> Any:
         def show(items: list[Any]) -> Iterable[Any]:
             quiet = self.json or not sys.stderr.isatty()
-            return track(items, what, console=Console(stderr=True), disable=quiet, transient=True)
+            return track(items, description, console=Console(stderr=True), disable=quiet, transient=True)
 
         return show
 
-    def _table(self, found: planner.Plan, seconds: bool, *, narrow: bool) -> Table:
+    def _table(self, plan: planner.Plan, seconds: bool, *, narrow: bool) -> Table:
         unit = "ms" if seconds else "time"
         plural = "s" if self.devices > 1 else ""
         table = Table(title=f"{self.devices} device{plural}, each method at its best M", title_justify="left")
-        table.add_column("method", no_wrap=True, min_width=max(len(option.method) for option in found.options) + 2)
+        table.add_column("method", no_wrap=True, min_width=max(len(option.method) for option in plan.options) + 2)
         sized = seconds or self.memory is not None
         details = [] if narrow else ["bound", "held"]
         for heading in ("M", unit, "speed", *details, *(["MiB"] if sized else []), "nwise"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for option in found.options:
-            speed = found.speedup(option)
+        for option in plan.options:
+            speed = plan.speedup(option)
             over = planner.ratio(option.period, option.timed.lower_bound) - 1
-            chosen = option == found.recommended
+            chosen = option == plan.recommended
             row = [
                 f"{'*' if chosen else ' '} {option.method}",
                 str(option.num_microbatches),
@@ -186,29 +186,27 @@ class Plan:
             table.add_row(*row, style="bold" if chosen else None)
         return table
 
-    def _print_cut(self, console: Console, found: planner.Plan, measured: Profile) -> None:
-        chosen = found.recommended
+    def _print_cut(self, console: Output, plan: planner.Plan, measured: Profile) -> None:
+        chosen = plan.recommended
         pieces = measured.pieces[chosen.num_microbatches]
         starts = partition(pieces, [flow for batch in chosen.timed.schedule.flows for flow in batch[:1]])
         names = [piece.name for piece in pieces]
-        known = not math.isnan(measured.spread)
-        differ = f"rounds differ by {100 * measured.spread:.1f} %, and smaller differences mean nothing"
-        noise = differ if known else "once, so that nobody knows how exactly"
+        noise = f"rounds differ by {100 * measured.spread:.1f} %, and smaller differences mean nothing"
+        if math.isnan(measured.spread):
+            noise = "one round, so the noise is unknown"
         cut = ", ".join(names[start] for start in starts[1:]) or "nowhere"
-        console.print(
+        console.say(
             f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.method}: "
-            f"stages begin at the start and at {cut}.",
-            soft_wrap=True,
-            highlight=False,
+            f"stages begin at the start and at {cut}."
         )
 
-    def _as_json(self, found: planner.Plan, measured: Profile | None) -> dict[str, Any]:
+    def _as_json(self, plan: planner.Plan, measured: Profile | None) -> dict[str, Any]:
         record: dict[str, Any] = {
             "devices": self.devices,
-            "recommended": found.recommended.method,
-            "options": [{**option.as_json(), "speedup": found.speedup(option)} for option in found.options],
-            "too_large": found.skipped,
-            "verdict": verdict(found, _milliseconds if measured else _plain),
+            "recommended": plan.recommended.method,
+            "options": [{**option.as_json(), "speedup": plan.speedup(option)} for option in plan.options],
+            "too_large": plan.skipped,
+            "verdict": verdict(plan, _milliseconds if measured else "{:.4g}".format),
         }
         if measured is not None:
             pieces = {m: list(map(dataclasses.asdict, pieces)) for m, pieces in measured.pieces.items()}
@@ -218,7 +216,3 @@ class Plan:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms"
-
-
-def _plain(time: float) -> str:
-    return f"{time:.4g}"

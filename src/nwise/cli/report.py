@@ -1,17 +1,16 @@
-"""The report command."""
+"""The command `nwise report`."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from nwise.cli.output import OK, print_json
+from nwise._records import json_line
+from nwise.cli.output import OK, Output, print_json
+from nwise.report.display import numbers_table
 from nwise.report.html import check_page
 from nwise.report.measured import Comparison
 from nwise.report.page import report
@@ -20,80 +19,78 @@ from nwise.runtime.watch import describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """Show runs on one page that opens offline: every head, timelines, credit, configuration; and measured times in tables."""
+class ReportCommand:
+    """Show runs on one page that opens offline (heads, timelines, credit, configuration), and measured times in tables."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Folders of runs."""
     out: Path | None = None
-    """The page; default: report.html in the first run's folder."""
+    """Page to write; default: report.html in the first run's folder."""
     json: bool = False
-    """Print the numbers as JSON, and nothing else."""
+    """Print only JSON: the numbers."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         if not self.folders:
             raise ValueError("`RUN` should be one or more folders of runs. Found none.")
         out = self.out or self.folders[0] / "report.html"
-        runs = Summary.of(self.folders)
+        runs = Summary.open_all(self.folders)
         check_page(out)
         for run in runs:
-            if (found := run.measured) is not None:
-                trace = json.dumps(found.trace(run.title), allow_nan=False)
-                (run.run.folder / "trace.json").write_text(trace + "\n")
+            if run.measured is not None:
+                _trace_file(run).write_text(json_line(run.measured.trace(run.title)))
         report(runs, out)
         if self.json:
-            print_json({"page": str(out), "runs": [_numbers(run, run.measured) for run in runs]})
+            print_json({"page": str(out), "runs": [_numbers(run) for run in runs]})
             return OK
         for run in runs:
-            if (found := run.measured) is not None:
-                _show(console, run, found)
-        console.print(f"Page: {out}", soft_wrap=True, highlight=False)
+            if run.measured is not None:
+                _print_comparison(console, run, run.measured)
+        console.say(f"Page: {out}")
         return OK
 
 
-def _show(console: Console, run: Summary, found: Comparison) -> None:
-    """What was measured beside what was predicted."""
-    table = Table(title=run.title, title_justify="left")
-    for heading in ("", "measured", "predicted"):
-        table.add_column(heading, justify="right" if heading else "left")
-    line = found.predicted
-    table.add_row("time per mini-batch, ms", f"{found.period:.2f}", f"{line.period:.2f}")
-    table.add_row("bubble", f"{100 * found.bubble:.1f} %", f"{100 * line.bubble:.1f} %")
-    table.add_row("overlap of messages with work", f"{100 * found.overlap:.1f} %", "")
-    for k, one in enumerate(found.bytes_sent):
-        table.add_row(f"bytes sent by stage {k} in a step", _pair(one["measured"]), _pair(one["predicted"]))
+def _trace_file(run: Summary) -> Path:
+    return run.run.folder / "trace.json"
+
+
+def _print_comparison(console: Output, run: Summary, comparison: Comparison) -> None:
+    """Print measured times beside predicted ones."""
+    table = numbers_table(run.title, "", "measured", "predicted")
+    predicted = comparison.predicted
+    table.add_row("time per mini-batch, ms", f"{comparison.period:.2f}", f"{predicted.period:.2f}")
+    table.add_row("bubble", f"{100 * comparison.bubble:.1f} %", f"{100 * predicted.bubble:.1f} %")
+    table.add_row("overlap of messages with work", f"{100 * comparison.overlap:.1f} %", "")
+    for k, sent in enumerate(comparison.bytes_sent):
+        table.add_row(f"bytes sent by stage {k} in a step", _pair(sent["measured"]), _pair(sent["predicted"]))
     console.print(table)
-    later = Table(title="Largest deviations: begin within the stage's step, ms", title_justify="left")
-    for heading in ("action", "measured", "predicted"):
-        later.add_column(heading, justify="right" if heading != "action" else "left")
-    for d in found.deviations():
-        later.add_row(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}")
-    console.print(later)
-    console.print(
-        "Predicted is a simulation of the same lists with the medians of the measured times; bytes are forward + back.\n"
-        f"Trace of both: {run.run.folder / 'trace.json'} (ui.perfetto.dev)",
-        soft_wrap=True,
-        highlight=False,
+    title = "Largest deviations: start within the stage's step, ms"
+    deviations = numbers_table(title, "action", "measured", "predicted")
+    for d in comparison.deviations():
+        deviations.add_row(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}")
+    console.print(deviations)
+    console.say(
+        "Predicted: a simulation of the same lists with the medians of the measured times. Bytes: forward + back.\n"
+        f"Trace of both: {_trace_file(run)} (ui.perfetto.dev)"
     )
 
 
-def _numbers(run: Summary, found: Comparison | None) -> dict[str, Any]:
+def _numbers(run: Summary) -> dict[str, Any]:
     last = run.tests[-1]
     scores = {name: last[name] for name in ("step", "samples", "seconds", "loss", "accuracy")}
     numbers = {"run": run.name, "strategy": run.strategy.name, "status": run.run.status, "last_test": scores}
-    return {**numbers, "timeline": None if found is None else _timeline(found, run.run.folder / "trace.json")}
+    return {**numbers, "timeline": None if run.measured is None else _timeline(run.measured, _trace_file(run))}
 
 
-def _timeline(found: Comparison, trace: Path) -> dict[str, Any]:
+def _timeline(comparison: Comparison, trace: Path) -> dict[str, Any]:
     return {
-        "period_ms": {"measured": found.period, "predicted": found.predicted.period},
-        "bubble": {"measured": found.bubble, "predicted": found.predicted.bubble},
-        "utilisation": {"measured": found.utilisation, "predicted": list(found.predicted.utilisation)},
-        "overlap": found.overlap,
-        "bytes": list(found.bytes_sent),
+        "period_ms": {"measured": comparison.period, "predicted": comparison.predicted.period},
+        "bubble": {"measured": comparison.bubble, "predicted": comparison.predicted.bubble},
+        "utilisation": {"measured": comparison.utilisation, "predicted": list(comparison.predicted.utilisation)},
+        "overlap": comparison.overlap,
+        "bytes": list(comparison.bytes_sent),
         "deviations": [
             {"action": str(d.action), "measured_ms": d.measured, "predicted_ms": d.predicted}
-            for d in found.deviations()
+            for d in comparison.deviations()
         ],
         "trace": str(trace),
     }

@@ -1,10 +1,9 @@
-"""Commands that train networks and read what was trained."""
+"""Commands that train networks, and that score and export trained ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import signal
 import threading
 import warnings
@@ -16,15 +15,14 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from nwise._records import plain
-from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, print_json
+from nwise._records import json_line
+from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
 from nwise.data import Tokens, steps_per_epoch
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report import compare as comparison
-from nwise.report.display import display_for, number, quality
+from nwise.report.display import display_for, number, numbers_table, quality
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.team import tell_all
@@ -44,76 +42,74 @@ from nwise.training.build import pick_device
 from nwise.training.run import numbered, versions
 from nwise.training.weights import under
 
-_OF_TORCH = (".pt", ".pth", ".bin")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a recipe, showing loss and accuracy of every head; writes a run folder, from which it can be resumed."""
+class TrainCommand:
+    """Train a recipe, showing loss and accuracy of every head. Training can be resumed from its run folder."""
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
-    """A recipe's name (`nwise recipes` lists them)."""
+    """Name of a recipe (`nwise recipes` lists them)."""
     runs: Path = Path("runs")
-    """Folder that the run's own folder is made in."""
+    """Parent folder of the run's folder."""
     log_to: tuple[LoggerName, ...] = ()
-    """Also to tensorboard (events in the run's folder), wandb (offline unless WANDB_MODE says otherwise), trackio."""
+    """Other loggers: tensorboard (events in the run's folder), wandb (offline unless WANDB_MODE says otherwise), trackio."""
     timeline: int = 0
-    """Of a process for every stage (torchrun): record what they do in so many steps, for `nwise report`."""
+    """Number of steps whose timeline to record for `nwise report`; needs a process for each stage (torchrun)."""
     json: bool = False
-    """Print the final scores as JSON, and nothing else."""
+    """Print only JSON: the final scores."""
     resume: Path | None = None
-    """A run's folder: go on from its newest checkpoint, with its settings but for those that are given."""
+    """Folder of a run to resume from its newest checkpoint; options change its settings."""
     policy: Annotated[CheckpointPolicy, FLAT] = field(default_factory=CheckpointPolicy)
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Output) -> int:
-        begun = self._begun()
-        if self.timeline and begun is not None:
-            raise ValueError("`timeline` should be asked of a run from its start. Found one that is gone on from.")
-        # What is wrong with configuration or data shows before a folder is made.
-        trainer = Trainer(self.config, None if begun is None else self.config.load(begun.tokenizer()))
+        resumed = self._resumed_run()
+        if self.timeline and resumed is not None:
+            raise ValueError("`timeline` should be set when a run starts. Found a run to resume.")
+        # Errors in configuration or data are raised before a folder is made.
+        trainer = Trainer(self.config, None if resumed is None else self.config.load(resumed.tokenizer()))
         trainer.record_timeline(self.timeline)
-        console.when_closed = trainer.stop  # nothing is lost, and whoever reads on is told how to go on
+        console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
         is_first = trainer.pipe.team is None or not trainer.pipe.team.world.rank
         callbacks: list[Any] = [] if self.json or not is_first else [display_for(console)]
         if is_first:
             callbacks += loggers(self.log_to)
-        run = (begun or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
+        run = (resumed or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
         try:
             with stopping(trainer):
                 scores = trainer.train(
-                    run, tuple(callbacks), self.policy, resume=begun is not None, allow_restart=self.resume is None
+                    run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=self.resume is None
                 )
         except StoppedError as error:
             if run is not None:
                 lost = f" Not written: {_missing(trainer.unwritten)}." if trainer.unwritten else ""
-                _note(f"{error}{lost} Go on with `nwise train --resume {run.folder}`.")
+                note(f"{error}{lost} Resume with `nwise train --resume {run.folder}`.")
             return STOPPED
         except NotFiniteError as error:
             tell_all(error)
-            _note(f"nwise train: {error}" + (f" See {run.folder / 'post-mortem.json'}." if run is not None else ""))
+            note(f"nwise train: {error}" + (f" See {run.folder / 'post-mortem.json'}." if run is not None else ""))
             return FAILED
         except KeyboardInterrupt as error:
             tell_all(error)
             if run is not None:
-                _note(
-                    f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them."
-                )
+                note(f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them.")
             return INTERRUPTED
         if self.json and run is not None:
             print_json({"run": str(run.folder), "heads": dataclasses.asdict(scores)["heads"]})
         elif run is not None:
-            console.print(f"Run folder: {run.folder}", soft_wrap=True, highlight=False)
+            console.say(f"Run folder: {run.folder}")
         if run is not None and trainer.unwritten:
-            _note(
+            note(
                 f"nwise train: all steps are done, but not everything is written: {_missing(trainer.unwritten)}. Make room, and "
-                f"go on from the newest checkpoint with `nwise train --resume {run.folder}`."
+                f"resume from the newest checkpoint with `nwise train --resume {run.folder}`."
             )
             return UNWRITTEN
         return OK
 
-    def _begun(self) -> Run | None:
-        """The run that is gone on from: the one that was asked for, or, after a restart by torchrun, the one it made."""
+    def _resumed_run(self) -> Run | None:
+        """Return the run to resume: `resume`, or after a restart by torchrun the run that this launch began."""
         if self.resume is not None:
             return Run.open(self.resume)
         if variable("TORCHELASTIC_RESTART_COUNT"):
@@ -123,7 +119,7 @@ class Train:
 
 @contextmanager
 def stopping(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM, and Ctrl-C for the first time, stop training once a step is done and a checkpoint written."""
+    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -131,7 +127,7 @@ def stopping(trainer: Trainer) -> Iterator[None]:
     def handler(number: int, frame: object) -> None:
         del frame
         trainer.stop()
-        signal.signal(number, before[number])  # the second time it ends at once
+        signal.signal(number, before[number])  # a second signal ends the process at once
 
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -147,27 +143,23 @@ def _missing(unwritten: dict[str, str]) -> str:
     return "; ".join(f"{path} ({why})" for path, why in unwritten.items())
 
 
-def _note(text: str) -> None:
-    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Compare:
-    """Train several strategies from the same start; a table, and a figure of quality against steps and modelled time."""
+class CompareCommand:
+    """Train several strategies from the same start: a table, and a figure of quality over steps and modelled time."""
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
-    """A recipe's name (`nwise recipes` lists them)."""
+    """Name of a recipe (`nwise recipes` lists them)."""
     strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
-    """Which ones, separated by spaces (`--strategy` is not looked at)."""
+    """Strategies, separated by spaces (`--strategy` is ignored)."""
     runs: Path = Path("runs")
-    """Folder for the runs."""
+    """Parent folder of the runs' folders."""
     figure: Path | None = None
-    """Where to draw (.png, .svg or .pdf); default: beside the runs."""
+    """Figure to write (.png, .svg or .pdf); default: compare.png beside the runs."""
     json: bool = False
-    """Print the results as JSON, and nothing else."""
+    """Print only JSON: the results."""
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         check_format(self.figure)
         callbacks = () if self.json else (display_for(console),)
         data = self.config.load()
@@ -177,54 +169,51 @@ class Compare:
         try:
             results = comparison.compare(self.config, self.strategies, parent, callbacks, data)
         except KeyboardInterrupt:
-            _note(f"Interrupted. The runs so far are in {parent}.")
+            note(f"Interrupted. The runs so far are in {parent}.")
             return INTERRUPTED
         figure.parent.mkdir(parents=True, exist_ok=True)
         comparison.draw(results, self.config, figure)
         budget = min(result.curve.slots[-1] for result in results)
         rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
         record = {"config": to_json(self.config), "versions": versions(), "results": rows, "equal_time_slots": budget}
-        (parent / "compare.json").write_text(json.dumps(plain(record), allow_nan=False) + "\n")
+        (parent / "compare.json").write_text(json_line(record))
         if self.json:
             print_json({**record, "figure": str(figure)})
             return OK
         kind = results[0].kind + (" %" if results[0].kind == "accuracy" else "")
-        table = Table(title=f"{self.config.name}: test {kind} of the last head", title_justify="left")
-        table.add_column("strategy", overflow="fold")
-        for heading in ("equal steps", "equal time", "slots/step", "seconds"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        title = f"{self.config.name}: test {kind} of the last head"
+        table = numbers_table(title, "strategy", "equal steps", "equal time", "slots/step", "seconds")
         for r in results:
             steps, slots = r.curve.steps[-1], r.curve.slots[-1]
             last, equal = number(r.curve.values[-1], 2), number(r.at_slots(budget), 2)
             table.add_row(r.strategy, last, equal, number(slots / steps, 1), number(r.seconds, 1))
         console.print(table)
-        note = (
-            f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: by the paper's timing\n"
-            "model a forward is one slot, each loss's pass through a stage one, heads free; between tests quality is\n"
-            f"interpolated. Seconds are those of this machine, one process doing all stages.\nFigure: {figure}"
+        console.say(
+            f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: in the paper's timing\n"
+            "model a forward takes one slot, each loss's pass through a stage one, and heads none. Between tests quality is\n"
+            f"interpolated. Seconds are this machine's, one process doing all stages.\nFigure: {figure}"
         )
-        console.print(note, soft_wrap=True, highlight=False)
         return OK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class EvaluateCommand:
     """Score a run on its test set: the last head, every head, and ensembles of the top n heads."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run's folder."""
+    """Folder of the run."""
     json: bool = False
-    """Print the scores as JSON, and nothing else."""
+    """Print only JSON: the scores."""
     device: str = "auto"
-    """Where to run."""
+    """Device to run on."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         run = Run.open(self.folder)
         config = dataclasses.replace(run.recipe, device=self.device)
         device = pick_device(config)
         train_data, test_data = config.load(run.tokenizer())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about training, of which there is none
+            warnings.simplefilter("ignore")  # they are about training
             pipe = make_pipeline(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
         run.load_weights(pipe)
         pipe.to(device)
@@ -234,11 +223,8 @@ class Evaluate:
             print_json(dataclasses.asdict(scores))
             return OK
         status = f" ({run.status} at step {pipe.steps})" if run.status != "done" else ""
-        console.print(f"{self.folder}{status}: {len(test_data):,} test samples", soft_wrap=True, highlight=False)
-        table = Table()
-        table.add_column("head")
-        table.add_column("loss", justify="right")
-        table.add_column(kind, justify="right")
+        console.say(f"{self.folder}{status}: {len(test_data):,} test samples")
+        table = numbers_table(None, "head", "loss", kind)
         for k, score in enumerate(scores.heads):
             name = f"stage {k}" + (" (output)" if k == len(scores.heads) - 1 else "")
             table.add_row(name, number(None if score is None else score.loss), quality(score, kind))
@@ -250,53 +236,52 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
-    """Write the main network alone, heads dropped, under the names of the unsplit network: safetensors, or torch's format."""
+class ExportCommand:
+    """Write the main network without its heads, under the names of the unsplit network: safetensors, or torch's format."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run's folder."""
+    """Folder of the run."""
     out: Path | None = None
-    """The file, .safetensors, or .pt, .pth, .bin for `torch.load`; default: model.safetensors in the run's folder."""
+    """File to write: .safetensors, or .pt, .pth, .bin for `torch.load`; default: model.safetensors in the run's folder."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         run = Run.open(self.folder)
-        if self.out is not None and self.out.suffix not in (".safetensors", *_OF_TORCH):
+        if self.out is not None and self.out.suffix not in (".safetensors", *_TORCH_SUFFIXES):
             raise ValueError(
-                f"`out` should end in .safetensors, or for torch.load in {', '.join(_OF_TORCH)}. Found {str(self.out)!r}."
+                f"`out` should end in .safetensors, or, for torch.load, in {', '.join(_TORCH_SUFFIXES)}. Found {str(self.out)!r}."
             )
         main = under(run.weights(), "model.")
         out = self.out or self.folder / "model.safetensors"
         if out.exists() and not out.is_file():
-            raise ValueError(f"`out` should be a file. Found that {out} is something else; give another name.")
+            raise ValueError(f"`out` should be a file. Found that {out} is not one; give another name.")
         if not main:
             raise ValueError(
                 f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
             )
         out.parent.mkdir(parents=True, exist_ok=True)
-        if out.suffix in _OF_TORCH:
+        if out.suffix in _TORCH_SUFFIXES:
             torch.save(main, out)
         else:
             save_tensors(main, out)
         size = sum(tensor.numel() for tensor in main.values())
-        console.print(f"{out}: {len(main)} tensors, {size:,} values", soft_wrap=True, highlight=False)
+        console.say(f"{out}: {len(main)} tensors, {size:,} values")
         return OK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipes:
+class RecipesCommand:
     """List the recipes."""
 
     json: bool = False
-    """Print as JSON."""
+    """Print only JSON."""
 
-    def run(self, console: Console) -> int:
+    def run(self, console: Output) -> int:
         rows = [(name, (inspect.getdoc(make) or "").split("\n")[0]) for name, make in RECIPES.items()]
         if self.json:
             print_json([{"name": name, "description": text} for name, text in rows])
             return OK
-        table = Table()
-        table.add_column("recipe", no_wrap=True)
-        table.add_column("what it trains")
+        table = Table("recipe", "what it trains")
+        table.columns[0].no_wrap = True
         for row in rows:
             table.add_row(*row)
         console.print(table)

@@ -1,1 +1,1 @@
-"""What people look at: displays, tables, figures."""
+"""Output for people: displays, tables, figures, pages."""

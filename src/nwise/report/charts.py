@@ -1,4 +1,4 @@
-"""Charts of a page, as plotly's own JSON: lines of heads, timelines, utilisation."""
+"""Charts of a page as plotly JSON: curves of heads, timelines, utilisation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _GRID = "#e5e5e5"
 
 
 def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, several: bool) -> dict[str, Any] | None:
-    """Curves of every head of every run; None if there is none.
+    """Draw the curves of every head of every run; None if there are none.
 
     Args:
-        runs: name, number of stages and series of each.
-        title: of the vertical axis.
-        several: whether the page has several runs, which are then named and have a colour each.
+        runs: name, number of stages and series of each run.
+        title: title of the vertical axis.
+        several: whether the page has several runs, each with its name and colour.
     """
     traces = []
-    for i, (name, num_stages, found) in enumerate(runs):
-        for series in found:
+    for i, (name, num_stages, curves) in enumerate(runs):
+        for series in curves:
             output = series.head == num_stages - 1
             head = f"stage {series.head}" + (" (output)" if output else "")
             colour = i if several else series.head
@@ -49,7 +49,7 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
         return None
     layout = _layout(340 + 18 * min(len(traces), 12), title)
     # The untrained network is far from where runs differ; the chart's own menu shows all of it.
-    late = [value for _, _, found in runs for series in found for value in series.values[1:] if value is not None]
+    late = [value for _, _, curves in runs for series in curves for value in series.values[1:] if value is not None]
     if title.endswith("perplexity"):
         layout["yaxis"]["type"] = "log"
     elif len(late) > 2:
@@ -59,45 +59,45 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
 
 
 def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
-    """What each stage does when, in the first mini-batches.
+    """Draw what each stage computes when, in the first mini-batches.
 
     Args:
         events: computations.
-        title: of the time axis.
-        batches: how many.
+        title: title of the time axis.
+        batches: number of mini-batches.
     """
     first = min(event.cycle for event in events)
     shown = [e for e in events if e.cycle < first + batches and e.end > e.start]
     begin = min(e.start for e in shown)
     traces = []
     for kind, name in KIND_NAMES.items():
-        mine = [event for event in shown if event.action.kind is kind]
-        if mine:
+        bars = [event for event in shown if event.action.kind is kind]
+        if bars:
             traces.append(
                 {
                     "type": "bar",
                     "orientation": "h",
                     "name": f"{kind.value}  {name}",
-                    "y": [e.action.stage for e in mine],
-                    "base": [float(f"{e.start - begin:.6g}") for e in mine],
-                    "x": [float(f"{e.end - e.start:.6g}") for e in mine],
+                    "y": [e.action.stage for e in bars],
+                    "base": [float(f"{e.start - begin:.6g}") for e in bars],
+                    "x": [float(f"{e.end - e.start:.6g}") for e in bars],
                     "marker": {
                         "color": KIND_COLOURS[kind],
                         "line": {"color": "white", "width": 0.5},
                         "pattern": {
-                            "shape": ["/" if e.cycle % 2 else "" for e in mine],
+                            "shape": ["/" if e.cycle % 2 else "" for e in bars],
                             "fillmode": "overlay",
                             "fgcolor": "white",
                             "solidity": 0.25,
                             "size": 6,
                         },
                     },
-                    "text": [str(e.action.microbatch) for e in mine],
+                    "text": [str(e.action.microbatch) for e in bars],
                     "textposition": "inside",
                     "insidetextanchor": "middle",
                     "textangle": 0,
                     "hoverinfo": "text",
-                    "hovertext": [f"{e.action} {name}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in mine],
+                    "hovertext": [f"{e.action} {name}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in bars],
                 }
             )
     stages = 1 + max(e.action.stage for e in shown)
@@ -110,7 +110,7 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
 
 
 def utilisation(shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Bars of every stage, in per cent; patterns tell measured and predicted apart without colour."""
+    """Draw bars for every stage, in per cent; patterns distinguish measured and predicted without colour."""
     traces = [
         {
             "type": "bar",

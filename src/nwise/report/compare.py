@@ -1,4 +1,4 @@
-"""Several strategies from the same start: who is better at equal steps, and who at equal time."""
+"""Compare strategies from the same start, at equal steps and at equal modelled time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Result:
     """One strategy's run.
 
     Args:
-        strategy: its name.
+        strategy: name of the strategy.
         run: folder of the run.
         kind: ``"accuracy"`` (per cent) or ``"perplexity"``.
         curve: test quality of the last head.
-        seconds: of this run, one process doing all stages; no measure of what A accelerators would take.
+        seconds: duration of this run, with all stages in one process; it does not predict A accelerators.
     """
 
     strategy: str
@@ -37,7 +37,7 @@ class Result:
     seconds: float
 
     def at_slots(self, slots: float) -> float:
-        """Quality at a modelled time, interpolated between two tests."""
+        """Interpolate the quality between two tests, at a modelled time."""
         return float(np.interp(slots, self.curve.slots, self.curve.values))
 
 
@@ -45,10 +45,10 @@ Data = tuple[Images, Images] | tuple[Tokens, Tokens]
 
 
 def check(recipe: Recipe, strategies: Sequence[str], data: Data) -> None:
-    """Refuse what could not be trained, before anything is written.
+    """Raise what training would raise, before anything is written.
 
     Raises:
-        ValueError: there is no strategy, or one that the network or the recipe does not go with.
+        ValueError: there is no strategy, or one that does not suit the network or the recipe.
     """
     if not strategies:
         raise ValueError("`strategies` should name at least one. Found none.")
@@ -68,15 +68,15 @@ def compare(
     Args:
         recipe: everything but the strategy.
         strategies: names, as for `nwise.strategy`.
-        folder: for the runs.
-        callbacks: told of every run.
-        data: of the recipe, if it was loaded before.
+        folder: parent folder of the runs' folders.
+        callbacks: callbacks for every run.
+        data: the recipe's data, if already loaded.
     """
     return [_result(variant, folder, callbacks, data or recipe.load()) for variant in _variants(recipe, strategies)]
 
 
 def _variants(recipe: Recipe, strategies: Sequence[str]) -> list[Recipe]:
-    # That one diverges is a result too.
+    # Divergence is a result too.
     return [dataclasses.replace(recipe, strategy=strategy, on_nan="ignore") for strategy in strategies]
 
 
@@ -86,7 +86,7 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
     trainer.train(run, callbacks)
     if run.unwritten:
         raise OSError(
-            f"{run.folder} should have the results of {recipe.strategy}. Found that they could not be written."
+            f"{run.folder} should have the results of {recipe.strategy}. Found that nwise could not write them."
         )
     kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
     steps, values, seconds = _tests(run, kind)
@@ -94,11 +94,11 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
 
 
 def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
-    """From the records, since a number that is shown should be one that was written."""
+    """Read steps, scores and seconds from the records, so every number shown was written."""
     records = run.metrics()
     tests = [record for record in records if record["kind"] == "test"]
     last = [record["loss" if kind == "perplexity" else "accuracy"][-1] for record in tests]
-    # A run that diverged has no number (null) for its loss; it should stay in the table all the same.
+    # The loss of a run that diverged is null; it stays in the table.
     numbers = np.array([math.nan if value is None else value for value in last])
     with np.errstate(over="ignore"):
         values = (np.exp(numbers) if kind == "perplexity" else 100 * numbers).tolist()
@@ -106,7 +106,7 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
 
 
 def _slots(pipe: Pipeline, steps: Sequence[int]) -> list[float]:
-    """Modelled slots until each of the steps, on one accelerator per stage."""
+    """Model the slots until each of the steps, on one accelerator per stage."""
     rates = [(first, last, _slots_per_step(pipe, first)) for first, last in pipe.strategy.phases(stop=steps[-1])]
     return [sum(rate * (min(step, last) - first) for first, last, rate in rates if first < step) for step in steps]
 
@@ -117,7 +117,7 @@ def _slots_per_step(pipe: Pipeline, step: int) -> float:
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:
-    """The figure: quality against steps and against modelled time."""
+    """Draw quality over steps and over modelled time."""
     kind = results[0].kind
     quality = "test perplexity" if kind == "perplexity" else "test accuracy, %"
     title = f"{recipe.name}: batch {recipe.batch_size}, M = {recipe.microbatches}, seed {recipe.seed}"

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFRESH_PER_SECOND = 4
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for a table; an en dash where there is none.
+    """Format a number for a table; an en dash if there is none.
 
     >>> number(None), number(0.5), number(float("nan"))
     ('–', '0.5000', '–')
@@ -29,19 +29,27 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def quality(score: Score | None, kind: Literal["accuracy", "perplexity"]) -> str:
-    """Accuracy in per cent, or perplexity."""
+    """Format accuracy in per cent, or perplexity."""
     if score is None:
         return "–"
     return f"{100 * score.accuracy:.2f} %" if kind == "accuracy" else f"{score.perplexity:.2f}"
 
 
-def resumption(step: int, changes: str) -> str:
-    """Where a run goes on, in one line."""
-    return f"going on at step {step}" + (f": {changes}" if changes else "")
+def numbers_table(title: str | None, *headings: str) -> Table:
+    """Make an empty table whose first column is text and whose other columns are numbers."""
+    table = Table(title=title, title_justify="left")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    return table
 
 
-class _Base(Callback):
-    """What both displays know of the run."""
+def describe_resumption(step: int, changes: str) -> str:
+    """Say in one line where a run resumes and what has changed."""
+    return f"resuming at step {step}" + (f": {changes}" if changes else "")
+
+
+class _Display(Callback):
+    """Base class of both displays."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -49,6 +57,7 @@ class _Base(Callback):
         self.began = time.perf_counter()
 
     def begin(self, trainer: Trainer) -> str:
+        """Start the clock and describe the run in one line."""
         self.began = time.perf_counter()
         self.kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
         recipe, pipe = trainer.recipe, trainer.pipe
@@ -62,7 +71,7 @@ class _Base(Callback):
         )
 
 
-class LiveDisplay(_Base):
+class LiveDisplay(_Display):
     """A table of every head, with a progress bar below it."""
 
     def started(self, trainer: Trainer) -> None:
@@ -83,28 +92,28 @@ class LiveDisplay(_Base):
         self.drawn = 0.0
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        """Take up the losses, now and then."""
+        """Show the losses, a few times per second."""
         self.progress.update(self.task, completed=step, description="training")
         now = time.perf_counter()
         if now - self.drawn > 1 / _REFRESH_PER_SECOND:
             self.drawn = now
-            # A head that rests in this step keeps the loss it had.
+            # A head that does not run in this step keeps its last loss.
             self.losses = [new if new == new else old for new, old in zip(losses.tolist(), self.losses, strict=True)]
             self.live.update(self.draw())
 
     def evaluating(self, done: int, total: int) -> None:
-        """Say that it is not training just now."""
+        """Show the progress of the evaluation."""
         self.progress.update(self.task, description=f"testing {done}/{total}")
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """Take up the scores."""
+        """Show the scores."""
         del step
         self.scores = scores
         self.live.update(self.draw())
 
     def resumed(self, step: int, changes: str) -> None:
-        """A line above the table."""
-        self.live.console.print(resumption(step, changes), soft_wrap=True)
+        """Print a line above the table."""
+        self.live.console.print(describe_resumption(step, changes), soft_wrap=True)
         self.progress.update(self.task, completed=step)
 
     def finished(self, status: str) -> None:
@@ -114,10 +123,8 @@ class LiveDisplay(_Base):
         self.live.stop()
 
     def draw(self) -> Group:
-        """The table and the bar."""
-        table = Table(title=self.title, title_justify="left")
-        for heading in ("head", "training loss", "test loss", f"test {self.kind}"):
-            table.add_column(heading, justify="left" if heading == "head" else "right")
+        """Render the table and the bar."""
+        table = numbers_table(self.title, "head", "training loss", "test loss", f"test {self.kind}")
         for k, loss in enumerate(self.losses):
             score = None if self.scores is None else self.scores.heads[k]
             name = f"stage {k}" + (" (output)" if k == len(self.losses) - 1 else "")
@@ -126,14 +133,14 @@ class LiveDisplay(_Base):
         return Group(table, self.progress)
 
 
-class PlainDisplay(_Base):
-    """One line per evaluation."""
+class PlainDisplay(_Display):
+    """One line for each evaluation."""
 
     def started(self, trainer: Trainer) -> None:
-        """Say what is trained."""
+        """Describe the run and the columns."""
         self.console.print(self.begin(trainer), soft_wrap=True)
         self.console.print(
-            f"columns: the heads of stages 0 to {trainer.pipe.num_stages - 1}, the last the output; – not trained (see --heads)",
+            f"columns: heads of stages 0 to {trainer.pipe.num_stages - 1}, the last is the output; –: not trained (see --heads)",
             soft_wrap=True,
         )
         self.total = trainer.num_steps
@@ -145,7 +152,7 @@ class PlainDisplay(_Base):
         self.losses = "  training loss " + " ".join(number(loss, 3) for loss in losses.tolist())
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """The line."""
+        """Print the line."""
         seconds = time.perf_counter() - self.began
         values = " ".join(quality(score, self.kind).replace(" ", "") for score in scores.heads)
         self.console.print(
@@ -153,14 +160,14 @@ class PlainDisplay(_Base):
         )
 
     def resumed(self, step: int, changes: str) -> None:
-        """A line."""
-        self.console.print(resumption(step, changes), soft_wrap=True)
+        """Print where the run resumes."""
+        self.console.print(describe_resumption(step, changes), soft_wrap=True)
 
     def finished(self, status: str) -> None:
-        """How it ended."""
+        """Print how the run ended."""
         self.console.print(status)
 
 
 def display_for(console: Console) -> LiveDisplay | PlainDisplay:
-    """The live table on a terminal, plain lines elsewhere."""
+    """Choose the live table on a terminal, plain lines elsewhere."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)

@@ -1,6 +1,6 @@
 """Figures for papers and documents: quality of several runs, and the flow of gradients.
 
-matplotlib is imported when something is drawn, since it takes half a second.
+matplotlib is imported only to draw, because the import takes half a second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nwise.strategies import Strategy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -29,7 +29,7 @@ class Curve:
     """Test scores of one run.
 
     Args:
-        steps: at which it was tested.
+        steps: steps of the tests.
         values: accuracy in per cent, or perplexity.
         slots: modelled time of each test on A accelerators, in slots.
     """
@@ -40,14 +40,14 @@ class Curve:
 
 
 def check_format(path: Path | None) -> None:
-    """Refuse a file that cannot be drawn, and a missing matplotlib, before the work that leads to it."""
+    """Raise early, before any work for the figure, if its format is unknown or matplotlib is missing."""
     if path is not None and (path.suffix not in (".png", ".svg", ".pdf") or path.is_dir()):
         raise ValueError(f"A figure should be a file that ends in .png, .svg or .pdf. Found {str(path)!r}.")
     needed("matplotlib", "figures", "A figure")
 
 
 def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
-    """Quality against steps, and against the time that A accelerators would take by the timing model."""
+    """Draw quality over steps, and over the time of A accelerators in the timing model."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
         figure = Figure(figsize=(8.2, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for i, (name, curve) in enumerate(curves.items()):
-            # The start is the same for all, and far from where they differ.
+            # All runs start equal, and far from where they differ.
             first = 1 if len(curve.steps) > 2 else 0
             steps, values, slots = curve.steps[first:], curve.values[first:], curve.slots[first:]
             style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
@@ -76,11 +76,11 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
 
 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
-    """The flow of activations and gradients, as in the paper's second figure, drawn from the flow value.
+    """Draw the flow of activations and gradients, as in the paper's second figure, from the `Flow`.
 
-    One panel for each strategy, and for each turn of one that rotates: stages from left to right, above
-    each its head and loss if it runs; black arrows are activations, coloured ones gradients, in the
-    colour of the farthest loss that they carry.
+    There is a panel for each strategy, and for each turn of one that rotates. Stages run from left to right, each below its
+    head and loss if those run. Black arrows are activations; coloured ones are gradients, in the colour of the farthest loss
+    that they carry.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
         turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
         columns = min(len(turns), max(1, 12 // num_stages))
         if len(turns) == columns + 1 and columns > 1:
-            columns = -(-len(turns) // 2)  # rather two rows than one panel alone
+            columns = -(-len(turns) // 2)  # two even rows, not one panel alone in the second
         rows = -(-len(turns) // columns)
         figure = Figure(figsize=(1.05 * (num_stages + 0.5) * columns, 2.2 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -118,9 +118,8 @@ def _draw_flow(axes: Axes, credit: Tensor) -> None:
             if stage.own:
                 _arrow(axes, (k + 0.08, 0.71), (k + 0.08, 0.23), colour)
     for k in range(1, num_stages):
-        # A gradient crosses for every loss above that trains a stage below; those that travel as one message share a lane.
-        messages = flow.stages[k].messages
-        for lane, message in enumerate(messages):
+        # A gradient crosses for every later loss that trains an earlier stage; those in one message share a lane.
+        for lane, message in enumerate(flow.stages[k].messages):
             y = -0.06 - 0.11 * lane
             _arrow(axes, (k - 0.33, y), (k - 0.67, y), COLOURS[message.far % len(COLOURS)])
     for k in range(num_stages):

@@ -1,6 +1,6 @@
-"""Schedules as grids of time: in the terminal, and as figures like the paper's. Drawn from a simulated schedule.
+"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's.
 
-matplotlib is imported when a figure is drawn, since it takes half a second.
+matplotlib is imported only to draw, because the import takes half a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KIND_NAMES = {
     Kind.BOTH: "both gradients",
     Kind.UPDATE: "update",
 }
-_LONGEST = 300  # times as long as the shortest action that is drawn in a terminal
+_LONGEST = 300  # time axis of a terminal, in units of the shortest action drawn
 EXPLANATION = (
     "time, in the unit of the costs; numbers are {numbers}, small ones the loss that a gradient comes from; "
     "every other mini-batch is hatched"
@@ -47,12 +47,12 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A schedule to be drawn.
+    """A schedule to draw.
 
     Args:
-        title: what it is.
+        title: title of the picture.
         timed: the schedule.
-        batches: how many mini-batches, from an empty pipeline on.
+        batches: number of mini-batches, starting with an empty pipeline.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Picture:
 
     @property
     def caption(self) -> str:
-        """Order, period and bound."""
+        """Order, period and bound of the schedule."""
         timed = self.timed
         bound = f"{timed.lower_bound:.6g}"
         optimal = "which is optimal" if timed.optimal else f"lower bound {bound}"
@@ -77,41 +77,34 @@ class Picture:
 
     @cached_property
     def events(self) -> list[Event]:
-        """What is drawn: everything that takes time, of as many mini-batches as asked for."""
-        turns = len(self.timed.schedule.flows)
-        return [
-            event
-            for event in self.timeline.events
-            if event.end > event.start and event.cycle * turns + event.action.turn < self.batches
-        ]
+        """Everything that takes time in the first `batches` mini-batches."""
+        return [e for e in self.timeline.events if e.end > e.start and self.batch_index(e) < self.batches]
 
+    def batch_index(self, event: Event) -> int:
+        """Return the mini-batch of an event, from 0."""
+        return event.cycle * len(self.timed.schedule.flows) + event.action.turn
 
-def batch_of(event: Event, picture: Picture) -> int:
-    """The mini-batch that an event belongs to, from 0."""
-    return event.cycle * len(picture.timed.schedule.flows) + event.action.turn
-
-
-def farthest_loss(event: Event, picture: Picture) -> int | None:
-    """The loss that a backward pass comes from; of several the farthest."""
-    kind, k, m, q, turn = event.action
-    if kind in (Kind.INPUT_GRAD, Kind.BOTH, Kind.WEIGHT_GRAD):
-        return picture.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
-    return None
+    def farthest_loss(self, event: Event) -> int | None:
+        """Return the loss that a backward pass comes from; of several, the farthest."""
+        kind, k, m, q, turn = event.action
+        if kind in (Kind.INPUT_GRAD, Kind.BOTH, Kind.WEIGHT_GRAD):
+            return self.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
+        return None
 
 
 def terminal_grid(picture: Picture, width: int) -> Text:
-    """One row per stage; time runs to the right, a dot is a wait.
+    """Draw a row for each stage; time runs to the right, a dot is a wait.
 
     Args:
-        picture: what to draw.
-        width: of the terminal, in characters; what does not fit is left out, and it is said so.
+        picture: the schedule.
+        width: width of the terminal, in characters; a note says so if the drawing is cut.
     """
     events = picture.events
     stages = [f"stage {k} " for k in range(picture.timed.schedule.num_stages)]
     margin = max(map(len, stages))
     if not events:
         return Text("nothing takes any time\n", "dim")
-    # The shortest action has room for its name and a space.
+    # The shortest action must have room for its name and a space.
     cell = max(len(_name(event)) for event in events) + 1
     last = max(event.end for event in events)
     scale = cell / max(last / _LONGEST, min(event.end - event.start for event in events))
@@ -126,8 +119,10 @@ def terminal_grid(picture: Picture, width: int) -> Text:
                 break
             grid.append("".join("·" if i % cell == 1 and i < begin - at - 1 else " " for i in range(begin - at)), "dim")
             shade = "white" if event.action.kind is Kind.UPDATE else "black"
-            style = f"{shade} on {KIND_COLOURS[event.action.kind]}" + (" bold" if batch_of(event, picture) % 2 else "")
-            if end > begin:  # much shorter than the others otherwise
+            style = f"{shade} on {KIND_COLOURS[event.action.kind]}" + (
+                " bold" if picture.batch_index(event) % 2 else ""
+            )
+            if end > begin:  # else it is too short to draw
                 grid.append(_name(event)[: end - begin].ljust(end - begin - 1, "─"), style)
                 grid.append(" " * (end - begin > len(_name(event)[: end - begin])))
                 at = end
@@ -142,7 +137,7 @@ def _name(event: Event) -> str:
 
 
 def legend(pictures: Sequence[Picture]) -> Text:
-    """What the letters and colours mean."""
+    """Explain the letters and colours."""
     kinds = {event.action.kind for picture in pictures for event in picture.events}
     text = Text()
     for kind, name in KIND_NAMES.items():
@@ -154,7 +149,7 @@ def legend(pictures: Sequence[Picture]) -> Text:
 
 
 def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
-    """Grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
+    """Draw grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -186,7 +181,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
 
 
 def _is_whole(picture: Picture) -> bool:
-    """Whether mini-batches are not cut up, so that their own numbers say more than zeros."""
+    """Return whether M = 1; the grid then numbers mini-batches, because micro-batch numbers would all be 0."""
     return picture.timed.schedule.num_microbatches == 1
 
 
@@ -198,7 +193,7 @@ def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float,
     inch = width / longest
     for event in events:
         k, length = event.action.stage, event.end - event.start
-        later = batch_of(event, picture) % 2
+        later = picture.batch_index(event) % 2
         box = Rectangle(
             (event.start, k - 0.44), length, 0.88,
             facecolor=KIND_COLOURS[event.action.kind], edgecolor="#ffffff", lw=0.8, hatch="///" if later else None,
@@ -206,9 +201,9 @@ def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float,
         )  # fmt: skip
         axes.add_patch(box)
         if inch * length > 0.13 and event.action.kind is not Kind.UPDATE:
-            loss = farthest_loss(event, picture)
+            loss = picture.farthest_loss(event)
             small = inch * length < 0.24 or loss is None
-            number = batch_of(event, picture) if _is_whole(picture) else event.action.microbatch
+            number = picture.batch_index(event) if _is_whole(picture) else event.action.microbatch
             name = f"{number}" + ("" if small else f"$_{{{loss}}}$")
             axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set(xlim=(0, longest), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages))

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from nwise._errors import needed
-from nwise._records import plain
+from nwise._records import plain, write_text
 
 
-class Cell(str):
-    """A cell of a table that is HTML already; every other text is escaped."""
+class HtmlCell(str):
+    """A table cell that is already HTML; all other texts are escaped."""
 
     __slots__ = ()
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", kind: str = "") -> str:
-    """A table whose first column names the rows."""
+    """Build a table whose first column names the rows."""
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
     lines = []
     for first, *others in rows:
-        cells = "".join(cell if isinstance(cell, Cell) else f"<td>{html.escape(cell)}</td>" for cell in others)
+        cells = "".join(cell if isinstance(cell, HtmlCell) else f"<td>{html.escape(cell)}</td>" for cell in others)
         lines.append(f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>')
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     style = f' class="{kind}"' if kind else ""
@@ -33,28 +33,28 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ""
 
 
 def section(name: str, title: str, body: str) -> str:
-    """A part of a page that can be linked to."""
+    """Build a part of a page that links can point to."""
     return f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{body}</section>\n'
 
 
-def embedded(name: str, value: Any) -> str:
-    """Data for the page's script; ``<`` is written so that no text in it can end the element."""
+def embed_json(name: str, value: Any) -> str:
+    """Embed data for the page's script; ``<`` is escaped, so no text in it can end the element."""
     text = json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
 def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str, Any]) -> None:
-    """Write the file, aside first.
+    """Write the page, to a temporary file first.
 
     Args:
-        path: of the file.
-        title: of the page.
-        body: HTML.
-        script: name of a file in `assets`.
-        data: what the script reads, by the name of an element.
+        path: path of the page.
+        title: title of the page.
+        body: HTML of the page's content.
+        script: name of the script's file in `assets`.
+        data: the script's data, by the name of the element that embeds it.
 
     Raises:
-        ImportError: plotly, whose own script draws the charts, is missing.
+        ImportError: plotly, whose script draws the charts, is missing.
     """
     assets = files("nwise.report") / "assets"
     parts = [
@@ -62,14 +62,12 @@ def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
         f"<style>{(assets / 'page.css').read_text()}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the content</a><main id="content">{body}</main>',
-        *(embedded(name, value) for name, value in data.items()),
+        *(embed_json(name, value) for name, value in data.items()),
         f"<script>{_plotly()}</script>",
         f"<script>{(assets / script).read_text()}</script></body></html>\n",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    aside.write_text("\n".join(parts), encoding="utf-8")
-    aside.replace(path)
+    write_text(path, "\n".join(parts))
 
 
 def _plotly() -> str:
@@ -77,14 +75,14 @@ def _plotly() -> str:
 
 
 def check_page(path: Path) -> None:
-    """Refuse a file that is no page, and a missing plotly, before the work that leads to it."""
+    """Raise early, before any work for the page, if its path is unusable or plotly is missing."""
     if path.suffix != ".html" or path.is_dir():
         raise ValueError(f"A page should be a file that ends in .html. Found {str(path)!r}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".part")
-        aside.touch()
-        aside.unlink()
+        partial = path.with_name(path.name + ".part")
+        partial.touch()
+        partial.unlink()
     except OSError as error:
         raise OSError(f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}") from error
     _plotly()

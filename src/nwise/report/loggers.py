@@ -1,4 +1,4 @@
-"""Losses and scores of every head for the tools that people watch runs with: TensorBoard, Weights & Biases, trackio."""
+"""Log losses and scores of every head to TensorBoard, Weights & Biases or trackio."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ LoggerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Logger(Callback):
-    """What is logged, whatever with: ``train_loss/stage_<k>``, ``test_loss/stage_<k>``, ``test_accuracy/stage_<k>``."""
+    """Base class of loggers; logs ``train_loss/stage_<k>``, ``test_loss/stage_<k>``, ``test_accuracy/stage_<k>``."""
 
     def started(self, trainer: Trainer) -> None:
-        """Take over the interval of the records."""
+        """Log as often as the run records."""
         assert trainer.run is not None
         self._every = trainer.recipe.log_every
         self.open(trainer)
 
     def open(self, trainer: Trainer) -> None:
-        """Begin a log of the run."""
+        """Open a log of the run."""
         raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step."""
+        """Write the numbers of a step."""
         raise NotImplementedError
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        """Training losses, as often as they are recorded."""
+        """Write the training losses of a step that is recorded."""
         if step % self._every == 0:
-            found = {f"train_loss/stage_{k}": loss for k, loss in enumerate(losses.tolist())}
-            self.write(step, {name: loss for name, loss in found.items() if loss == loss})
+            values = {f"train_loss/stage_{k}": loss for k, loss in enumerate(losses.tolist())}
+            self.write(step, {name: loss for name, loss in values.items() if loss == loss})
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """Test losses and accuracies."""
+        """Write test losses and accuracies."""
         values: dict[str, float] = {}
         for k, score in enumerate(scores.heads):
             if score is not None:
@@ -69,7 +69,7 @@ class TensorBoard(Logger):
             self._writer.add_scalar(name, value, step)
 
     def resumed(self, step: int, changes: str) -> None:
-        """What came after the checkpoint is not shown any more."""
+        """Hide the events after the checkpoint."""
         del changes
         self._writer.close()
         self._writer = self._new_writer(self._folder, purge_step=step + 1)
@@ -81,12 +81,12 @@ class TensorBoard(Logger):
 
 
 class Tracker(Logger):
-    """Weights & Biases, or trackio, which has the same calls; a resumed run is a new one there, from its step on.
+    """Weights & Biases, or trackio, which has the same functions; a resumed run is a new run there.
 
-    Weights & Biases stays offline unless ``WANDB_MODE`` says otherwise: ``wandb sync <folder>/wandb/offline-*`` uploads it.
+    Weights & Biases stays offline unless ``WANDB_MODE`` says otherwise; ``wandb sync <folder>/wandb/offline-*`` uploads a run.
 
     Args:
-        name: of the package.
+        name: name of the package.
 
     Raises:
         ImportError: the extra of that name is not installed.
@@ -114,9 +114,9 @@ class Tracker(Logger):
 
 
 def loggers(names: tuple[LoggerName, ...]) -> list[Logger]:
-    """A logger for each name.
+    """Make a logger for each name.
 
     Raises:
-        ImportError: one's package is missing; the message names the extra.
+        ImportError: a package is missing; the message names the extra.
     """
     return [TensorBoard() if name == "tensorboard" else Tracker(name) for name in dict.fromkeys(names)]

@@ -1,4 +1,4 @@
-"""A measured run beside its prediction: what a simulation of the same lists with the measured costs says."""
+"""Compare a measured run with its prediction: a simulation of the same lists with the measured costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import mean, median
 from typing import Any
 
-from nwise.report.trace import named, trace_of
+from nwise.report.trace import make_trace, process_events
 from nwise.schedule import Costs, Schedule, Timeline, simulate
 from nwise.schedule.actions import SENDS, Action, Kind, counterpart
 from nwise.schedule.simulate import Event, Message
@@ -17,12 +17,13 @@ from nwise.schedule.simulate import Event, Message
 _COMPUTE = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 _MS = 1e3
 
-Recorded = Sequence[tuple[int, Action, float, float]]
+# What one stage did: step, action, and its start and end in seconds.
+StageRecord = Sequence[tuple[int, Action, float, float]]
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """An action that begins later (or earlier) in its stage's step than predicted, in milliseconds."""
+    """An action's measured and predicted start within its stage's step, in milliseconds."""
 
     action: Action
     measured: float
@@ -34,62 +35,59 @@ class Comparison:
     """A measured timeline and the predicted one; times in milliseconds.
 
     Args:
-        schedule: the lists that were run.
-        stages: what each stage did.
-        bytes_sent: per stage and step: measured and predicted, of activations and gradients.
+        schedule: the schedule of the run.
+        stages: record of each stage.
+        bytes_sent: bytes of activations and gradients per stage and step, measured and predicted.
     """
 
     schedule: Schedule
-    stages: Sequence[Recorded]
+    stages: Sequence[StageRecord]
     bytes_sent: Sequence[dict[str, Any]]
 
     @cached_property
     def costs(self) -> Costs:
-        """Medians of the measured times; the time of a message is the median of those that somebody waited for."""
+        """Medians of the measured times; for messages, of those that a receiver waited for."""
         columns: dict[str, list[float]] = {name: [] for name in ("forward", "head", "input_grad", "weight_grad")}
-        for recorded in self.stages:
+        for record in self.stages:
             times: dict[Kind, list[float]] = defaultdict(list)
-            for _, action, begin, end in recorded:
+            for _, action, begin, end in record:
                 times[action.kind].append(_MS * (end - begin))
-            middle = {kind: median(found) for kind, found in times.items()}
-            both = middle.get(Kind.BOTH, 0.0)
-            # Of a B only the sum is known; shared out equally, it is again their sum.
-            split = both / 2
+            middle = {kind: median(values) for kind, values in times.items()}
+            both = middle.get(Kind.BOTH, 0.0)  # of a B only the sum of I and W is known: halve it
             columns["forward"].append(middle.get(Kind.FORWARD, 0.0))
             columns["head"].append(middle.get(Kind.HEAD, 0.0))
-            columns["input_grad"].append(middle.get(Kind.INPUT_GRAD, split))
+            columns["input_grad"].append(middle.get(Kind.INPUT_GRAD, both / 2))
             columns["weight_grad"].append(
                 max(both - columns["input_grad"][-1], 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
             )
-        latency = median([_MS * travel for travel, kept in self._travels if kept > 0] or [0.0])
+        latency = median([_MS * travel for travel, waited in self._travels if waited > 0] or [0.0])
         return Costs(**columns, chain_share=0.0, latency=latency)  # type: ignore[arg-type]
 
     @cached_property
     def predicted(self) -> Timeline:
-        """A simulation of as many mini-batches as were measured."""
+        """Simulation of as many mini-batches as were measured."""
         turns = len(self.schedule.flows)
         steps = len({step for step, *_ in self.stages[0]})
         return simulate(self.schedule, self.costs, chains="walked", cycles=max(2, steps // turns))
 
     @cached_property
     def events(self) -> list[Event]:
-        """Computations and updates as measured, from 0 on."""
-        return [
-            self._event(*one) for recorded in self.stages for one in recorded if one[1].kind in (*_COMPUTE, Kind.UPDATE)
-        ]
+        """Measured computations and updates; the first action starts at 0."""
+        return self._events_of(*_COMPUTE, Kind.UPDATE)
 
     @cached_property
     def waits(self) -> list[Event]:
-        """Receives and sends as measured."""
-        kinds = (*SENDS.keys(), *SENDS.values())
-        return [self._event(*one) for recorded in self.stages for one in recorded if one[1].kind in kinds]
+        """Measured receives and sends."""
+        return self._events_of(*SENDS.keys(), *SENDS.values())
 
-    def _event(self, step: int, action: Action, begin: float, end: float) -> Event:
-        return Event(action, step, _MS * (begin - self._zero), _MS * (end - self._zero))
-
-    @cached_property
-    def _zero(self) -> float:
-        return min(begin for recorded in self.stages for _, _, begin, _ in recorded)
+    def _events_of(self, *kinds: Kind) -> list[Event]:
+        zero = min(begin for record in self.stages for _, _, begin, _ in record)
+        return [
+            Event(action, step, _MS * (begin - zero), _MS * (end - zero))
+            for record in self.stages
+            for step, action, begin, end in record
+            if action.kind in kinds
+        ]
 
     @cached_property
     def _pairs(self) -> list[tuple[Event, Event]]:
@@ -100,12 +98,12 @@ class Comparison:
 
     @cached_property
     def _travels(self) -> list[tuple[float, float]]:
-        """Of every message the seconds that it was under way, and those that its receiver waited for it meanwhile."""
+        """Seconds that each message travelled, and seconds of these that its receiver waited."""
         return [((got.end - put.start) / _MS, (got.end - max(got.start, put.start)) / _MS) for put, got in self._pairs]
 
     @property
     def messages(self) -> list[Message]:
-        """As arrows: from the end of the send to that of the receive."""
+        """Arrows from the end of each send to the end of its receive."""
         return [
             Message(
                 put.action.stage, got.action.stage, put.end, got.end, got.end, put.action, got.action, put.cycle, 0.0
@@ -115,13 +113,13 @@ class Comparison:
 
     @property
     def overlap(self) -> float:
-        """Of the time that messages were under way, the share in which their receivers did something else than wait."""
+        """Share of the messages' travel time in which their receivers did not wait."""
         total = sum(travel for travel, _ in self._travels)
-        return 1 - sum(kept for _, kept in self._travels) / total if total else 1.0
+        return 1 - sum(waited for _, waited in self._travels) / total if total else 1.0
 
     @cached_property
     def period(self) -> float:
-        """Measured time per mini-batch: between the first and the last update of a stage, the mean over stages."""
+        """Measured time per mini-batch: mean time between a stage's updates, averaged over stages."""
         spans = []
         for k in range(len(self.stages)):
             ends = sorted(e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k)
@@ -145,26 +143,23 @@ class Comparison:
         return 1 - mean(self.utilisation) if self.period else 0.0
 
     def deviations(self, count: int = 5) -> list[Deviation]:
-        """Actions whose begin within their stage's step differs most from the prediction; medians over the steps."""
+        """Return the actions whose start within their stage's step deviates most; medians over the steps."""
         measured, predicted = _offsets(self.events), _offsets(self.predicted.events)
-        found = [
-            Deviation(action, measured[action], predicted[action]) for action in measured.keys() & predicted.keys()
-        ]
-        return sorted(found, key=lambda d: (-abs(d.measured - d.predicted), str(d.action)))[:count]
+        deviations = [Deviation(action, measured[action], predicted[action]) for action in measured.keys() & predicted]
+        return sorted(deviations, key=lambda d: (-abs(d.measured - d.predicted), str(d.action)))[:count]
 
     def trace(self, title: str) -> dict[str, Any]:
-        """Chrome trace JSON of both, the measured one first."""
-        line = self.predicted
+        """Make the Chrome trace JSON of both timelines, the measured one first."""
         events = [*self.events, *(e for e in self.waits if e.action.kind not in SENDS)]
-        measured = trace_of(0, f"{title}: measured", len(self.stages), events, self.messages)
-        beside = trace_of(
-            1, f"{title}: predicted with the measured costs", len(self.stages), line.events, line.messages
-        )
-        return named([*measured, *beside])
+        measured = process_events(0, f"{title}: measured", len(self.stages), events, self.messages)
+        heading = f"{title}: predicted with the measured costs"
+        timeline = self.predicted
+        predicted = process_events(1, heading, len(self.stages), timeline.events, timeline.messages)
+        return make_trace([*measured, *predicted])
 
 
 def _offsets(events: Sequence[Event]) -> dict[Action, float]:
-    """When each action begins after the first one of its stage's mini-batch, the median over mini-batches."""
+    """Return each action's start after its stage's first action in the mini-batch; medians over mini-batches."""
     first: dict[tuple[int, int, int], float] = {}
     for e in events:
         if e.action.kind is Kind.FORWARD and e.action.microbatch == 0:
@@ -174,4 +169,4 @@ def _offsets(events: Sequence[Event]) -> dict[Action, float]:
         start = first.get((e.cycle, e.action.turn, e.action.stage))
         if start is not None:
             offsets[e.action].append(e.start - start)
-    return {action: median(found) for action, found in offsets.items()}
+    return {action: median(values) for action, values in offsets.items()}

@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from nwise.report.charts import gantt, lines, utilisation
+from nwise.report.display import number
 from nwise.report.figures import flow_figure
 from nwise.report.grid import Picture
-from nwise.report.html import Cell, section, table, write_page
+from nwise.report.html import HtmlCell, section, table, write_page
 from nwise.report.summary import AXES, Summary
 from nwise.schedule import PAPER, best
 
-_WIDEST = 16  # stages that a picture of the flow has room for
+_WIDEST = 16  # most stages that a picture of the flow has room for
 _BATCHES = 3  # mini-batches of a timeline
 
 
 def report(runs: Sequence[Summary], path: Path) -> None:
-    """Write the page of some runs.
+    """Write a page about some runs.
 
     Args:
-        runs: what their folders tell, from `Summary.of`.
-        path: of the page.
+        runs: the runs, from `Summary.open_all`.
+        path: path of the page.
 
     Raises:
         ImportError: plotly is missing.
@@ -51,7 +52,7 @@ def _overview(runs: Sequence[Summary]) -> str:
     for run in runs:
         last, recipe = run.tests[-1], run.recipe
         heads = {series.head: series.values[-1] for series in run.series("test", run.quality)}
-        scores = [_number(heads.get(k)) for k in range(run.num_stages)]
+        scores = [number(heads.get(k), 2) for k in range(run.num_stages)]
         unit = {"accuracy": " %", "perplexity": " perplexity"}[run.quality]
         sizes = [str(run.num_stages), str(recipe.microbatches), str(recipe.batch_size)]
         done = [f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}"]
@@ -62,10 +63,6 @@ def _overview(runs: Sequence[Summary]) -> str:
     return table([*names, "test, last head", "every head"], rows) + notes
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
 def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
     buttons = "".join(
         f'<label class="choice"><input type="radio" name="axis" value="{axis}"{" checked" * (i == 0)}>{text}</label>'
@@ -73,13 +70,12 @@ def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
     )
     parts, text = "", f'<div class="choices"><fieldset><legend>against</legend>{buttons}</fieldset></div>\n'
     qualities = {"accuracy": "test accuracy, %", "perplexity": "test perplexity"}
-    wanted = [(f"test-{quality}", "test", quality, title) for quality, title in qualities.items()]
-    wanted += [("test-loss", "test", "loss", "test loss"), ("train-loss", "train", "loss", "training loss")]
-    for name, kind, what, title in wanted:
-        shown = [run for run in runs if what in ("loss", run.quality)]
-        chart = lines(
-            [(run.name, run.num_stages, run.series(kind, what)) for run in shown], title, several=len(runs) > 1
-        )
+    kinds = [(f"test-{quality}", "test", quality, title) for quality, title in qualities.items()]
+    kinds += [("test-loss", "test", "loss", "test loss"), ("train-loss", "train", "loss", "training loss")]
+    for name, kind, score, title in kinds:
+        shown = [run for run in runs if score in ("loss", run.quality)]
+        curves = [(run.name, run.num_stages, run.series(kind, score)) for run in shown]
+        chart = lines(curves, title, several=len(runs) > 1)
         if chart is not None:
             charts[name] = chart
             parts += _chart(name, title)
@@ -89,43 +85,42 @@ def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
     return text
 
 
-def _timeline(number: int, run: Summary, charts: dict[str, Any]) -> str:
+def _timeline(index: int, run: Summary, charts: dict[str, Any]) -> str:
     text = f"<h3>{html.escape(run.name)}</h3>"
-    found = run.measured
-    if found is not None:
-        line = found.predicted
+    if (measured := run.measured) is not None:
+        predicted = measured.predicted
         rows = [
-            ["time per mini-batch, ms", f"{found.period:.2f}", f"{line.period:.2f}"],
-            ["bubble, %", f"{100 * found.bubble:.1f}", f"{100 * line.bubble:.1f}"],
-            ["overlap of messages with work, %", f"{100 * found.overlap:.1f}", "–"],
+            ["time per mini-batch, ms", f"{measured.period:.2f}", f"{predicted.period:.2f}"],
+            ["bubble, %", f"{100 * measured.bubble:.1f}", f"{100 * predicted.bubble:.1f}"],
+            ["overlap of messages with work, %", f"{100 * measured.overlap:.1f}", "–"],
         ]
         text += table(["", "measured", "predicted"], rows)
-        charts[f"measured-{number}"] = gantt(found.events, "time, ms", _BATCHES)
-        charts[f"predicted-{number}"] = gantt(line.events, "time, ms", _BATCHES)
-        shares = {"measured": found.utilisation, "predicted": line.utilisation}
-        text += "<h3>Measured</h3>" + _chart(f"measured-{number}", f"{run.name}: measured timeline")
+        charts[f"measured-{index}"] = gantt(measured.events, "time, ms", _BATCHES)
+        charts[f"predicted-{index}"] = gantt(predicted.events, "time, ms", _BATCHES)
+        shares = {"measured": measured.utilisation, "predicted": predicted.utilisation}
+        text += "<h3>Measured</h3>" + _chart(f"measured-{index}", f"{run.name}: measured timeline")
         text += "<h3>Predicted: the same lists, simulated with the medians of the measured times</h3>"
-        text += _chart(f"predicted-{number}", f"{run.name}: predicted timeline")
-        return text + _busy(f"utilisation-{number}", run.name, shares, charts)
+        text += _chart(f"predicted-{index}", f"{run.name}: predicted timeline")
+        return text + _utilisation(f"utilisation-{index}", run.name, shares, charts)
     text += (
         "<p class='note'>Predicted by the paper's timing model, on one accelerator for every stage: a forward takes one slot, "
-        "each loss's pass through a stage one, heads none. This run was made by one process, or without "
-        "<code>--timeline</code>, so that there is nothing measured to lay beside.</p>"
+        "each loss's pass through a stage one, heads none. There are no measured times, because this run had one process, or "
+        "no <code>--timeline</code>.</p>"
     )
     phases = list(run.strategy.phases())
     for i, (first, _) in enumerate(phases):
-        now = run.strategy.in_force(first)
-        timed = best(now, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
-        picture, suffix = Picture("", timed, _BATCHES), f"{number}-{i}" if i else str(number)
+        strategy = run.strategy.in_force(first)
+        timed = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
+        picture, suffix = Picture("", timed, _BATCHES), f"{index}-{i}" if i else str(index)
         charts[f"predicted-{suffix}"] = gantt(picture.events, "time, slots", _BATCHES)
         since = f", from step {first} on" if len(phases) > 1 else ""
-        text += f"<p>{html.escape(now.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
-        text += _chart(f"predicted-{suffix}", f"{run.name}: predicted timeline of {now.name}")
-        text += _busy(f"utilisation-{suffix}", run.name, {"predicted": picture.timeline.utilisation}, charts)
+        text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
+        text += _chart(f"predicted-{suffix}", f"{run.name}: predicted timeline of {strategy.name}")
+        text += _utilisation(f"utilisation-{suffix}", run.name, {"predicted": picture.timeline.utilisation}, charts)
     return text
 
 
-def _busy(name: str, run: str, shares: Mapping[str, Sequence[float]], charts: dict[str, Any]) -> str:
+def _utilisation(name: str, run: str, shares: Mapping[str, Sequence[float]], charts: dict[str, Any]) -> str:
     charts[name] = utilisation(shares)
     return "<h3>Utilisation: share of the time that each stage computes</h3>" + _chart(
         name, f"{run}: utilisation of every stage"
@@ -138,27 +133,29 @@ def _chart(name: str, title: str) -> str:
 
 def _credit(runs: Sequence[Summary]) -> str:
     text = "<p>Row j, column k: the weight of loss j's gradient in the update of stage k.</p>"
-    for key in dict.fromkeys((run.strategy.name, run.num_stages) for run in runs):
-        names = [run.name for run in runs if (run.strategy.name, run.num_stages) == key]
-        run = next(run for run in runs if run.name == names[0])
-        text += f"<h3>{html.escape(key[0])} <span class='note'>({html.escape(', '.join(names))})</span></h3>"
+    groups: dict[tuple[str, int], list[Summary]] = {}
+    for run in runs:
+        groups.setdefault((run.strategy.name, run.num_stages), []).append(run)
+    for (strategy_name, num_stages), group in groups.items():
+        run, names = group[0], ", ".join(each.name for each in group)
+        text += f"<h3>{html.escape(strategy_name)} <span class='note'>({html.escape(names)})</span></h3>"
         for first, _ in run.strategy.phases():
-            now = run.strategy.in_force(first)
-            for turn in range(now.turns):
-                text += _matrix(now.name, now.credit(run.num_stages, turn).tolist(), turn if now.turns > 1 else None)
-        if run.num_stages <= _WIDEST:
+            strategy = run.strategy.in_force(first)
+            for turn in range(strategy.turns):
+                caption = f"{strategy.name}, turn {turn}" if strategy.turns > 1 else strategy.name
+                text += _matrix(caption, strategy.credit(num_stages, turn).tolist())
+        if num_stages <= _WIDEST:
             text += f'<p class="flow">{_flow_picture(run)}</p>'
     return text
 
 
-def _matrix(name: str, credit: list[list[float]], turn: int | None) -> str:
-    def cell(weight: float) -> Cell:
+def _matrix(caption: str, credit: list[list[float]]) -> str:
+    def cell(weight: float) -> HtmlCell:
         share = min(1.0, abs(weight))
         colour = f"rgba(0,114,178,{0.12 + 0.5 * share:.2f})" if weight > 0 else "#fbe3d6" if weight < 0 else "none"
-        return Cell(f'<td style="background:{colour}">{weight:.4g}</td>')
+        return HtmlCell(f'<td style="background:{colour}">{weight:.4g}</td>')
 
     rows = [[f"loss {j}", *map(cell, row)] for j, row in enumerate(credit)]
-    caption = name if turn is None else f"{name}, turn {turn}"
     return table(["", *(f"stage {k}" for k in range(len(credit)))], rows, caption)
 
 
@@ -167,8 +164,8 @@ def _flow_picture(run: Summary) -> str:
         path = Path(folder) / "flow.svg"
         flow_figure([run.strategy], run.num_stages, path)
         code = base64.b64encode(path.read_bytes()).decode()
-    words = f"Flow of activations and gradients under {run.strategy.name}"
-    return f'<img alt="{html.escape(words)}" style="max-width:100%" src="data:image/svg+xml;base64,{code}">'
+    title = f"Flow of activations and gradients under {run.strategy.name}"
+    return f'<img alt="{html.escape(title)}" style="max-width:100%" src="data:image/svg+xml;base64,{code}">'
 
 
 def _configuration(runs: Sequence[Summary]) -> str:
@@ -178,6 +175,6 @@ def _configuration(runs: Sequence[Summary]) -> str:
     for name in names:
         values = [column.get(name, "–") for column in columns]
         differs = len(set(values)) > 1
-        rows.append([name, *(Cell(f'<td class="other">{html.escape(v)}</td>') if differs else v for v in values)])
+        rows.append([name, *(HtmlCell(f'<td class="other">{html.escape(v)}</td>') if differs else v for v in values)])
     note = '<p class="note">What differs is bold.</p>' if len(runs) > 1 else ""
     return note + table(["", *(run.name for run in runs)], rows, kind="words")

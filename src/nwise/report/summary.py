@@ -1,4 +1,4 @@
-"""What a run's folder says, as series and numbers for a page."""
+"""Series and numbers of a run's folder, for a page."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Series:
 
     Args:
         head: stage of the head.
-        along: where they were taken: by step, samples and seconds.
-        values: None where there is none.
+        along: steps, samples and seconds of the values.
+        values: the numbers; None if there is none.
     """
 
     head: int
@@ -39,10 +39,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run as its folder tells it.
+    """The contents of a run's folder.
 
     Args:
-        name: of the run on the page, its folder's.
+        name: name of the run on the page.
         run: the folder.
     """
 
@@ -50,14 +50,15 @@ class Summary:
     run: Run
 
     @classmethod
-    def of(cls, folders: Sequence[Path]) -> list[Summary]:
-        """Those of some folders, with names that differ.
+    def open_all(cls, folders: Sequence[Path]) -> list[Summary]:
+        """Open each folder once; the summaries have distinct names.
 
         Raises:
-            FileNotFoundError, ValueError: one of them is no run's folder, or has no records.
+            FileNotFoundError: a folder is not a run's.
+            ValueError: a run has no records.
         """
-        found = []
-        folders = list({folder.resolve(): folder for folder in folders}.values())  # each once
+        summaries = []
+        folders = list({folder.resolve(): folder for folder in folders}.values())
         names = [folder.resolve().name for folder in folders]
         for folder, name in zip(folders, names, strict=True):
             summary = cls(name if names.count(name) == 1 else str(folder), Run.open(folder))
@@ -65,8 +66,8 @@ class Summary:
                 raise ValueError(
                     f"{folder} should hold the records of at least one test. Found none; did the run reach its first evaluation?"
                 )
-            found.append(summary)
-        return found
+            summaries.append(summary)
+        return summaries
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -75,19 +76,19 @@ class Summary:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """Those of training and tests.
+        """Records of training and tests.
 
         Raises:
-            ValueError: one is not as `nwise train` writes it.
+            ValueError: a record is not one that `nwise train` writes.
         """
-        found = [record for record in self.run.metrics() if record["kind"] in ("train", "test")]
-        for record in found:
+        records = [record for record in self.run.metrics() if record["kind"] in ("train", "test")]
+        for record in records:
             if not _is_whole(record):
                 raise ValueError(
                     f"{self.run.folder / 'metrics.jsonl'} should hold records with {', '.join(AXES)} and numbers of every head. "
                     f"Found {str(record)[:60]}; remove the line."
                 )
-        return found
+        return records
 
     @property
     def tests(self) -> list[dict[str, Any]]:
@@ -96,36 +97,34 @@ class Summary:
 
     @property
     def num_stages(self) -> int:
-        """A, of the last test: a run may have gone on with another number."""
+        """Number of stages A at the last test; a resumed run can have another number than before."""
         return len(self.tests[-1]["loss"])
 
     @property
     def history(self) -> list[str]:
-        """What was changed where the run was gone on from, and what of it the curves cannot show."""
+        """Notes on each resumption: what changed, and what the curves cannot show."""
         notes = [
-            f"gone on from step {one.get('step')}" + (f": {one['changes']}" if one.get("changes") else "")
-            for one in self._state.get("resumed", [])
-            if isinstance(one, dict)
+            f"resumed from step {entry.get('step')}" + (f": {entry['changes']}" if entry.get("changes") else "")
+            for entry in self._state.get("resumed", [])
+            if isinstance(entry, dict)
         ]
         other = [record["step"] for record in self.records if len(record["loss"]) != self.num_stages]
         if other:
-            notes.append(
-                f"up to step {max(other)} there was another number of stages; of that part only the last head is shown"
-            )
+            notes.append(f"another number of stages up to step {max(other)}, of which only the last head is shown")
         return notes
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        found = json.loads((self.run.folder / "run.json").read_text())
-        return found if isinstance(found, dict) else {}
+        state = json.loads((self.run.folder / "run.json").read_text())
+        return state if isinstance(state, dict) else {}
 
     @cached_property
     def strategy(self) -> Strategy:
-        """As the recipe names it, epochs turned into steps by what the records say."""
+        """The recipe's strategy, with epochs turned into steps by means of the records."""
         last = self.tests[-1]
         per_epoch = round(last["step"] / last["epoch"]) if last.get("epoch") else 1
-        found: Strategy = self.recipe.strategy_for(max(1, per_epoch))
-        return found
+        strategy: Strategy = self.recipe.strategy_for(max(1, per_epoch))
+        return strategy
 
     @property
     def title(self) -> str:
@@ -134,11 +133,11 @@ class Summary:
 
     @property
     def quality(self) -> str:
-        """What the heads are scored by."""
+        """Name of the heads' score, accuracy or perplexity."""
         return "perplexity" if hasattr(self.recipe.data, "texts") else "accuracy"
 
     def series(self, kind: str, name: str) -> list[Series]:
-        """Numbers of every head that has any.
+        """Return the numbers of every head that has any.
 
         Args:
             kind: train or test.
@@ -146,23 +145,23 @@ class Summary:
         """
         records = [record for record in self.records if record["kind"] == kind]
         along = {axis: [float(record[axis]) for record in records] for axis in AXES}
-        found = []
+        series = []
         for head in range(self.num_stages):
             key = "loss" if name == "perplexity" else name
-            values = [_scaled(self._of(record[key], head), name) for record in records]
+            values = [_scale(self._head_value(record[key], head), name) for record in records]
             if any(value is not None for value in values):
-                found.append(Series(head, along, values))
-        return found
+                series.append(Series(head, along, values))
+        return series
 
-    def _of(self, heads: list[float | None], head: int) -> float | None:
-        """A head's number, where the run had as many stages as it ended with; the last head's everywhere."""
+    def _head_value(self, heads: list[float | None], head: int) -> float | None:
+        """Return a head's number; for a head before the last, only if the run had the final number of stages."""
         if head == self.num_stages - 1:
             return heads[-1]
         return heads[head] if len(heads) == self.num_stages else None
 
     @cached_property
     def measured(self) -> Comparison | None:
-        """The measured timeline beside the predicted one; None of a run without `--timeline`."""
+        """The measured and the predicted timeline; None for a run without `--timeline`."""
         path = self.run.folder / "timeline.json"
         if not path.exists():
             return None
@@ -174,10 +173,10 @@ class Summary:
         return Comparison(choose(self.recipe.schedule, flows), recorded.events, recorded.bytes_sent)
 
     def settings(self) -> dict[str, str]:
-        """Configuration and versions, flat."""
+        """Return configuration and versions as flat text."""
         versions = self._state.get("versions")
-        found = versions if isinstance(versions, dict) else {}
-        return {**_flat(to_json(self.recipe)), **{f"version of {name}": str(value) for name, value in found.items()}}
+        items = versions.items() if isinstance(versions, dict) else ()
+        return {**_flatten(to_json(self.recipe)), **{f"version of {name}": str(value) for name, value in items}}
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
@@ -191,7 +190,7 @@ def _is_whole(record: dict[str, Any]) -> bool:
     )
 
 
-def _scaled(value: float | None, name: str) -> float | None:
+def _scale(value: float | None, name: str) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     if name == "perplexity":
@@ -199,11 +198,11 @@ def _scaled(value: float | None, name: str) -> float | None:
     return 100 * value if name == "accuracy" else value
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
     for name, inner in value.items():
         if isinstance(inner, dict):
-            found |= _flat(inner, f"{prefix}{name}.")
+            flat |= _flatten(inner, f"{prefix}{name}.")
         else:
-            found[prefix + name] = json.dumps(inner) if not isinstance(inner, str) else inner
-    return found
+            flat[prefix + name] = json.dumps(inner) if not isinstance(inner, str) else inner
+    return flat

@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace JSON, which https://ui.perfetto.dev opens: one track per stage, arrows for messages."""
+"""Timelines as Chrome trace JSON for https://ui.perfetto.dev: a track for each stage, arrows for messages."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any
 from nwise.report.grid import Picture
 from nwise.schedule.simulate import Event, Message
 
-# The format counts microseconds; a unit of the costs is drawn as a millisecond.
+# The format counts microseconds; draw a unit of the costs as a millisecond.
 _UNIT = 1000.0
 
 
 def chrome_trace(pictures: Sequence[Picture]) -> dict[str, Any]:
-    """The trace of simulated schedules, a process for each.
+    """Make a trace of simulated schedules, with a process for each.
 
     Returns:
-        JSON: complete events (``"X"``) for actions, flow events (``"s"``, ``"f"``) for messages. One unit of the costs
-        is one millisecond of the trace.
+        JSON: complete events (``"X"``) for actions, flow events (``"s"``, ``"f"``) for messages. A unit of the costs
+        is a millisecond of the trace.
     """
     events: list[dict[str, Any]] = []
     for process, picture in enumerate(pictures):
-        line = picture.timeline
+        timeline = picture.timeline
         title = f"{picture.title}; {picture.caption}"
-        events += trace_of(process, title, picture.timed.schedule.num_stages, line.events, line.messages)
-    return named(events)
+        num_stages = picture.timed.schedule.num_stages
+        events += process_events(process, title, num_stages, timeline.events, timeline.messages)
+    return make_trace(events)
 
 
-def named(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """A trace of events."""
+def make_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Wrap events in a trace."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def trace_of(
+def process_events(
     process: int, title: str, num_stages: int, events: Sequence[Event], messages: Sequence[Message]
 ) -> list[dict[str, Any]]:
-    """The events of one process of a trace; times in milliseconds, or units of the costs."""
-    found: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}}]
-    found += [_track(process, k) for k in range(num_stages)]
-    found += [_slice(process, event) for event in events]
+    """Make the events of a process of the trace; times are in milliseconds, or in units of the costs."""
+    trace: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}}]
+    trace += [
+        {"name": "thread_name", "ph": "M", "pid": process, "tid": k, "args": {"name": f"stage {k}"}}
+        for k in range(num_stages)
+    ]
+    trace += [_slice(process, event) for event in events]
     for number, message in enumerate(messages):
-        found += _arrow(process, number, message)
-    return found
-
-
-def _track(process: int, stage: int) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": process, "tid": stage, "args": {"name": f"stage {stage}"}}
+        trace += _arrow(process, number, message)
+    return trace
 
 
 def _slice(process: int, event: Event) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _slice(process: int, event: Event) -> dict[str, Any]:
 
 
 def _arrow(process: int, number: int, message: Message) -> list[dict[str, Any]]:
-    """Both ends; each is tied to the action that it lies in, so they are put just inside."""
+    """Make both ends of an arrow, just inside the actions that the viewer attaches them to."""
     common = {"name": "message", "cat": "message", "pid": process, "id": f"{process}.{number}"}
     inside = 1e-3
     return [

@@ -1,4 +1,4 @@
-// The schedule explorer: every choice is a look-up among schedules that nwise has timed; nothing is computed anew here.
+// The schedule explorer: every choice looks up a schedule that nwise has timed; this script computes no schedules.
 "use strict";
 const { dimensions, initial, entries, kinds, baselines, local, compared } = JSON.parse(document.getElementById("schedules").textContent);
 const names = Object.keys(dimensions);
@@ -10,11 +10,11 @@ const show = number => Number(number.toPrecision(4)).toString();
 const isBaseline = method => baselines.includes(dimensions.method[method]);
 const methods = () => dimensions.method.map((_, i) => i).filter(i => at({ method: i }));
 
-// Of a method at any number of micro-batches, the one with the shortest step.
+// A method's number of micro-batches with the shortest step.
 function atBestM(method) {
-  const found = dimensions.microbatches
+  const options = dimensions.microbatches
     .map((m, i) => ({ m, entry: at({ method, microbatches: i }) })).filter(one => one.entry);
-  return found.reduce((a, b) => (b.entry.period < a.entry.period * (1 - 1e-9) ? b : a));
+  return options.reduce((a, b) => (b.entry.period < a.entry.period * (1 - 1e-9) ? b : a));
 }
 
 function draw() {
@@ -93,7 +93,7 @@ function table() {
   }));
 }
 
-// As the planner recommends: end-to-end needs the fewest steps, so it wins wherever its step is not longer.
+// Like the planner: end-to-end needs the fewest steps, so it wins unless its step is longer.
 // Local training, whose step is nearly always the shortest, is not compared by time.
 function verdict() {
   const all = methods().filter(method => !local.includes(dimensions.method[method])).map(method => ({ method, ...atBestM(method) }));

@@ -1,4 +1,4 @@
-// Charts of `nwise report`: drawn from the numbers in the page; the radio buttons choose what they are drawn against.
+// Charts of `nwise report`, drawn from the numbers in the page; the radio buttons choose the horizontal axis.
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const narrow = () => window.innerWidth < 640;
