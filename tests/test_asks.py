@@ -22,7 +22,7 @@ from ranks.common import network
 from test_contract import assert_same, gradients
 
 
-def test_many_processes_do_what_one_does_here_too(tmp_path: Path) -> None:
+def test_multi_process_matches_single_process(tmp_path: Path) -> None:
     ranks = results(3, "asks.py", tmp_path)
     for name, case in CASES.items():
         together = {key: value for rank in ranks for key, value in rank[name].items()}
@@ -31,7 +31,7 @@ def test_many_processes_do_what_one_does_here_too(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "2-wise-mean", "end-to-end"])
-def test_each_loss_takes_its_own_of_several_targets(strategy: str) -> None:
+def test_per_stage_loss_picks_its_target_from_a_tuple(strategy: str) -> None:
     stages, heads = network(3)
     losses: Any = [first_of, second_of, first_of]
     for module in (*stages, *heads):
@@ -45,7 +45,7 @@ def test_each_loss_takes_its_own_of_several_targets(strategy: str) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "end-to-end"])
-def test_a_skip_over_a_stage_has_the_gradients_of_the_definition(strategy: str) -> None:
+def test_skip_connection_over_stage_matches_reference(strategy: str) -> None:
     stages, heads = skipping()
     pipe = nwise.Pipeline(stages, heads, functional.cross_entropy, strategy)
     x, y = torch.randn(5, 6), torch.randint(0, 4, (5,))
@@ -62,8 +62,8 @@ def script(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_ranks_that_are_given_other_batches_are_told_so(tmp_path: Path) -> None:
-    """Loaders that shuffle by seeds of their own used to go unnoticed: inputs of one sample, labels of another."""
+def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
+    """Regression: loaders with different shuffle seeds paired inputs of one sample with labels of another, unnoticed."""
     body = "x, y = data[RANK]\npipe.step(x, target=y)\nraise SystemExit('not refused')\n"
     done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode != 0
@@ -73,15 +73,15 @@ def test_ranks_that_are_given_other_batches_are_told_so(tmp_path: Path) -> None:
     assert "not refused" not in done.stderr
 
 
-def test_a_rank_that_needs_no_target_may_have_none(tmp_path: Path) -> None:
-    """Stage 0's head does not run under 2-wise."""
+def test_rank_without_loss_accepts_target_none(tmp_path: Path) -> None:
+    """Rank 0 needs no target because stage 0's head does not run under 2-wise."""
     body = "x, y = data[0]\npipe.step(x, target=y if RANK else None)\npipe.team.close()\nprint('done')\n"
     done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("done") == 2
 
 
-def test_a_rank_that_skips_an_evaluation_ends_all_within_the_time_limit(tmp_path: Path) -> None:
+def test_evaluation_on_one_rank_only_ends_all_ranks(tmp_path: Path) -> None:
     body = """
 for step, (x, y) in enumerate(data):
     if step == 5 and RANK == 0:
@@ -102,10 +102,10 @@ raise SystemExit("nothing was noticed")
     [("2", "2", None, "lo"), ("2", "2", "eth7", "eth7"), ("2", "4", None, None), ("2", "4", "eth7", "eth7")],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback device has another name")
-def test_messages_of_one_machine_stay_on_it(
+def test_gloo_uses_loopback_on_a_single_node(
     local: str, total: str, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is started: the process group is stopped before it looks for others."""
+    """Check the variable only: `init_process_group` is patched to raise before any connection."""
 
     class Stopped(Exception):
         pass
@@ -145,7 +145,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("recipe", SMALL)
-def test_training_asks_no_network_and_imports_no_extra(recipe: str, tmp_path: Path) -> None:
+def test_training_needs_no_network_and_imports_no_extra(recipe: str, tmp_path: Path) -> None:
     options = ["train", recipe, *SMALL[recipe], "--max-steps", "2", "--runs", str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", OFFLINE, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,7 +16,7 @@ def stages() -> list[nn.Module]:
     return [nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), nn.Sequential(nn.Flatten(), nn.Linear(3 * 9, 4))]
 
 
-def test_micro_batches_with_batch_norm_warn_once_and_say_what_to_do() -> None:
+def test_micro_batches_with_batchnorm_warn_once() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         pipe = nwise.Pipeline(stages(), None, strategy="end-to-end", num_microbatches=2)
@@ -35,8 +35,8 @@ def test_micro_batches_with_batch_norm_warn_once_and_say_what_to_do() -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.filterwarnings("ignore:With 3 micro-batches")
-def test_deferred_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, recompute: bool) -> None:
-    """The first stage sees the same input either way, so that its statistics must be the same."""
+def test_deferred_batchnorm_stats_match_whole_mini_batch(momentum: float | None, recompute: bool) -> None:
+    """The first stage sees the same input either way, so its statistics must be the same."""
     whole = stages()
     whole[0][1].momentum = momentum  # type: ignore[index]
     parts = copy.deepcopy(whole)
@@ -56,7 +56,7 @@ def test_deferred_statistics_are_those_of_the_whole_mini_batch(momentum: float |
     torch.testing.assert_close(pipe(x), plain(x))
 
 
-def test_a_deferred_norm_normalises_like_the_original() -> None:
+def test_deferred_batchnorm_normalises_like_the_original() -> None:
     norm = nn.BatchNorm2d(3)
     deferred = nwise.defer_batchnorm(copy.deepcopy(norm))
     x = torch.randn(4, 3, 5, 5)
@@ -65,7 +65,7 @@ def test_a_deferred_norm_normalises_like_the_original() -> None:
         deferred(torch.randn(3))
 
 
-def test_statistics_follow_the_device_and_the_mode() -> None:
+def test_defer_batchnorm_keeps_mode_and_skips_untracked_norms() -> None:
     frozen = nn.BatchNorm1d(3).eval()
     untracked = nn.BatchNorm1d(3, track_running_stats=False)
     assert not nwise.defer_batchnorm(frozen).training
@@ -73,8 +73,8 @@ def test_statistics_follow_the_device_and_the_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:With 3 micro-batches")
-def test_a_stage_or_head_that_is_itself_a_batch_norm_is_deferred() -> None:
-    """The pipeline's modules were replaced, but the old ones went on running."""
+def test_defer_batchnorm_replaces_bare_stage_and_head() -> None:
+    """Regression: the pipeline's modules were replaced, but the old ones continued to run."""
     pipe = nwise.Pipeline(
         [nn.BatchNorm1d(4), nn.Linear(4, 4)], [nn.BatchNorm1d(4)], strategy="local", num_microbatches=3
     )

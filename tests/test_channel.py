@@ -95,7 +95,7 @@ SHAPES = st.lists(st.lists(st.sampled_from([(), (0, 2), (3,), (2, 2)]), max_size
     depth=st.integers(1, 3),
     data=st.data(),
 )
-def test_all_messages_arrive_whatever_follows_what(
+def test_messages_arrive_across_plan_changes(
     plans: list[Plan], picks: list[tuple[int, int]], depth: int, data: st.DataObject
 ) -> None:
     """Plans change between any two mini-batches, in the middle of a cycle too; messages are taken in any order, and receives
@@ -125,8 +125,8 @@ def test_all_messages_arrive_whatever_follows_what(
     assert wire.sends_not_waited_for() == 0
 
 
-def test_a_message_leaves_before_an_earlier_one_is_waited_for() -> None:
-    """Its receiver may be waiting; the wait took a quarter of the send."""
+def test_send_posts_before_waiting_for_earlier_send() -> None:
+    """Send before waiting: the receiver may be blocked on it. The wait took a quarter of the send."""
     wire, sender, receiver = channel()
     one = plan([[(1,)]])
     for _ in range(2):
@@ -138,8 +138,8 @@ def test_a_message_leaves_before_an_earlier_one_is_waited_for() -> None:
     assert said == ["send", "wait send"]
 
 
-def test_what_has_come_is_taken_without_posting_another() -> None:
-    """Posting took as long as the message; two are posted right after a send, when nobody waits."""
+def test_take_of_arrived_message_posts_no_receive() -> None:
+    """Posting takes as long as the message, so two receives are posted right after a send, when no rank waits."""
     wire, sender, receiver = channel()
     one = plan([[(1,)]])
     begin(sender, receiver, one)
@@ -155,8 +155,8 @@ def test_what_has_come_is_taken_without_posting_another() -> None:
         begin(sender, receiver, one)
 
 
-def test_nothing_is_posted_ahead_nor_filled_where_a_receive_would_hold_up_the_device() -> None:
-    """As with nccl; any device that is not the CPU."""
+def test_no_receive_posted_ahead_on_non_cpu_device() -> None:
+    """A posted receive blocks the device, as under nccl; this holds for every device but the CPU."""
     wire, sender, receiver = channel(device="meta")
     one, key = plan([[(1,)]]), (0, None, 0)
     begin(sender, receiver, one)
@@ -170,16 +170,16 @@ def test_nothing_is_posted_ahead_nor_filled_where_a_receive_would_hold_up_the_de
     assert wire.calls == ["wait send"]
 
 
-def test_whoever_is_gone_is_named() -> None:
-    """An error of the transport is one of the other end."""
+def test_lost_peer_names_the_rank() -> None:
+    """A transport error is reported as the loss of the rank at the other end."""
     _, sender, receiver = channel()
     begin(sender, receiver, plan([[(1,)]]))
     with pytest.raises(LostPeer, match="lost rank 1: nobody is left"):
         receiver.take((0, None, 0))
 
 
-def test_a_message_that_is_not_the_next_is_refused() -> None:
-    """By key, number of tensors, shape or dtype."""
+def test_send_not_matching_the_plan_raises() -> None:
+    """The key, the number of tensors, the shape or the dtype differs from the plan."""
     _, sender, receiver = channel()
     begin(sender, receiver, plan([[(1,)]]))
     right = torch.ones(1, dtype=torch.float64)

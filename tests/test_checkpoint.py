@@ -63,7 +63,7 @@ def saved(folder: Path) -> Path:
 
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "end-to-end", "rotating-2", "2-wise-hogwild"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_what_is_gone_on_from_ends_as_if_never_stopped(strategy: str, optimizer: str, tmp_path: Path) -> None:
+def test_resume_is_bitwise(strategy: str, optimizer: str, tmp_path: Path) -> None:
     cut = (1, 1, 1, 1)
     main(tmp_path / "none", tmp_path / "a", cut, strategy, optimizer, 5)
     resumed = main(tmp_path / "a" / "after", tmp_path / "b", cut, strategy, optimizer, 4)
@@ -83,8 +83,8 @@ def test_what_is_gone_on_from_ends_as_if_never_stopped(strategy: str, optimizer:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_fused_optimizers_go_on_with_channels_last(kind: Callable[..., torch.optim.Optimizer], tmp_path: Path) -> None:
-    """They go by memory, and moments were once loaded in another order than their parameters'."""
+def test_resume_fused_optimizer_with_channels_last(kind: Callable[..., torch.optim.Optimizer], tmp_path: Path) -> None:
+    """Regression: moments were loaded in another memory order than their parameters'; fused kernels need the same."""
 
     def convolutions() -> tuple[nwise.Pipeline, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -112,8 +112,8 @@ def test_fused_optimizers_go_on_with_channels_last(kind: Callable[..., torch.opt
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_fused_optimizer_goes_on_on_a_gpu(tmp_path: Path) -> None:
-    """Its kernel reads the number of steps on the device, where a checkpoint once did not put it."""
+def test_resume_fused_optimizer_on_gpu(tmp_path: Path) -> None:
+    """Regression: a resumed step count was not on the device, where the fused kernel reads it."""
     pipe = nwise.Pipeline([nn.Linear(2, 2).cuda()], strategy="end-to-end", seed=0)
     for _ in range(2):
         update = torch.optim.Adam(pipe.parameters(), fused=True)
@@ -125,13 +125,13 @@ def test_a_fused_optimizer_goes_on_on_a_gpu(tmp_path: Path) -> None:
         Checkpoints(tmp_path, pipe, update).save()
 
 
-def test_names_are_those_of_the_unsplit_network(tmp_path: Path) -> None:
+def test_checkpoint_names_match_unsplit_network(tmp_path: Path) -> None:
     names = set(load_file(next(saved(tmp_path).glob("*.safetensors"))))
     assert {"model.blocks.3.0.weight", "model.blocks.3.1.running_mean", "model.output.bias"} <= names
     assert {"heads.0.weight", "optimizer.model.output.bias.exp_avg", "optimizer.model.blocks.0.0.weight.step"} <= names
 
 
-def test_torch_random_numbers_go_on(tmp_path: Path) -> None:
+def test_resume_restores_torch_rng(tmp_path: Path) -> None:
     pipe = pipeline((4,), "end-to-end")
     Checkpoints(tmp_path, pipe).save()
     expected = torch.rand(3)
@@ -140,8 +140,8 @@ def test_torch_random_numbers_go_on(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_in_the_background_what_is_written_is_what_was_there(tmp_path: Path) -> None:
-    """A background writer on a CPU once wrote the values of later steps (pytorch issue 144657)."""
+def test_async_save_writes_values_at_save_time(tmp_path: Path) -> None:
+    """Regression: a background writer on a CPU wrote the values of later steps (pytorch issue 144657)."""
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path / "a", pipe, asynchronous=True)
     before = {name: t.clone() for name, t in pipe.state_dict().items()}
@@ -157,7 +157,7 @@ def test_in_the_background_what_is_written_is_what_was_there(tmp_path: Path) -> 
 # Other shapes of the same run
 
 
-def test_four_stages_then_two_then_three_then_one(tmp_path: Path) -> None:
+def test_resume_with_other_stage_counts(tmp_path: Path) -> None:
     main(tmp_path / "none", tmp_path / "4", (1, 1, 1, 1), "2-wise", "adam", 3)
     chain: list[tuple[str, str, tuple[int, ...], dict[int, int], str]] = [
         ("4", "2", (2, 2), {1: 0}, "stages 4 -> 2; dropped the heads of the former stages 0, 2"),
@@ -176,20 +176,20 @@ def test_four_stages_then_two_then_three_then_one(tmp_path: Path) -> None:
         assert found["losses"][-1][-1] < 2
 
 
-def test_another_strategy(tmp_path: Path) -> None:
+def test_resume_with_another_strategy(tmp_path: Path) -> None:
     main(tmp_path / "none", tmp_path / "a", (1, 1, 1, 1), "2-wise", "adam", 3)
     found = main(tmp_path / "a" / "after", tmp_path / "b", (1, 1, 1, 1), "3-wise", "adam", 0)
     assert found["said"] == "strategy 2-wise -> 3-wise"
     assert equal(tensors(tmp_path / "a" / "after"), tensors(tmp_path / "b" / "loaded"))
 
 
-def test_another_optimizer_begins_anew(tmp_path: Path) -> None:
+def test_resume_with_another_optimizer_drops_its_state(tmp_path: Path) -> None:
     main(tmp_path / "none", tmp_path / "a", (2, 2), "2-wise", "adam", 3)
     main(tmp_path / "a" / "after", tmp_path / "b", (2, 2), "2-wise", "sgd", 0)
     assert not any(name.startswith("optimizer.") for name in tensors(tmp_path / "b" / "loaded"))
 
 
-def test_another_network_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+def test_resume_into_another_network_changes_nothing(tmp_path: Path) -> None:
     saved(tmp_path)
     pipe = nwise.Pipeline([nn.Linear(WIDTH, 4)], strategy="end-to-end")
     before = pipe.stages[0].weight.clone()  # type: ignore[operator]
@@ -201,8 +201,8 @@ def test_another_network_is_refused_and_nothing_changed(tmp_path: Path) -> None:
     assert pipe.steps == 0
 
 
-def test_several_processes_write_what_others_read(tmp_path: Path) -> None:
-    """Four write; one process with four stages, two of two stages, and two of two replicas each read the same."""
+def test_resume_across_process_counts(tmp_path: Path) -> None:
+    """Four processes write; one process, two stages, and two stages with two replicas each read the same."""
     run: Callable[..., list[Any]] = lambda n, *a: results(n, "resume.py", tmp_path, *map(str, a))  # noqa: E731
     run(4, tmp_path / "none", tmp_path / "a", "1,1,1,1", "2-wise", "adam", 4)
     main(tmp_path / "none", tmp_path / "one", (1, 1, 1, 1), "2-wise", "adam", 4)
@@ -220,8 +220,8 @@ def test_several_processes_write_what_others_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stages_that_are_cut_up_by_tensor_parallelism(tmp_path: Path) -> None:
-    """Parts are written as parts, and read whole or in parts."""
+def test_checkpoint_of_tensor_parallel_stages(tmp_path: Path) -> None:
+    """Shards are written as shards, and read whole or as shards."""
 
     def run(count: int, source: str, target: str, parts: int, steps: int) -> list[Any]:
         return results(
@@ -245,7 +245,7 @@ def test_stages_that_are_cut_up_by_tensor_parallelism(tmp_path: Path) -> None:
 # What stays
 
 
-def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
+def test_keep_retains_latest_and_best(tmp_path: Path) -> None:
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path, pipe, keep=2, keep_best=True)
     for step, loss in enumerate([3.0, 1.0, None, 2.0, 2.5], start=1):
@@ -259,7 +259,7 @@ def test_keep_is_at_least_one() -> None:
         Checkpoints("x", pipeline((4,), "end-to-end"), keep=0)
 
 
-def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_partial_checkpoint_is_ignored_and_removed(tmp_path: Path) -> None:
     one = saved(tmp_path)
     shutil.copytree(one, one.with_name("step-00000007.part"))
     pipe = pipeline((2, 2), "2-wise")
@@ -270,7 +270,7 @@ def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
-def test_a_full_disk_leaves_the_checkpoint_before(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_previous_checkpoint(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saved(tmp_path)
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(one.parent, pipe, keep=1)
@@ -285,14 +285,14 @@ def test_a_full_disk_leaves_the_checkpoint_before(error: int, tmp_path: Path, mo
     assert found.folder == one
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_save_to_unwritable_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="should be writable"):
         Checkpoints(tmp_path / "file", pipeline((4,), "end-to-end")).save()
 
 
-def test_the_one_just_written_stays_though_there_are_later_ones(tmp_path: Path) -> None:
-    """A new run in the folder of an old one once lost every checkpoint as it was written."""
+def test_save_before_an_existing_later_step_raises(tmp_path: Path) -> None:
+    """Regression: a new run in the folder of an old one lost every checkpoint as soon as it was written."""
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path, pipe)
     for step in (99_999_999, 100_000_000):  # names of which are not in the order of the alphabet
@@ -308,8 +308,8 @@ def test_the_one_just_written_stays_though_there_are_later_ones(tmp_path: Path) 
         checkpoints.save()
 
 
-def test_a_step_that_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is stopped while the former one is taken away has the new one."""
+def test_interrupted_overwrite_keeps_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint survives an interrupt during the removal of the old one."""
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path, pipe)
     checkpoints.save(number=1)
@@ -327,9 +327,7 @@ def test_a_step_that_is_written_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.facts["number"] == 2
 
 
-def test_a_writer_in_the_background_that_failed_does_not_keep_the_next_from_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_after_failed_async_save_warns_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path, pipe, asynchronous=True)
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
@@ -343,7 +341,7 @@ def test_a_writer_in_the_background_that_failed_does_not_keep_the_next_from_writ
     assert checkpoints.newest() is not None
 
 
-def test_facts_that_are_not_json(tmp_path: Path) -> None:
+def test_save_facts_not_json_serializable_raises(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         Checkpoints(tmp_path, pipeline((4,), "end-to-end")).save(what=object())
 
@@ -351,7 +349,7 @@ def test_facts_that_are_not_json(tmp_path: Path) -> None:
 # What is damaged
 
 
-def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
+def test_damaged_checkpoint_falls_back_to_previous(tmp_path: Path) -> None:
     one = saved(tmp_path)
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(one.parent, pipe)
@@ -365,7 +363,7 @@ def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
     assert newer.with_name("step-00000003.damaged").is_dir()
 
 
-def test_the_same_step_damaged_twice_and_an_older_one(tmp_path: Path) -> None:
+def test_damaged_checkpoints_of_one_step_get_distinct_names(tmp_path: Path) -> None:
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path, pipe, keep=3, keep_best=True)
     for step in (1, 2, 2):
@@ -377,7 +375,7 @@ def test_the_same_step_damaged_twice_and_an_older_one(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} >= {"step-00000002.damaged", "step-00000002.damaged-2"}
 
 
-def test_all_damaged(tmp_path: Path) -> None:
+def test_resume_with_all_checkpoints_damaged_raises(tmp_path: Path) -> None:
     one = saved(tmp_path)
     next(one.glob("*.safetensors")).unlink()
     with (
@@ -387,7 +385,7 @@ def test_all_damaged(tmp_path: Path) -> None:
         Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_resume_without_checkpoint_returns_none(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "nowhere", pipeline((4,), "end-to-end")).resume() is None
 
 
@@ -399,7 +397,7 @@ def signed(index: dict[str, Any]) -> bytes:
     return f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n".encode()
 
 
-def test_a_newer_format(tmp_path: Path) -> None:
+def test_newer_checkpoint_format_raises(tmp_path: Path) -> None:
     one = saved(tmp_path)
     index = json.loads((one / "checkpoint.json").read_text().split("\n")[0])
     (one / "checkpoint.json").write_bytes(signed({**index, "format": 2}))
@@ -416,7 +414,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
         ({"facts": []}, "should have 'step' among its facts"),
     ],
 )
-def test_facts_of_a_stranger(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_crafted_checkpoint_index_raises(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     one = saved(tmp_path)
     index = json.loads((one / "checkpoint.json").read_text().split("\n")[0])
     (one / "checkpoint.json").write_bytes(signed({**index, **change}))
@@ -430,8 +428,8 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Two thousand of them, over all files of a checkpoint."""
+def test_check_detects_every_flipped_bit(tmp_path: Path) -> None:
+    """Flip two thousand random bits, one at a time, over all files of a checkpoint."""
     one, rng = saved(tmp_path), random.Random(0)
     files.check(one)
     paths = sorted(one.iterdir())
@@ -446,7 +444,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     files.check(one)
 
 
-def test_nothing_is_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_uses_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saved(tmp_path)
     for name in ("pickle.load", "pickle.loads", "torch.load"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a pickle"))
@@ -454,8 +452,8 @@ def test_nothing_is_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {p.suffix for p in one.iterdir()} == {".json", ".safetensors"}
 
 
-def test_a_head_of_which_the_checkpoint_has_more_is_new(tmp_path: Path) -> None:
-    """The first layer of a deeper head was once taken for the head."""
+def test_resume_with_shallower_head_starts_it_fresh(tmp_path: Path) -> None:
+    """Regression: the first layer of a deeper head was loaded as the whole head."""
     stages = [nwise.Chain({f"{k}": nn.Linear(4, 4)}) for k in range(2)]
     deep = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     Checkpoints(tmp_path, nwise.Pipeline(stages, [deep], strategy="local")).save()
@@ -466,7 +464,7 @@ def test_a_head_of_which_the_checkpoint_has_more_is_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "NAdam", "Adam"])
-def test_entries_of_other_types_than_their_parameters(name: str, tmp_path: Path) -> None:
+def test_resume_optimizer_state_of_other_dtype(name: str, tmp_path: Path) -> None:
     def run(folder: Path, steps: int) -> nwise.Pipeline:
         torch.manual_seed(0)
         pipe = nwise.Pipeline([nn.Linear(WIDTH, 4).double()], strategy="end-to-end", seed=0)
@@ -484,7 +482,7 @@ def test_entries_of_other_types_than_their_parameters(name: str, tmp_path: Path)
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
 
 
-def test_another_kind_of_the_same_optimizer(tmp_path: Path) -> None:
+def test_resume_with_other_optimizer_variant_drops_state(tmp_path: Path) -> None:
     pipe = nwise.Pipeline([nn.Linear(WIDTH, 4)], strategy="end-to-end")
     Checkpoints(tmp_path, pipe, torch.optim.Adam(pipe.parameters())).save()
     other = torch.optim.Adam(pipe.parameters(), amsgrad=True)
@@ -493,7 +491,7 @@ def test_another_kind_of_the_same_optimizer(tmp_path: Path) -> None:
     )
 
 
-def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+def test_save_optimizer_of_foreign_parameters_raises(tmp_path: Path) -> None:
     pipe, other = pipeline((4,), "end-to-end"), nn.Parameter(torch.ones(3))
     update = torch.optim.SGD([other], lr=0.1, momentum=0.9)
     other.grad = torch.ones(3)
@@ -507,13 +505,13 @@ class Extra(nn.Linear):
         return {"a": 1}
 
 
-def test_state_that_is_not_tensors(tmp_path: Path) -> None:
+def test_save_module_state_without_tensors_raises(tmp_path: Path) -> None:
     pipe = nwise.Pipeline([Extra(WIDTH, 4)], strategy="end-to-end")
     with pytest.raises(TypeError, match=r"should consist of tensors to be saved. Found 'model._extra_state', a dict"):
         Checkpoints(tmp_path, pipe).save()
 
 
-def test_an_optimizer_whose_state_is_not_tensors(tmp_path: Path) -> None:
+def test_save_optimizer_state_without_tensors_raises(tmp_path: Path) -> None:
     pipe = pipeline((4,), "end-to-end")
     update = torch.optim.SGD(pipe.parameters(), lr=0.1)
     update.state[next(pipe.parameters())]["note"] = "text"

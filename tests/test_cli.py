@@ -58,7 +58,7 @@ def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> 
     assert len(result["heads"]) == 4
 
 
-def test_a_recipe_may_come_last() -> None:
+def test_recipe_argument_may_come_last() -> None:
     command = parse("train", ["--max-steps", "2", "source-code", "--batch-size", "3"])
     expected = dataclasses.replace(RECIPES["source-code"](), max_steps=2, batch_size=3)
     assert (command.recipe, command.config) == ("source-code", expected)
@@ -105,14 +105,16 @@ def test_tensorboard_events_are_written() -> None:
     assert list(Path("runs/digits-2-wise-001").glob("events.out.tfevents.*"))
 
 
-def test_the_missing_tensorboard_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     assert cli.run(["train", "--log-to", "tensorboard"]) == 2
     assert "pip install 'nwise[tensorboard]'" in capsys.readouterr().err
 
 
-def test_a_command_loads_only_what_it_needs() -> None:
-    """`nwise recipes` took 1.5 s longer than torch does, for figures and checkpoints that it does not make."""
+def test_command_imports_only_what_it_needs() -> None:
+    """Regression: `nwise recipes` took 1.5 s longer than torch, for unused imports of figures and checkpoints."""
     script = "import sys; from nwise.cli import run; run(['recipes', '--json']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1].split()
@@ -187,7 +189,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is made before everything is checked: some of these left empty folders, and `reproduce` began an hour's work."""
+    """Regression: some of these left empty folders, and `reproduce` began an hour's work before the check."""
     import re
 
     assert cli.run(arguments) == 2
@@ -198,10 +200,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "y"), ("TORCHELASTIC_RESTART_COUNT", "z")])
-def test_an_odd_environment_is_one_sentence(
+def test_invalid_torchrun_environment_is_one_sentence(
     name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`RANK=x` ended in a traceback of the sentence that was to say so."""
+    """Regression: `RANK=x` ended in a traceback instead of the error message."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(name, value)
     assert cli.run(["train", "--max-steps", "1"]) == 2
@@ -210,8 +212,8 @@ def test_an_odd_environment_is_one_sentence(
     assert not list(Path().iterdir())
 
 
-def test_a_run_whose_output_is_closed_can_be_resumed() -> None:
-    """`nwise train | head -1` ended the run as failed, without a word."""
+def test_train_with_closed_stdout_can_be_resumed() -> None:
+    """Regression: `nwise train | head -1` marked the run as failed without a message."""
     command = [sys.executable, "-m", "nwise", "train", "--epochs", "500"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -226,7 +228,7 @@ def test_a_run_whose_output_is_closed_can_be_resumed() -> None:
     assert "Exception ignored" not in error
 
 
-def test_a_command_whose_output_is_closed_says_so() -> None:
+def test_command_with_closed_stdout_exits_with_141() -> None:
     script = "import sys; from nwise import cli; sys.stdin.read(1); cli.main(['recipes'])"
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -251,7 +253,7 @@ def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFix
     assert captured.err
 
 
-def test_a_run_that_diverges_stays_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_keeps_diverged_run_in_table(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--max-steps", "3", "--blocks-per-stage", "1", "--width", "8", "--num-heads", "1", "--batch-size", "8"]
     small += ["--sequence-length", "16", "--eval-every", "9", "--lr", "1e20", "--warmup-steps", "0"]
     assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *small]) == 0
@@ -263,7 +265,7 @@ def test_a_run_that_diverges_stays_in_the_table(capsys: pytest.CaptureFixture[st
 
 
 def test_heads_that_a_later_strategy_needs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """They were discarded at the first switch, and their losses then taken of the bare activations."""
+    """Regression: heads were discarded at the first switch; their losses were then taken of the bare activations."""
     arguments = ["train", "--heads", "live", "--max-steps", "6", "--eval-every", "9", "--strategy"]
     assert cli.run([*arguments, "local@2,end-to-end@4,local", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -285,7 +287,7 @@ def test_heads_that_a_later_strategy_needs_are_kept(capsys: pytest.CaptureFixtur
         ("metrics.jsonl", '{"kind": "te', "metrics.jsonl, line 1, should be a record"),
     ],
 )
-def test_damaged_run_folders_are_named(
+def test_damaged_run_folder_error_names_the_file(
     file: str, content: object, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["train", "--max-steps", "1", "--json"]) == 0
@@ -301,7 +303,7 @@ def test_damaged_run_folders_are_named(
     assert "Traceback" not in error
 
 
-def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "nwise", "train", "--epochs", "500"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -320,8 +322,8 @@ def test_as_a_newcomer_starts_it_and_presses_ctrl_c(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("command", ["train", "recipes"])
-def test_a_command_without_any_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nwise train` alone, which is what `make train` runs, once ended in an error of the search for `--resume`."""
+def test_command_without_options_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: plain `nwise train`, as in `make train`, failed in the search for `--resume`."""
     monkeypatch.setattr(
         "nwise.cli.training.TrainCommand.run", lambda self, console: 0 if self.recipe == "digits" else 1
     )

@@ -84,9 +84,7 @@ CASES += [(name, strategy, 4, m) for name in set(ZOO) - {"perceptron"} for strat
 @pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore:`n = ")
 @pytest.mark.parametrize(("name", "strategy", "num_stages", "num_microbatches"), sorted(CASES))
-def test_gradients_are_those_of_the_definition(
-    name: str, strategy: str, num_stages: int, num_microbatches: int
-) -> None:
+def test_gradients_match_reference(name: str, strategy: str, num_stages: int, num_microbatches: int) -> None:
     net = ZOO[name](num_stages)
     pipe = pipeline(net, strategy, num_microbatches)
     for step in range(pipe.strategy.turns):
@@ -133,7 +131,9 @@ def test_probes_train_every_head_and_change_no_stage(name: str) -> None:
     st.booleans(),
     st.sampled_from(["perceptron", "tuples", "some_without_parameters"]),
 )
-def test_any_matrix_of_ones_own(matrix: Matrix, num_microbatches: int, recompute: bool, name: str) -> None:
+def test_custom_credit_matrix_matches_reference(
+    matrix: Matrix, num_microbatches: int, recompute: bool, name: str
+) -> None:
     net = ZOO[name](len(matrix))
     x, y = net.draw(5)
     pipe = pipeline(net, nwise.Credit(matrix), num_microbatches, recompute=recompute)
@@ -143,7 +143,7 @@ def test_any_matrix_of_ones_own(matrix: Matrix, num_microbatches: int, recompute
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", list(ZOO))
-def test_all_stages_is_ordinary_training_bitwise(name: str, num_stages: int) -> None:
+def test_n_wise_of_all_stages_is_end_to_end_bitwise(name: str, num_stages: int) -> None:
     net = ZOO[name](num_stages)
     plain = copy.deepcopy(net.stages)
     x, y = net.draw(6)
@@ -165,7 +165,7 @@ def test_all_stages_is_ordinary_training_bitwise(name: str, num_stages: int) -> 
 
 
 @pytest.mark.usefixtures("float64")
-def test_hand_worked_chain_of_three() -> None:
+def test_two_wise_gradients_by_hand() -> None:
     """Three scalar stages y = w x with w = 2, heads v = 3, loss = output, x = 1.
 
     Loss 0 = 3*2, loss 1 = 3*4, loss 2 = 8. dL1/dw0 = v1*w1*x = 6, dL2/dw1 = w2*w0*x = 4, dL2/dw2 = w1*w0*x = 4;
@@ -211,7 +211,7 @@ SPOILT = [float("nan"), float("inf"), 1e4]
 @pytest.mark.filterwarnings("ignore:`n = ", "ignore:The loss of stage")
 @pytest.mark.parametrize("num_stages", [4, 6])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_zero_in_the_credit_matrix_is_a_zero(strategy: str, num_stages: int) -> None:
+def test_zero_credit_isolates_stage_bitwise(strategy: str, num_stages: int) -> None:
     """Whatever becomes of a loss: stages without credit for it learn what they would have learnt, to the last bit.
 
     In `3-wise-mean` a loss that was infinite once turned stages nan that have no credit for it, and in bf16 one that was
@@ -223,7 +223,7 @@ def test_a_zero_in_the_credit_matrix_is_a_zero(strategy: str, num_stages: int) -
 @pytest.mark.filterwarnings("ignore:The loss of stage")
 @settings(max_examples=60, deadline=None)
 @given(matrices().filter(np.any))
-def test_a_zero_in_a_matrix_of_ones_own_is_a_zero(matrix: Matrix) -> None:
+def test_zero_credit_of_custom_matrix_isolates_stage_bitwise(matrix: Matrix) -> None:
     check_zeros(perceptron(len(matrix)), nwise.Credit(matrix))
 
 

@@ -35,7 +35,7 @@ def pipeline(strategy: str | nwise.Strategy, num_stages: int, depth: int = 1, m:
     "strategy",
     ["local", "2-wise", "3-wise", "2-wise-mean", "3-wise-mean", "end-to-end", "deep-supervision", "blocks-2"],
 )
-def test_flops_are_f_plus_chains_plus_one_w(strategy: str, depth: int) -> None:
+def test_step_flops_match_formula(strategy: str, depth: int) -> None:
     """Work of a stage: F + r I + (rho - r) lambda I + W, with lambda = (depth - 1) / depth; a head: F, I if needed, W."""
     num_stages = 6
     pipe = pipeline(strategy, num_stages, depth)
@@ -52,7 +52,7 @@ def test_flops_are_f_plus_chains_plus_one_w(strategy: str, depth: int) -> None:
     assert counter.get_total_flops() == products * PRODUCT
 
 
-def test_dead_heads_cost_nothing_and_probes_only_themselves() -> None:
+def test_dead_heads_cost_no_flops() -> None:
     flops = []
     for heads in ("live", "all"):
         pipe = pipeline(nwise.NWise(3, heads=heads), 5)
@@ -139,7 +139,7 @@ def test_n_wise_keeps_the_activations_of_n_stages(strategy: str, expected: int) 
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("local", [False] * 4), ("blocks-2", [False, True, False, True])])
-def test_inputs_whose_gradient_nobody_wants_are_not_tracked(strategy: str, expected: list[bool]) -> None:
+def test_stage_inputs_without_needed_gradient_are_not_tracked(strategy: str, expected: list[bool]) -> None:
     pipe = pipeline(strategy, 4)
     tracked: list[bool] = []
     for stage in pipe.stages:
@@ -148,7 +148,7 @@ def test_inputs_whose_gradient_nobody_wants_are_not_tracked(strategy: str, expec
     assert tracked == expected
 
 
-def test_nothing_is_kept_after_a_step_or_an_error() -> None:
+def test_step_frees_activations_even_after_an_error() -> None:
     pipe = pipeline("3-wise", 4)
     pipe.step(torch.randn(BATCH, WIDTH))
     assert not any(stage.holds(0) for stage in pipe._stages)

@@ -83,7 +83,7 @@ def test_parquet_images_are_read(tmp_path: Path) -> None:
     assert torch.equal(few.labels, again.labels)
 
 
-def test_images_are_shrunk_by_means_of_squares(tmp_path: Path) -> None:
+def test_shrink_averages_square_blocks(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [(png(10 * i, 8), i % 3) for i in range(9)])
     train, test = load_images(str(folder), shrink=4)
     assert (train.size, test.size) == (2, 2)
@@ -126,7 +126,7 @@ def test_withheld_images_are_tested_on_and_not_trained_on(tmp_path: Path) -> Non
 
 
 def test_crops_are_padded_by_an_eighth(tmp_path: Path) -> None:
-    """The paper's 4 for 32 pixels; shrunk images once were padded by 4 too, so that a crop could lose a quarter of them."""
+    """Regression: shrunk images were padded by the paper's 4 pixels (for 32), so a crop could lose a quarter of them."""
     folder = write(tmp_path / "data", [(png(200, 16), i % 2) for i in range(40)])
     train, _ = load_images(str(folder), augmentation="crop-flip")
     x, _ = train.batch(torch.arange(40), torch.Generator().manual_seed(0))
@@ -144,8 +144,8 @@ def test_class_names_become_numbers_in_order(tmp_path: Path) -> None:
     assert test.labels.tolist() == [0]
 
 
-def test_numbers_that_are_no_indices_name_classes(tmp_path: Path) -> None:
-    """Folders 1, 2, 3 became the classes 0, 0, 1: the index was looked up among the names."""
+def test_numeric_class_names_are_not_indices(tmp_path: Path) -> None:
+    """Regression: folders 1, 2, 3 became the classes 0, 0, 1 because the index was looked up among the names."""
     folder = write(tmp_path / "data", [(png(1), 5), (png(2), 1), (png(3), 2)])
     train, _ = load_images(str(folder))
     assert train.classes == ("1", "2", "5")
@@ -162,13 +162,13 @@ def test_numbers_that_are_no_indices_name_classes(tmp_path: Path) -> None:
         load_images(str(folder))
 
 
-def test_augmentations_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_augmentation_conflicting_with_size_raises(tmp_path: Path) -> None:
     for augmentation, size in (("resized-crop-flip", None), ("crop-flip", 4)):
         with pytest.raises(ValueError, match=f"`augmentation` should be .*Found '{augmentation}' and `size = {size}`"):
             load_images(str(tmp_path), augmentation=augmentation, size=size)  # type: ignore[arg-type]
 
 
-def test_folders_of_images_are_read_and_fitted(tmp_path: Path) -> None:
+def test_image_folders_are_read_and_resized(tmp_path: Path) -> None:
     for split in ("train", "test"):
         for name, size in (("bee", 6), ("ant", 9)):
             (tmp_path / "data" / split / name).mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_folders_of_images_are_read_and_fitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not an image", png(3)[:40], b""])
-def test_a_damaged_image_is_named_by_file_and_row(tmp_path: Path, content: bytes) -> None:
+def test_damaged_image_error_names_file_and_row(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1), (content, 0)])
     with pytest.raises(
         ValueError, match=r"train-0.parquet, row 2, should hold a readable image. Found .*; repair or remove"
@@ -191,7 +191,7 @@ def test_a_damaged_image_is_named_by_file_and_row(tmp_path: Path, content: bytes
         load_images(str(folder))
 
 
-def test_wrong_labels_are_named_by_file_and_row(tmp_path: Path) -> None:
+def test_wrong_label_error_names_file_and_row(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1), (png(2), 2)])
     with pytest.raises(
         ValueError, match=r"classes in .*, 3. Found 2. The first class too many is '2' in .*train-0.parquet, row 2"
@@ -204,7 +204,7 @@ def test_wrong_labels_are_named_by_file_and_row(tmp_path: Path) -> None:
         load_images(str(folder))
 
 
-def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
+def test_missing_file_or_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"should hold train\*.parquet.*Found nothing"):
         load_images(str(tmp_path))
     datasets.Dataset.from_dict({"x": [1]}).to_parquet(str(tmp_path / "train.parquet"))
@@ -216,7 +216,7 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
         load_images(str(tmp_path))
 
 
-def test_what_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_data_set_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: object, **kwargs: object) -> None:
         raise ConnectionError("offline")
 
@@ -225,7 +225,7 @@ def test_what_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         load_images("nobody/nothing")
 
 
-def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_data_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'nwise\[data\]'"):
         load_images(str(tmp_path))
@@ -252,7 +252,7 @@ def test_flips_and_crops_come_from_the_generator() -> None:
     assert len({int(i) for i in found.int().argmax(0)}) > 10
 
 
-def test_resizing_crops_have_the_size_and_stay_inside() -> None:
+def test_random_resized_crops_have_the_size_and_stay_inside() -> None:
     image = torch.randint(0, 256, (3, 20, 31), dtype=torch.uint8)
     for seed in range(20):
         cut = augment.random_resized_crop(image, 8, torch.Generator().manual_seed(seed))
@@ -276,7 +276,7 @@ def test_resizing_crops_have_the_size_and_stay_inside() -> None:
 # Text
 
 
-def test_bytes_and_windows() -> None:
+def test_byte_stream_is_cut_into_windows() -> None:
     train, test = stream_of(["abcdefg"], ["xyzxyz"], 3)
     assert len(train) == 2
     x, y = train.batch(torch.tensor([1]))
@@ -288,14 +288,14 @@ def test_bytes_and_windows() -> None:
         stream_of(["abcdefg"], ["xy"], 6)
 
 
-def test_the_embedded_text_is_pythons_own_source() -> None:
+def test_embedded_text_is_the_standard_library() -> None:
     (train,), (test,) = embedded_text()
     assert len(train) > 1_000_000
     assert train + test == standard_library()
     assert "def " in test
 
 
-def test_a_trained_encoding_is_lossless_and_shorter(tmp_path: Path) -> None:
+def test_bpe_is_lossless_and_shorter(tmp_path: Path) -> None:
     text = standard_library(50_000)
     bpe = Bpe.train([text], 400)
     assert bpe.vocabulary_size == 400
@@ -316,7 +316,7 @@ def test_text_files_are_read_and_single_files_are_cut(tmp_path: Path) -> None:
     assert (len(train), test) == (38, ["38\n", "39\n"])
 
 
-def test_empty_text_is_named_by_file_and_row(tmp_path: Path) -> None:
+def test_empty_text_error_names_file_and_row(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("one\n\nthree\n")
     (tmp_path / "heldout.txt").write_text("\n \n")
     with pytest.raises(ValueError, match=r"train.txt, row 1, should hold a sentence. Found none; remove the row"):

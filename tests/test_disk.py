@@ -69,7 +69,7 @@ LONG = dataclasses.replace(TINY, max_steps=50)  # so that metrics need a second 
 
 
 def test_training_outlives_a_full_disk(small_disk: Path) -> None:
-    """Weights raised an error that was none of the disk's, and a line of metrics ended the run as `running`."""
+    """Regression: weights raised an unrelated error, and a failed metrics line left the run's status at `running`."""
     run, trainer = new_run(LONG, small_disk), Trainer(LONG)
     whole = Trainer(LONG)
     with pytest.warns(UserWarning, match="No space left") as seen:
@@ -83,7 +83,7 @@ def test_training_outlives_a_full_disk(small_disk: Path) -> None:
     assert all(json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines())
 
 
-def test_what_waited_is_written_when_there_is_room_again(small_disk: Path) -> None:
+def test_pending_writes_finish_when_disk_has_room_again(small_disk: Path) -> None:
     run, trainer = new_run(LONG, small_disk), Trainer(LONG)
     with pytest.warns(UserWarning, match="No space left"):
         trainer.train(run, (Fills(small_disk, after=2, until=45),), CheckpointPolicy(checkpoint_every=4))
@@ -95,7 +95,7 @@ def test_what_waited_is_written_when_there_is_room_again(small_disk: Path) -> No
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_command_on_a_full_disk_ends_in_a_sentence(
+def test_train_command_on_full_disk_ends_in_one_sentence(
     stop: bool, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callbacks = [Fills(small_disk, after=2), *([Stops(after=45)] if stop else [])]
@@ -118,8 +118,8 @@ def test_a_command_on_a_full_disk_ends_in_a_sentence(
 
 
 @pytest.mark.parametrize("what", ["weights", "metrics", "state"])
-def test_a_writer_that_fails(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a full disk, for those who cannot make one."""
+def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a full disk without root: each writer raises in turn."""
 
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)") if what == "weights" else full_disk
@@ -160,10 +160,10 @@ def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("which", ["checkpoint.json", "*.safetensors"])
-def test_what_cannot_be_read_now_is_no_damage(
+def test_transient_read_error_is_not_damage(
     number: int, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Healthy checkpoints were renamed, and the next start of torchrun began at step 0 and emptied the metrics."""
+    """Regression: healthy checkpoints were renamed; torchrun's restart then began at step 0 and emptied the metrics."""
     one = saved(tmp_path)
     before = sorted(p.name for p in one.parent.iterdir())
 
@@ -189,8 +189,8 @@ def test_what_cannot_be_read_now_is_no_damage(
     assert Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume() == Resumed(2, "")
 
 
-def test_a_folder_of_damaged_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
-    """The first start renamed them; the second found no checkpoint, and began at step 0."""
+def test_damaged_checkpoints_are_not_started_over(tmp_path: Path) -> None:
+    """Regression: the first start renamed them; the second found no checkpoint and began at step 0."""
     one = saved(tmp_path)
     flip(one / "checkpoint.json", 99)
     pipe = pipeline((2, 2), "2-wise")
@@ -209,7 +209,7 @@ def test_a_folder_of_damaged_checkpoints_is_not_begun_anew(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*The checkpoint before it is looked for")
-def test_a_restart_does_not_begin_a_damaged_run_anew(tmp_path: Path) -> None:
+def test_trainer_restart_does_not_overwrite_damaged_run(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy())
     before = run.metrics()
@@ -222,7 +222,7 @@ def test_a_restart_does_not_begin_a_damaged_run_anew(tmp_path: Path) -> None:
     assert run.status == "done"
 
 
-def test_a_run_is_not_mixed_with_checkpoints_of_another(tmp_path: Path) -> None:
+def test_save_next_to_another_runs_checkpoints_raises(tmp_path: Path) -> None:
     one = saved(tmp_path)
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(one.parent, pipe)
@@ -246,8 +246,8 @@ def test_a_run_is_not_mixed_with_checkpoints_of_another(tmp_path: Path) -> None:
         "[" * 100_000,
     ],
 )
-def test_crafted_facts_are_damage(index: Any, tmp_path: Path) -> None:
-    """They ended in a KeyError and a RecursionError."""
+def test_crafted_checkpoint_index_is_damage(index: Any, tmp_path: Path) -> None:
+    """Regression: crafted indices ended in a KeyError or a RecursionError."""
     one = saved(tmp_path)
     data = signed(index)
     if isinstance(index, str):
@@ -285,8 +285,8 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_a_folder_has_one_writer(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Two of them both ended as done with every record twice, or mixed a checkpoint."""
+def test_folder_lock_allows_one_writer(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Regression: two writers both finished as done with every record twice, or mixed a checkpoint."""
     folder = tmp_path / "folder"
     checkpoints = Checkpoints(folder, pipeline((2, 2), "2-wise"))
     with pytest.raises(
@@ -304,7 +304,7 @@ def test_a_folder_has_one_writer(other: subprocess.Popen[str], tmp_path: Path) -
     checkpoints.save()
 
 
-def test_objects_of_one_process_share_a_lock(tmp_path: Path) -> None:
+def test_folder_lock_is_shared_within_a_process(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.acquire()
     second.acquire()
@@ -316,8 +316,8 @@ def test_objects_of_one_process_share_a_lock(tmp_path: Path) -> None:
 # What stays
 
 
-def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path) -> None:
-    """It stayed for ever, and the best one went."""
+def test_nan_loss_is_never_the_best_checkpoint(tmp_path: Path) -> None:
+    """Regression: a checkpoint with a nan loss was kept for ever, and the best one was removed."""
     pipe = pipeline((2, 2), "2-wise")
     checkpoints = Checkpoints(tmp_path, pipe, keep=1, keep_best=True)
     for step, loss in enumerate([2.0, float("nan"), 1.0, float("-inf"), 3.0], start=1):
@@ -326,15 +326,15 @@ def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000005"]
 
 
-def test_facts_have_names_of_their_own(tmp_path: Path) -> None:
-    """`save(step=7)` wrote over the checkpoint's own step."""
+def test_save_with_reserved_fact_name_raises(tmp_path: Path) -> None:
+    """Regression: `save(step=7)` overwrote the checkpoint's own step."""
     checkpoints = Checkpoints(tmp_path, pipeline((2, 2), "2-wise"))
     with pytest.raises(ValueError, match="facts with other names. Found 'step', which nwise writes"):
         checkpoints.save(step=7, loss=1.0)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_others_have_left_stays(tmp_path: Path) -> None:
+def test_save_removes_only_its_own_part_folders(tmp_path: Path) -> None:
     for name in ("download.part", "step-1.part", "step-00000001.part"):
         (tmp_path / name).mkdir()
     Checkpoints(tmp_path, pipeline((2, 2), "2-wise")).save()

@@ -49,7 +49,7 @@ _SKETCHES = (
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of a page in turn, with the names of those before it."""
+    """Run every block of a page in turn, with the names defined by the blocks before it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if "transformers" in page.read_text():
@@ -60,7 +60,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             exec(compile(code, f"{name(page)}, block {i}", "exec"), names)
 
 
-def test_the_sketches_compile() -> None:
+def test_documented_examples_compile() -> None:
     for page in PAGES:
         for code in blocks(page, "python"):
             compile(code, name(page), "exec")
@@ -79,7 +79,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("words", sorted({tuple(words) for _, words in commands()}), ids=" ".join)
-def test_commands_of_the_manual_are_commands(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     command, *options = [word for word in words if not word.startswith("runs/*")]
     for option in ("--resume", "--costs"):  # of files that the reader has
         while option in options and options[options.index(option) + 1].startswith(("runs/", "costs.json")):
@@ -90,7 +90,7 @@ def test_commands_of_the_manual_are_commands(words: tuple[str, ...], monkeypatch
         parse(command, options if command != "report" or options else ["runs"])
 
 
-def test_there_are_commands() -> None:
+def test_documented_commands_are_collected() -> None:
     assert len(list(commands())) > 60
 
 
@@ -100,7 +100,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
         if target.startswith(("http://", "https://")):
             assert re.fullmatch(r"https://[\w.\-]+(/[\w.\-/%#?=&@+~:,]*)?", target), target
@@ -112,7 +112,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), target
 
 
-def test_tests_that_the_tables_name_exist() -> None:
+def test_tests_named_in_the_docs_exist() -> None:
     for page in ("asks.md", "comparison.md"):
         text = (ROOT / "docs" / "project" / page).read_text()
         found = re.findall(r"\[`(test_\w+)`\]\(\.\./\.\./(tests/[\w/]+\.py)\)", text)
@@ -132,7 +132,7 @@ def test_forty_asks_are_answered() -> None:
     assert all(row[1] and row[2] and "](../../tests/" in row[3] for row in rows)
 
 
-def test_the_planners_table_is_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_table_matches_planner_output(capsys: pytest.CaptureFixture[str]) -> None:
     [text] = [block for block in blocks(ROOT / "docs" / "choose.md", "console") if "optimal" in block]
     tables = re.split(r"^\$ nwise (.*)$", text, flags=re.M)[1:]
     for command, table in zip(tables[::2], tables[1::2], strict=True):
@@ -143,8 +143,8 @@ def test_the_planners_table_is_the_planners(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.timeout(300)
-def test_the_manual_builds_and_has_every_public_name(tmp_path: Path) -> None:
-    """Strictly, as `make docs` does; every name of every ``__all__`` is in its index."""
+def test_manual_builds_and_has_every_public_name(tmp_path: Path) -> None:
+    """Build strictly, as `make docs` does, and find every name of every ``__all__`` in the index."""
     pytest.importorskip("sphinx", reason="needs the extra 'docs'")
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
     command = [
@@ -174,8 +174,8 @@ def test_the_manual_builds_and_has_every_public_name(tmp_path: Path) -> None:
         assert (tmp_path / f"{page.stem}.html").exists()
 
 
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells one after the other, as in a kernel that was started anew."""
+def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run its cells in order, as in a fresh kernel."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
     notebook = json.loads((ROOT / "examples" / "own_network.ipynb").read_text())
@@ -188,14 +188,14 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(cell["outputs"] or "=" in "".join(cell["source"]) for cell in cells), "it is kept with its outputs"
 
 
-def test_the_version_is_one() -> None:
+def test_version_is_in_the_changelog() -> None:
     assert nwise.__version__.partition(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_slurm_script_stops_is_queued_again_and_goes_on(tmp_path: Path) -> None:
-    """With stand-ins for SLURM's own commands, on one node: the signal comes, and the second start ends the run."""
+def test_slurm_script_requeues_and_resumes(tmp_path: Path) -> None:
+    """With stubs for SLURM's commands on one node, a signal requeues the job and the second start finishes the run."""
     (tmp_path / "bin").mkdir()
     for stand_in, body in {
         "srun": 'echo $$ > step; exec "$@"',

@@ -36,7 +36,7 @@ def test_unsupervised_heads_learn() -> None:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore:With 2 micro-batches")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_predsim_gradients_are_those_of_the_definition(num_microbatches: int) -> None:
+def test_predsim_gradients_match_reference(num_microbatches: int) -> None:
     pipe = predsim.build()
     pipe = nwise.Pipeline(list(pipe.stages), list(pipe.heads.values()), predsim.predsim, "2-wise", num_microbatches)
     x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
@@ -49,7 +49,7 @@ def test_predsim_gradients_are_those_of_the_definition(num_microbatches: int) ->
 
 
 @pytest.mark.usefixtures("float64")
-def test_reconstruction_gradients_are_those_of_the_definition() -> None:
+def test_reconstruction_gradients_match_reference() -> None:
     pipe = unsupervised.build()
     x = torch.randn(8, 64)
     expected = nwise.reference_grads(
@@ -59,8 +59,8 @@ def test_reconstruction_gradients_are_those_of_the_definition() -> None:
     assert_same(gradients(pipe), expected, 1e-12)
 
 
-def test_gpt2_goes_on_where_it_stopped_and_is_loaded_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Forty steps at once are the same as twenty and twenty."""
+def test_gpt2_resume_is_bitwise_and_loads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Forty steps in one run equal twenty plus a resume for the other twenty."""
     gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
     whole = gpt2.main(tmp_path / "whole", steps=40)
     assert whole[-1] < whole[0] - 1
@@ -73,7 +73,7 @@ def test_gpt2_goes_on_where_it_stopped_and_is_loaded_back(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_gpt2_on_four_processes_saves_what_one_does(tmp_path: Path) -> None:
+def test_gpt2_on_four_processes_matches_one_bitwise(tmp_path: Path) -> None:
     gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
     done = forked(4, [str(Path(gpt2.__file__)), str(tmp_path / "many")], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -82,7 +82,7 @@ def test_gpt2_on_four_processes_saves_what_one_does(tmp_path: Path) -> None:
     assert saved[0] == saved[1]
 
 
-def test_the_vision_transformer_is_loaded_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vision_transformer_loads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vit = pytest.importorskip("vit", reason="needs the extra 'hf'", exc_type=ImportError)
     accuracy = vit.main(tmp_path, epochs=3)
     assert accuracy > 0.15

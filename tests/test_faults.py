@@ -88,7 +88,7 @@ class Stops(Callback):
     ],
 )
 @pytest.mark.parametrize("after", [3, 6, 7])
-def test_a_stopped_run_ends_as_one_that_was_not(config: Recipe, after: int, tmp_path: Path) -> None:
+def test_resume_after_stop_is_bitwise(config: Recipe, after: int, tmp_path: Path) -> None:
     hogwild = "hogwild" in config.strategy  # whose checkpoints end the mini-batches under way
     whole, first, second = Trainer(config), Trainer(config), Trainer(config)
     expected = new_run(config, tmp_path)
@@ -111,7 +111,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(config: Recipe, after: int, tmp_
     assert run.status == "done"
 
 
-def test_a_run_that_is_done_can_be_longer(tmp_path: Path) -> None:
+def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy())
     longer, whole = (Trainer(dataclasses.replace(TINY, max_steps=20)) for _ in range(2))
@@ -122,7 +122,7 @@ def test_a_run_that_is_done_can_be_longer(tmp_path: Path) -> None:
     assert json.loads((run.folder / "run.json").read_text())["resumed"][0]["step"] == 12
 
 
-def test_fewer_steps_than_were_done(tmp_path: Path) -> None:
+def test_resume_with_fewer_steps_than_done_raises(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy())
     before = run.metrics()
@@ -132,7 +132,7 @@ def test_fewer_steps_than_were_done(tmp_path: Path) -> None:
     assert run.status == "done"
 
 
-def test_another_network_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_resume_with_another_network_leaves_run_unchanged(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy())
     files = contents(run.folder)
@@ -141,14 +141,14 @@ def test_another_network_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     assert contents(run.folder) == files
 
 
-def test_a_checkpoint_of_another_program(tmp_path: Path) -> None:
+def test_resume_from_checkpoint_without_trainer_facts_raises(tmp_path: Path) -> None:
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
     nwise.training.Checkpoints(run.folder / "checkpoints", trainer.pipe).save()
     with pytest.raises(ValueError, match="should have 'rate' among its facts. Found None"):
         trainer.train(run, resume=True)
 
 
-def test_the_disk_is_full_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intermittent_full_disk_skips_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = iter(range(99))
 
     def full(descriptor: int) -> None:
@@ -173,18 +173,18 @@ def test_the_disk_is_full_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
         ({"keep": 0}, "`keep` should be an integer of at least 1. Found 0"),
     ],
 )
-def test_keeping_is_checked(options: dict[str, Any], message: str) -> None:
+def test_invalid_checkpoint_policy_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CheckpointPolicy(**options)
 
 
-def test_by_minutes(tmp_path: Path) -> None:
+def test_checkpoint_minutes_saves_by_time(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy(checkpoint_minutes=1e-9, keep=99))
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 13  # from before the first step on
 
 
-def test_the_best_is_kept(tmp_path: Path) -> None:
+def test_keep_best_retains_best_checkpoint(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy(keep=1, keep_best=True))
     tests = {r["step"]: r["loss"][-1] for r in run.metrics() if r["kind"] == "test" and r["step"]}
@@ -192,8 +192,8 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     assert steps == {12, min(tests, key=lambda step: tests[step])}
 
 
-def test_a_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
-    """It once was: its records and weights were gone."""
+def test_resume_of_run_without_checkpoints_raises(tmp_path: Path) -> None:
+    """Regression: such a run was started over, which deleted its records and weights."""
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run)
     files = contents(run.folder)
@@ -203,8 +203,8 @@ def test_a_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
     Trainer(TINY).train(run, resume=True, allow_restart=True)  # as after a restart
 
 
-def test_a_run_that_is_stopped_at_its_best_keeps_it(tmp_path: Path) -> None:
-    """The checkpoint was once written again, without its loss, and lost to the next one."""
+def test_stop_at_best_step_keeps_the_checkpoints_loss(tmp_path: Path) -> None:
+    """Regression: the best checkpoint was rewritten without its loss, then removed in favour of the next one."""
     run = new_run(TINY, tmp_path)
     with pytest.raises(StoppedError, match="."):
         Trainer(TINY).train(run, (Stops(8),), CheckpointPolicy(keep=1, keep_best=True))
@@ -213,7 +213,7 @@ def test_a_run_that_is_stopped_at_its_best_keeps_it(tmp_path: Path) -> None:
 
 
 def test_channels_last_can_be_saved(tmp_path: Path) -> None:
-    """Tensors that do not lie one number after the other were once refused by the file format."""
+    """Regression: the file format rejected tensors that are not contiguous."""
     config = dataclasses.replace(recipe("digits"), max_steps=4, batch_size=32, eval_every=9, channels_last=True)
     run, longer = new_run(config, tmp_path), dataclasses.replace(config, max_steps=6)
     Trainer(config).train(run, policy=CheckpointPolicy())
@@ -223,7 +223,7 @@ def test_channels_last_can_be_saved(tmp_path: Path) -> None:
     assert equal(parameters(again), parameters(whole))
 
 
-def test_weights_of_a_run_that_broke_are_those_of_its_last_test(tmp_path: Path) -> None:
+def test_failed_run_keeps_weights_of_last_test(tmp_path: Path) -> None:
     config = dataclasses.replace(recipe("digits"), max_steps=30, batch_size=32, optimizer=Sgd(lr=1e30))
     run = new_run(config, tmp_path)
     with pytest.raises(NotFiniteError, match="should be a finite number"):
@@ -231,8 +231,8 @@ def test_weights_of_a_run_that_broke_are_those_of_its_last_test(tmp_path: Path) 
     assert all(t.isfinite().all() for t in run.weights().values() if t.is_floating_point())
 
 
-def test_another_strategy_has_the_rates_of_its_own_phases(tmp_path: Path) -> None:
-    """The steps of the former strategy's phase were once taken for those of the new one's."""
+def test_resume_with_another_strategy_uses_its_rates(tmp_path: Path) -> None:
+    """Regression: the steps of the old strategy's phase counted towards the phase of the new one."""
     config = dataclasses.replace(TINY, optimizer=Sgd(lr=0.1, drops=(0.5,)), strategy="local@4,end-to-end")
     for before, now, rates in (
         ("local@4,end-to-end", "end-to-end", [0.01] * 5),
@@ -246,8 +246,8 @@ def test_another_strategy_has_the_rates_of_its_own_phases(tmp_path: Path) -> Non
         assert found == pytest.approx(rates)
 
 
-def test_drops_on_plateaus_are_counted_for_stages_that_rest() -> None:
-    """They were once counted by the rate of the first group, which may be zero."""
+def test_plateau_drops_restore_with_a_zero_rate_group() -> None:
+    """Regression: drops were derived from the rate of the first group, which may be zero."""
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.0, 0.1), strict=True)]
     config = Sgd(plateau_epochs=1)
@@ -318,7 +318,7 @@ def until(found: Any, seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_run_that_can_be_resumed(number: int, tmp_path: Path, start: Start) -> None:
+def test_signal_stops_a_resumable_run(number: int, tmp_path: Path, start: Start) -> None:
     process = start(["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--epochs", "1000", "--log-every", "1"])
     until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
     process.send_signal(number)
@@ -330,8 +330,8 @@ def test_a_signal_ends_a_run_that_can_be_resumed(number: int, tmp_path: Path, st
     assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
 
 
-def test_a_signal_ends_all_processes_at_one_step(tmp_path: Path, start: Start) -> None:
-    """Only one of them is told; all are to have done as many steps."""
+def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, start: Start) -> None:
+    """Only one rank gets the signal; all ranks must stop after the same number of steps."""
     arguments = [
         "-m",
         "torch.distributed.run",
@@ -400,7 +400,7 @@ def states(pipe: nwise.Pipeline) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:With 2 micro-batches")
-def test_stop_says_where() -> None:
+def test_on_nan_stop_names_stage_and_micro_batch() -> None:
     pipe = broken("2-wise", 1, {3}, microbatches=2)
     told: list[dict[str, Any]] = []
     finite = NonFiniteGuard(pipe, "stop", told.append)
@@ -418,7 +418,7 @@ def test_stop_says_where() -> None:
     assert {"name", "not_finite", "gradient_not_finite", "gradient_largest"} == set(facts["parameters"][0])
 
 
-def test_stop_sees_gradients_too() -> None:
+def test_on_nan_stop_checks_gradients() -> None:
     pipe = broken("local", 2, {0}, "gradient")
     (x, y), *_ = batches(1)
     assert pipe.step(x, target=y).isfinite().all()
@@ -426,7 +426,7 @@ def test_stop_sees_gradients_too() -> None:
         NonFiniteGuard(pipe, "stop")()
 
 
-def test_ignore_does_not_look() -> None:
+def test_on_nan_ignore_checks_nothing() -> None:
     pipe = broken("local", 2, {0})
     finite = NonFiniteGuard(pipe, "ignore")
     (x, y), *_ = batches(1)
@@ -440,7 +440,7 @@ SKIPPED = {"local": [3], "2-wise": [1, 2, 3], "3-wise": [0, 1, 2, 3], "end-to-en
 
 @pytest.mark.parametrize(("strategy", "left_out"), SKIPPED.items())
 @pytest.mark.parametrize("what", ["gradient", "value"])
-def test_skip_leaves_out_all_that_share_a_loss(strategy: str, left_out: list[int], what: str) -> None:
+def test_on_nan_skip_skips_stages_sharing_a_loss(strategy: str, left_out: list[int], what: str) -> None:
     pipe = broken(strategy, 3, {1}, what)
     update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     finite = NonFiniteGuard(pipe, "skip")
@@ -456,12 +456,12 @@ def test_skip_leaves_out_all_that_share_a_loss(strategy: str, left_out: list[int
     assert all(p.isfinite().all() for p in pipe.parameters())
 
 
-def test_the_policy_is_checked() -> None:
+def test_invalid_on_nan_policy_raises() -> None:
     with pytest.raises(ValueError, match="`on_nan` should be stop, skip or ignore. Found 'hope'"):
         NonFiniteGuard(broken("local", 0, set()), "hope")  # type: ignore[arg-type]
 
 
-def test_a_run_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_run_writes_post_mortem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["train", "digits", "--lr", "1e30", *OPTIONS, "--runs", str(tmp_path)]) == 1
     said = text(capsys)
     assert "should be a finite number. Found" in said
@@ -480,7 +480,7 @@ def test_skipped_steps_are_recorded(tmp_path: Path) -> None:
     assert any(r["kind"] == "skipped" and r["stages"] for r in run.metrics())
 
 
-def test_on_processes_those_that_share_a_loss_agree(tmp_path: Path) -> None:
+def test_on_nan_skip_agrees_across_ranks(tmp_path: Path) -> None:
     ranks = results(4, "finite.py", tmp_path, *SKIPPED)
     for strategy, left_out in SKIPPED.items():
         found = [one[strategy] for one in ranks]
@@ -489,7 +489,7 @@ def test_on_processes_those_that_share_a_loss_agree(tmp_path: Path) -> None:
         assert all(one["finite"] for one in found)
 
 
-def test_on_processes_one_stops_all(tmp_path: Path) -> None:
+def test_on_nan_stop_on_one_rank_stops_all(tmp_path: Path) -> None:
     done = forked(4, ["-m", "nwise", "train", "digits", "--lr", "1e30", "--runs", str(tmp_path)], tmp_path)
     assert done.returncode
     assert "should be a finite number. Found" in done.stderr
@@ -500,7 +500,7 @@ def test_on_processes_one_stops_all(tmp_path: Path) -> None:
 # Memory
 
 
-def test_live_tensors_return_to_the_base() -> None:
+def test_live_tensor_count_is_constant_over_steps() -> None:
     import gc
 
     def alive() -> int:
@@ -519,7 +519,7 @@ def test_live_tensors_return_to_the_base() -> None:
 
 
 @pytest.mark.slow
-def test_no_process_grows_in_two_thousand_steps(tmp_path: Path) -> None:
+def test_memory_is_constant_over_two_thousand_steps(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "faults" / "soak.py"
     out = tmp_path / "soak.jsonl"
     subprocess.run(
@@ -541,8 +541,8 @@ def _signals() -> Iterator[None]:
 
 
 @pytest.mark.slow  # a minute: three runs that are killed and resumed
-def test_killed_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Three of the hundred of `benchmarks/faults`, the first of which is killed while it starts."""
+def test_killed_runs_resume_bitwise(tmp_path: Path) -> None:
+    """Run three of the hundred kills of `benchmarks/faults`; the first one hits during start-up."""
     script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
     records = kills(script, tmp_path, ["--first", "2", "--runs", "3"])
     assert [one["identical"] for one in records] == [True] * 3
@@ -551,7 +551,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_killed_runs(tmp_path: Path) -> None:
+def test_hundred_killed_runs_resume_bitwise(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
     records = kills(script, tmp_path, ["--runs", "100"])
     assert [one["identical"] for one in records] == [True] * 100
@@ -572,8 +572,8 @@ def kills(script: Path, folder: Path, arguments: list[str]) -> list[dict[str, An
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_torchrun_starts_a_killed_run_again(tmp_path: Path, start: Start) -> None:
-    """torchrun keeps its store, and the second attempt once connected to the addresses of the first."""
+def test_torchrun_restart_resumes_a_killed_run(tmp_path: Path, start: Start) -> None:
+    """Regression: torchrun keeps its store, so the second attempt connected to the addresses of the first."""
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     arguments += ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "250", "--checkpoint-every", "20"]
     process = start([*arguments, "--eval-every", "9", "--filters", "4", "--runs", str(tmp_path)])

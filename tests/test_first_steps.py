@@ -23,19 +23,19 @@ def pipe(strategy: str = "2-wise", head_width: int = 8) -> nwise.Pipeline:
 X, Y = torch.zeros(4, 2, 3), torch.tensor([0, 1, 2, 0])
 
 
-def test_the_target_is_given_by_name() -> None:
+def test_positional_target_raises() -> None:
     with pytest.raises(
         TypeError, match=r"the target by name, `pipe.step\(x, target=y\)`. Found 2 inputs and no target"
     ):
         pipe().step(X, Y)
 
 
-def test_a_forgotten_target_is_named() -> None:
+def test_missing_target_raises() -> None:
     with pytest.raises(TypeError, match=r"should receive a target by name, `pipe.step\(x, target=y\)`. Found none"):
         pipe().step(X)
 
 
-def test_losses_without_targets_and_stages_of_several_inputs_are_fine() -> None:
+def test_several_inputs_without_target_are_accepted() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -73,7 +73,7 @@ def test_losses_without_targets_and_stages_of_several_inputs_are_fine() -> None:
         (lambda: pipe("end-to-end").step(X, target=Y[:, None]), 2),
     ],
 )
-def test_an_error_of_torch_says_which_head_it_was(given: object, stage: int) -> None:
+def test_torch_error_notes_name_the_head(given: object, stage: int) -> None:
     with pytest.raises((RuntimeError, IndexError, ValueError)) as error:
         given()  # type: ignore[operator]
     [note] = getattr(error.value, "__notes__", [])
@@ -87,12 +87,12 @@ def test_an_error_of_torch_says_which_head_it_was(given: object, stage: int) -> 
         ("cross_entropy", r"`loss_fn` should be callable.*Found str"),
     ],
 )
-def test_a_loss_that_is_none(loss: object, message: str) -> None:
+def test_invalid_loss_fn_raises(loss: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], loss)  # type: ignore[arg-type]
 
 
-def test_names_that_are_nearly_right() -> None:
+def test_split_suggests_close_module_names() -> None:
     model = nn.ModuleDict({"embed": nn.Linear(2, 2), "blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
     with pytest.raises(ValueError, match="Found 'block.1'. Did you mean 'blocks.1'"):
         nwise.split(model, at=["block.1"])
@@ -100,8 +100,8 @@ def test_names_that_are_nearly_right() -> None:
         nwise.split(model, at=["2"])
 
 
-def test_stages_of_ones_own_are_named_before_they_are_trained(tmp_path: Path) -> None:
-    """The refusal used to come at the first save, and did not say how to name a stage."""
+def test_checkpoints_of_unnamed_custom_stages_raise_early(tmp_path: Path) -> None:
+    """Regression: the error came only at the first save and did not say how to name a stage."""
     stages = [nn.Linear(3, 3) for _ in range(3)]
     own = nwise.Pipeline(stages, [nn.Linear(3, 3) for _ in range(2)])
     with pytest.raises(ValueError, match=r"with `nwise.Chain\({'first': stage}\)`. Found 'weight' in stage 1"):
@@ -113,10 +113,10 @@ def test_stages_of_ones_own_are_named_before_they_are_trained(tmp_path: Path) ->
     assert path.is_dir()
 
 
-def test_what_was_exported_is_loaded_back(
+def test_exported_weights_load_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--out m.pt` used to write safetensors, and no module took the names of a recipe's network."""
+    """Regression: `--out m.pt` wrote safetensors, and no module matched the names of a recipe's network."""
     from safetensors.torch import load_file
 
     monkeypatch.chdir(tmp_path)
@@ -135,8 +135,8 @@ def test_what_was_exported_is_loaded_back(
     )
 
 
-def test_the_optimizer_of_the_network_alone_leaves_heads_as_they_were() -> None:
-    """Which is why the manual says `pipe.parameters()`."""
+def test_optimizer_of_main_parameters_leaves_heads_unchanged() -> None:
+    """Heads learn only if the optimizer gets `pipe.parameters()`, as the manual says."""
     made = pipe()
     head = made.heads[1]
     assert isinstance(head, nn.Linear)

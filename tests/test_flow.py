@@ -59,7 +59,7 @@ def mixes(cotangent: Cotangent, above: list[set[int]], k: int) -> set[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(matrices())
-def test_every_stage_gets_its_column_from_few_messages(matrix: Matrix) -> None:
+def test_flow_gives_each_stage_its_credit_column(matrix: Matrix) -> None:
     flow = flow_of(torch.from_numpy(matrix))
     num_stages = len(matrix)
     messages = contents(flow)
@@ -79,14 +79,14 @@ def test_every_stage_gets_its_column_from_few_messages(matrix: Matrix) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 7), st.randoms(use_true_random=False))
-def test_where_all_learn_from_the_same_losses_messages_are_as_few_as_the_rank(size: int, random: Random) -> None:
+def test_message_count_of_dense_credit_is_its_rank(size: int, random: Random) -> None:
     matrix = np.tril(np.array([[random.choice([0.5, 1.0, -1.0, 2.0, 0.3]) for _ in range(size)] for _ in range(size)]))
     for k, stage in enumerate(flow_of(torch.from_numpy(matrix)).stages):
         assert len(stage.messages) == np.linalg.matrix_rank(matrix[k:, :k])
         assert stage.passes == np.linalg.matrix_rank(matrix[k:, : k + 1])
 
 
-def test_the_rank_does_not_do_where_a_stage_would_have_to_subtract() -> None:
+def test_message_count_exceeds_rank_to_avoid_subtraction() -> None:
     """Columns (1, 1, 0), (0, 1, 1) and (1, 0, -1) have rank 2, but the third is the difference of the others over loss 4."""
     matrix = np.zeros((6, 6))
     matrix[3:, :3] = [[1, 0, 1], [1, 1, 0], [0, 1, -1]]
@@ -110,8 +110,8 @@ def test_no_stage_uses_a_loss_that_it_has_no_credit_for(matrix: Matrix) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(matrices())
-def test_no_message_waits_for_a_loss_that_its_receivers_do_not_ask_for(matrix: Matrix) -> None:
-    """A column that stops at loss j is made of messages that stop at or before j."""
+def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> None:
+    """Messages for a column that ends at loss j contain only losses up to j."""
     flow = flow_of(torch.from_numpy(matrix))
     for k, stage in enumerate(flow.stages[:-1]):
         above = flow.stages[k + 1].messages
@@ -122,7 +122,7 @@ def test_no_message_waits_for_a_loss_that_its_receivers_do_not_ask_for(matrix: M
 
 @settings(max_examples=200, deadline=None)
 @given(matrices(), st.integers(1, 3))
-def test_the_order_is_complete_and_nothing_comes_before_what_it_needs(matrix: Matrix, num_microbatches: int) -> None:
+def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatches: int) -> None:
     flow = flow_of(torch.from_numpy(matrix))
     order = schedule_of("depth-first", [[flow] * num_microbatches], depth_first).one_process()
     assert len(order) == len(set(order))
@@ -164,7 +164,7 @@ def test_the_order_is_complete_and_nothing_comes_before_what_it_needs(matrix: Ma
         ("blocks-2", (1, 0, 1, 0, 1, 0, 1), (1,) * 8, 4),
     ],
 )
-def test_the_table_of_eight_stages(
+def test_flow_counts_for_eight_stages(
     strategy: str, messages: tuple[int, ...], passes: tuple[int, ...], heads: int
 ) -> None:
     flow = flow_of(nwise.strategy(strategy).credit(8))
@@ -174,7 +174,7 @@ def test_the_table_of_eight_stages(
     assert not flow.stages[0].messages
 
 
-def test_for_n_wise_a_message_is_the_gradient_of_one_loss() -> None:
+def test_n_wise_message_is_the_gradient_of_one_loss() -> None:
     flow = flow_of(nwise.NWise(3).credit(6))
     for k, boundary in enumerate(contents(flow)[1:6], start=1):
         losses = [int(np.flatnonzero(message)[0]) for message in boundary]
@@ -182,7 +182,7 @@ def test_for_n_wise_a_message_is_the_gradient_of_one_loss() -> None:
         assert losses == list(range(max(k, 2), min(k + 2, 6)))
 
 
-def test_what_only_frozen_stages_would_use_is_not_sent() -> None:
+def test_gradients_for_frozen_stages_are_not_sent() -> None:
     flow = flow_of(nwise.EndToEnd().credit(4), trainable=[False, False, True, True])
     assert flow.messages == (0, 0, 1)
     assert [stage.passes for stage in flow.stages] == [0, 0, 1, 1]

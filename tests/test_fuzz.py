@@ -77,7 +77,7 @@ def a_sentence(error: Exception) -> None:
 
 @settings(max_examples=60 * TIMES)
 @given(st.sampled_from(sorted(RECIPES)), SPOILS)
-def test_configurations(name: str, spoils: list[Any]) -> None:
+def test_mutated_configurations_load_or_raise(name: str, spoils: list[Any]) -> None:
     config = to_json(recipe(name))
     for spoil in spoils:
         config = spoilt(config, *spoil)
@@ -135,7 +135,7 @@ SMALL = ["--max-steps", "1", "--batch-size", "8", "--microbatches", "1", "--eval
 
 @settings(max_examples=40 * TIMES, phases=NO_SHRINKING)
 @given(st.data())
-def test_command_lines(data: st.DataObject) -> None:
+def test_random_command_lines_exit_cleanly(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*options(), "bench", "nothing", "--help", "reproduce"]))
     arguments = [name]
     if name in ("bench", "reproduce"):
@@ -179,7 +179,7 @@ COSTS = st.one_of(
 @pytest.mark.filterwarnings("ignore:`n = ")
 @settings(max_examples=60 * TIMES)
 @given(st.one_of(METHODS, CREDITS), st.integers(-1, 6), st.integers(-1, 6), COSTS)
-def test_schedules(method: Any, stages: int, m: int, costs: str) -> None:
+def test_random_schedules_are_timed_or_raise(method: Any, stages: int, m: int, costs: str) -> None:
     text = method if isinstance(method, str) else "credit-" + ";".join(",".join(map(str, row)) for row in method)
     try:
         timed = timed_method(text, num_stages=stages, num_microbatches=m, costs=costs_of_text(costs), chains="walked")
@@ -194,8 +194,8 @@ def test_schedules(method: Any, stages: int, m: int, costs: str) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(0, 99), st.sampled_from("xds")), max_size=4)
 )
-def test_lists_that_somebody_has_changed(changes: list[tuple[int, int, int, str]]) -> None:
-    """Swapped, taken away or doubled actions: found to be valid, or wrong in a sentence."""
+def test_mutated_action_lists_validate_or_raise(changes: list[tuple[int, int, int, str]]) -> None:
+    """Swap, remove or duplicate actions; the lists are valid or raise one sentence."""
     schedule = timed_method(
         "2-wise", num_stages=4, num_microbatches=2, costs=costs_of_text("paper"), chains="walked"
     ).schedule
@@ -244,8 +244,8 @@ def edited(data: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
 
 @settings(max_examples=30 * TIMES, phases=NO_SHRINKING)
 @given(st.integers(0, 99), EDITS, st.booleans())
-def test_files_of_a_run(which: int, edits: list[tuple[str, int, bytes]], signed: bool) -> None:
-    """Whatever a file holds: what reads the run ends with a known code."""
+def test_corrupted_run_files_exit_cleanly(which: int, edits: list[tuple[str, int, bytes]], signed: bool) -> None:
+    """Commands that read a run exit with a known code, whatever its files contain."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         shutil.copytree(run_folder(), folder)
@@ -273,8 +273,8 @@ def sign(path: Path) -> None:
 
 @settings(max_examples=30 * TIMES, phases=NO_SHRINKING)
 @given(SPOILS)
-def test_facts_of_a_checkpoint(spoils: list[Any]) -> None:
-    """Signed by a stranger: gone on from, or refused."""
+def test_mutated_checkpoint_facts_exit_cleanly(spoils: list[Any]) -> None:
+    """Correctly signed but mutated facts are either resumed from or refused."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         shutil.copytree(run_folder(), folder)

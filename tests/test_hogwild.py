@@ -18,8 +18,8 @@ from nwise.schedule.actions import passes
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
-def test_end_to_end_gradients_are_as_old_as_there_are_stages_above(num_stages: int) -> None:
-    """Figure 1 of the paper."""
+def test_end_to_end_staleness_counts_stages_above(num_stages: int) -> None:
+    """Reproduce figure 1 of the paper."""
     ages = nwise.staleness(flow_of(nwise.EndToEnd().credit(num_stages)))
     assert ages == [[num_stages - 1 - k] for k in range(num_stages)]
 
@@ -36,7 +36,7 @@ def test_end_to_end_gradients_are_as_old_as_there_are_stages_above(num_stages: i
         ("end-to-end", 4, [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
-def test_ages_by_hand(strategy: str, num_microbatches: int, ages: list[list[int]]) -> None:
+def test_staleness_by_hand(strategy: str, num_microbatches: int, ages: list[list[int]]) -> None:
     assert nwise.staleness(flow_of(nwise.strategy(strategy).credit(4)), num_microbatches) == ages
 
 
@@ -49,7 +49,9 @@ def flows(draw: st.DrawFn, num_stages: int) -> Flow:
 
 
 @given(st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3))
-def test_nobody_waits_in_a_circle(data: st.DataObject, num_stages: int, num_turns: int, num_microbatches: int) -> None:
+def test_timetable_has_no_circular_waits(
+    data: st.DataObject, num_stages: int, num_turns: int, num_microbatches: int
+) -> None:
     """What a stage waits for is sent within the same mini-batch or an earlier one, of which the next stage has the forward.
 
     Stages that learn nothing, or only from near losses, once waited for what they should hand on before it could be there.
@@ -70,7 +72,7 @@ def test_nobody_waits_in_a_circle(data: st.DataObject, num_stages: int, num_turn
 
 
 @pytest.mark.usefixtures("float64")
-def test_hand_worked_updates_of_two_scalar_stages() -> None:
+def test_hogwild_updates_by_hand() -> None:
     """y = w1 w0 x, loss = y, x = 1, rate 0.1, w0 = w1 = 2; stage 0 is one update late, stage 1 is not.
 
     step 0: both at (2, 2):            g0 = w1 = 2, g1 = w0 = 2        -> w0 = 1.8,  w1 = 1.8
@@ -96,8 +98,8 @@ def test_hand_worked_updates_of_two_scalar_stages() -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("strategy", "num_microbatches"), [("hogwild", 1), ("hogwild", 2), ("3-wise-mean-hogwild", 1)])
-def test_every_stage_computes_with_the_parameters_of_its_age(strategy: str, num_microbatches: int) -> None:
-    """Against whole copies of the network that are kept and differentiated by the definition."""
+def test_stage_gradients_use_parameters_of_their_staleness(strategy: str, num_microbatches: int) -> None:
+    """Compare with reference gradients of stored copies of the whole network."""
     net = perceptron(4)
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, num_microbatches)
     ages = nwise.staleness(flow_of(pipe.credit), num_microbatches)
@@ -123,8 +125,8 @@ def test_every_stage_computes_with_the_parameters_of_its_age(strategy: str, num_
         optimizer.zero_grad()
 
 
-def test_an_age_counts_updates_and_not_steps() -> None:
-    """Two steps whose gradients accumulate into one update: the parameters of before it are one update old."""
+def test_staleness_counts_updates_not_steps() -> None:
+    """Two steps accumulate into one update, so parameters from before it are one update old."""
     stages = [nn.Linear(3, 3) for _ in range(3)]
     pipe = nwise.Pipeline(stages, None, strategy="hogwild")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -138,7 +140,7 @@ def test_an_age_counts_updates_and_not_steps() -> None:
     assert seen == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 0], [2, 1, 0], [2, 1, 0]]
 
 
-def test_a_synchronous_strategy_has_no_stale_gradients() -> None:
+def test_synchronous_phase_has_no_staleness() -> None:
     net = perceptron(4)
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "local@2,hogwild")
     ages = []
@@ -151,7 +153,7 @@ def test_a_synchronous_strategy_has_no_stale_gradients() -> None:
 
 
 def test_every_phase_has_its_own_staleness() -> None:
-    """The copies were kept as deep as the first phase needed."""
+    """Regression: the history of parameters was only as deep as the first phase needed."""
     net = perceptron(4)
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise-hogwild@3,hogwild")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

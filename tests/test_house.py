@@ -74,21 +74,21 @@ def test_files_are_short_and_import_downwards(file: Path) -> None:
                 assert RANK[name] <= RANK[part(file)], f"{part(file)} should not import {name}"
 
 
-def test_every_part_has_a_rank() -> None:
+def test_every_module_has_an_import_rank() -> None:
     assert {part(file) for file in FILES} - {"__init__"} == set(RANK)
 
 
-def test_the_core_is_free_of_processes_and_models() -> None:
+def test_core_imports_no_distributed_code_or_models() -> None:
     for path in (*SOURCE.glob("strategies/*.py"), *SOURCE.glob("schedule/*.py"), SOURCE / "flow.py"):
         assert "torch.distributed" not in path.read_text()
         assert not {"models", "runtime"} & set(imports(path))
 
 
-def test_the_reference_shares_no_code_with_the_fast_path() -> None:
+def test_reference_shares_no_code_with_the_fast_path() -> None:
     assert imports(SOURCE / "reference.py") == []
 
 
-def test_no_module_reaches_into_anothers_underscore_names() -> None:
+def test_no_module_imports_private_names() -> None:
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nwise"):
@@ -99,8 +99,8 @@ def test_no_module_reaches_into_anothers_underscore_names() -> None:
 LOOK_AT_IDENTITY = {"refuse_sharing", "_refuse_tied", "_copy_second_places", "output_specs", "counted"}
 
 
-def test_nothing_is_kept_by_identity() -> None:
-    """An identity is used again once its object is gone, and a copy takes along the identities of the original."""
+def test_nothing_is_keyed_by_id() -> None:
+    """Python reuses an `id` after its object is freed, and a copy carries the ids of the original along."""
     for file in FILES:
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef) and function.name not in LOOK_AT_IDENTITY:
@@ -123,7 +123,7 @@ def test_public_names_are_sorted_and_documented() -> None:
                     assert inspect.getdoc(member) or inherited, f"{name}.{method}"
 
 
-def test_packages_named_in_the_readme_exist() -> None:
+def test_readme_paths_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
         assert (ROOT / path).exists(), path

@@ -115,7 +115,7 @@ def test_every_known_class_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stages_compute_what_the_model_does(name: str) -> None:
+def test_split_stages_match_model_outputs(name: str) -> None:
     model = made(name).eval()
     inputs = inputs_for(model)
     for count in range(1, len(inputs) + 1):  # without mask, without positions, with all
@@ -132,7 +132,7 @@ def test_stages_compute_what_the_model_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_end_to_end_gradients_are_those_of_the_model(name: str) -> None:
+def test_end_to_end_gradients_match_model(name: str) -> None:
     model = made(name)
     inputs, loss_fn = inputs_for(model), own_loss(model)
     target = target_for(model, inputs)
@@ -148,7 +148,7 @@ def test_end_to_end_gradients_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "2-wise-mean", "3-wise"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_gradients_are_those_of_the_definition(name: str, strategy: str, num_microbatches: int) -> None:
+def test_gradients_match_reference(name: str, strategy: str, num_microbatches: int) -> None:
     model = made(name)
     inputs, loss_fn = inputs_for(model), own_loss(model)
     target = target_for(model, inputs)
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_the_definition(name: str, strategy: str, num_mic
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trained_2_wise_saved_and_loaded_back_by_its_own_class(name: str, tmp_path: Path) -> None:
+def test_two_wise_trained_model_saves_and_loads_back(name: str, tmp_path: Path) -> None:
     model = made(name).train()
     inputs, loss_fn = inputs_for(model), own_loss(model)
     target = target_for(model, inputs)
@@ -219,7 +219,7 @@ def test_tied_embeddings_in_one_stage_stay_tied() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_the_papers_heads_are_copies_of_the_last_two_blocks_and_the_vocabulary() -> None:
+def test_copied_heads_repeat_last_blocks_and_output() -> None:
     model = made("LlamaForCausalLM")
     stages = nwise.split(model, at=["model.layers.2", "model.layers.3"])
     heads = nwise.heads.copied(stages, blocks=2)
@@ -233,8 +233,8 @@ def test_the_papers_heads_are_copies_of_the_last_two_blocks_and_the_vocabulary()
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForSequenceClassification"])
-def test_bert_as_a_decoder_looks_back_only(name: str) -> None:
-    """Its blocks used to see all tokens, without a word unless an example was given."""
+def test_bert_decoder_attention_is_causal(name: str) -> None:
+    """Regression: its blocks saw all tokens, and only an `example` revealed it."""
     model = made(name)
     model.config.is_decoder = True
     model = type(model)(model.config).eval()
@@ -245,8 +245,8 @@ def test_bert_as_a_decoder_looks_back_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
-def test_eager_attention_is_the_same_network(name: str) -> None:
-    """Attention over a cache rounds otherwise, so that a right cut used to be refused."""
+def test_split_accepts_eager_attention(name: str) -> None:
+    """Regression: attention with a cache rounds differently, so `split` rejected a correct cut."""
     model = made(name)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_eager_attention_is_the_same_network(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_heads_have_the_type_of_what_stages_give(dtype: torch.dtype) -> None:
+def test_fitting_heads_use_dtype_of_stage_outputs(dtype: torch.dtype) -> None:
     model = vit().to(dtype)
     x = torch.randn(2, 3, 8, 8)  # the model turns images into its own type
     stages = nwise.split(model, at=3, example=x)
@@ -266,20 +266,20 @@ def test_heads_have_the_type_of_what_stages_give(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
-def test_compiled_models_are_cut_like_others() -> None:
+def test_split_of_compiled_model_warns() -> None:
     model = gpt2()
     with pytest.warns(UserWarning, match="`model` is compiled, and its stages are not"):
         stages = nwise.split(torch.compile(model), at=2)  # type: ignore[arg-type]
     assert stages[0].pieces()["transformer.h.0"] is model.transformer.h[0]
 
 
-def test_a_model_inside_another_module_is_untied_too() -> None:
+def test_untie_reaches_nested_model() -> None:
     model = gpt2(tie_word_embeddings=True)
     assert nwise.untie(nn.ModuleDict({"inner": model})) == ["inner.lm_head.weight"]
     assert not model.config.tie_word_embeddings
 
 
-def test_errors_say_what_to_do() -> None:
+def test_unsupported_models_and_arguments_raise() -> None:
     unknown = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="should be one of GPT2LMHeadModel.*Found GPT2Model"):
         nwise.split(unknown, at=2)
@@ -291,7 +291,7 @@ def test_errors_say_what_to_do() -> None:
         nwise.heads.copied(nwise.split(gpt2(), at=2), blocks=6)
 
 
-def test_on_processes_as_in_one(tmp_path: Path) -> None:
+def test_multi_process_matches_single_process(tmp_path: Path) -> None:
     from ranks.huggingface import train
 
     first = results(3, "huggingface.py", tmp_path)[0]

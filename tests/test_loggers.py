@@ -52,7 +52,7 @@ def train_in_a_process(name: str, **variables: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_tensorboard_has_what_the_records_have() -> None:
+def test_tensorboard_matches_run_records() -> None:
     pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -63,8 +63,8 @@ def test_tensorboard_has_what_the_records_have() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_weights_and_biases_offline_has_what_the_records_have() -> None:
-    """In a process of its own, as it starts others, and really offline: nothing is asked of any network."""
+def test_wandb_offline_matches_run_records() -> None:
+    """wandb runs in its own process because it starts others; offline mode makes no network request."""
     pytest.importorskip("wandb", reason="needs the extra 'wandb'")
     train_in_a_process("wandb")
     [offline] = Path("runs/digits-2-wise-001").glob("wandb/offline-run-*/run-*.wandb")
@@ -100,8 +100,8 @@ def wandb_history(path: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_trackio_is_given_what_the_records_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its calls are those of Weights & Biases; the package itself wants an older pillow than the other tests have."""
+def test_trackio_calls_match_run_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stub trackio, whose calls are those of wandb: it needs an older pillow than the other tests have."""
     calls: list[tuple[str, Any]] = []
     package = types.ModuleType("trackio")
     package.init = lambda **options: calls.append(("init", options))  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_trackio_is_given_what_the_records_have(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.timeout(120)
-def test_trackio_itself_has_what_the_records_have(tmp_path: Path) -> None:
+def test_trackio_database_matches_run_records(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="needs the extra 'trackio', which asks for pillow below 13")
     train_in_a_process("trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     with sqlite3.connect(tmp_path / "trackio" / "nwise.db") as database:
@@ -128,7 +128,7 @@ def test_trackio_itself_has_what_the_records_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_named(
+def test_missing_logger_package_names_the_extra(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard.writer"}.get(name, name), None)

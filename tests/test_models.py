@@ -27,7 +27,7 @@ def logits(model: models.StagedModel, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("num_stages", [1, 3, 6, 10])
-def test_the_convolutional_network_is_the_papers(num_stages: int) -> None:
+def test_convnet_matches_the_paper(num_stages: int) -> None:
     model = models.convnet(num_stages)
     assert len(model.stages) == num_stages
     assert len(model.heads) == num_stages - 1
@@ -50,7 +50,9 @@ def test_the_convolutional_network_is_the_papers(num_stages: int) -> None:
         ("50", 1000, 224, 25_557_032, [(256, 56, 56), (512, 28, 28), (1024, 14, 14)]),
     ],
 )
-def test_residual_networks(name: Any, classes: int, size: int, parameters: int, shapes: list[tuple[int, ...]]) -> None:
+def test_resnet_parameter_counts_and_shapes(
+    name: Any, classes: int, size: int, parameters: int, shapes: list[tuple[int, ...]]
+) -> None:
     model = models.resnet(name, classes, size)
     assert count(*model.stages) == parameters
     x = torch.randn(2, 3, size, size)
@@ -71,7 +73,7 @@ def test_residual_networks(name: Any, classes: int, size: int, parameters: int, 
     ]
 
 
-def test_a_stage_of_the_language_model_with_its_head_has_152_million_parameters() -> None:
+def test_gpt_stage_with_head_has_152_million_parameters() -> None:
     with torch.device("meta"):
         model = models.gpt()
     assert len(model.stages) == 4
@@ -83,7 +85,7 @@ def test_a_stage_of_the_language_model_with_its_head_has_152_million_parameters(
     assert count(model.stages[3]) - count(model.stages[1]) == 50257 * 1024 + 2 * 1024
 
 
-def test_the_language_model_is_causal_and_starts_uniform() -> None:
+def test_gpt_is_causal_and_starts_uniform() -> None:
     model = models.gpt(2, 1, 16, 2, 8, 13)
     x = torch.randint(0, 13, (2, 8))
     changed = x.clone()
@@ -130,7 +132,7 @@ def test_another_seed_gives_other_values() -> None:
         (lambda: models.mlp(2, width=0), "`width` should be an integer of at least 1. Found 0"),
     ],
 )
-def test_sizes_that_no_network_has_are_refused(build: Any, message: str) -> None:
+def test_invalid_model_sizes_raise(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
 
@@ -186,7 +188,7 @@ def test_every_block_ends_in_its_nonlinearity() -> None:
             assert x.min() == 0
 
 
-def test_a_transformer_block_by_its_equations() -> None:
+def test_transformer_block_matches_its_equations() -> None:
     block = TransformerBlock(8, 2)
     models.initialize(block, 3)
     x = torch.randn(2, 5, 8)
@@ -196,7 +198,7 @@ def test_a_transformer_block_by_its_equations() -> None:
     torch.testing.assert_close(block(x), middle + cubic @ block.down.weight.T)
 
 
-def test_dropout_of_the_language_model_is_in_attention_and_on_both_branches() -> None:
+def test_gpt_dropout_is_in_attention_and_on_both_branches() -> None:
     x = torch.randn(2, 5, 8)
     block = TransformerBlock(8, 2, dropout=0.5)
     assert not torch.equal(block.attention(x), block.attention(x))
@@ -208,8 +210,8 @@ def test_dropout_of_the_language_model_is_in_attention_and_on_both_branches() ->
     assert [m.p for m in drops if isinstance(m, nn.Dropout)] == [0.3, 0.3]
 
 
-def test_the_language_model_starts_as_gpt_2() -> None:
-    """The embeddings once began with a deviation of 1: their own initialisation came after the model's."""
+def test_gpt_initialisation_matches_gpt_2() -> None:
+    """Regression: the embeddings started with a deviation of 1 because their own initialisation ran last."""
     model = models.gpt(2, 1, 64, 2, 512, 1000)
     state = {name: t for stage in model.stages for name, t in stage.state_dict().items()}
     for name, tensor in state.items():

@@ -108,7 +108,7 @@ def readable(driver: Any) -> bool:
     return min(sizes) >= 12
 
 
-def test_the_report_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> None:
+def test_report_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> None:
     driver = opened(pages / "report.html")
     wait(driver, "return document.querySelectorAll('.chart .main-svg').length >= 8")
     assert complaints(driver) == []
@@ -148,7 +148,7 @@ def test_the_report_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> 
     assert complaints(driver) == []
 
 
-def test_the_reports_timelines(pages: Path, opened: Callable[[Path], Any]) -> None:
+def test_report_timelines(pages: Path, opened: Callable[[Path], Any]) -> None:
     driver = opened(pages / "report.html")
     for name, unit in (("measured-0", "ms"), ("predicted-0", "ms"), ("predicted-1", "slots")):
         data = driver.execute_script(f"return document.getElementById('{name}').data")
@@ -166,7 +166,7 @@ def test_the_reports_timelines(pages: Path, opened: Callable[[Path], Any]) -> No
     assert driver.execute_script("return [...document.images].every(i => i.naturalWidth > 100 && i.alt)")
 
 
-def test_the_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> None:
+def test_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> None:
     driver = opened(pages / "explore.html")
     assert complaints(driver) == []
     assert fits(driver)
@@ -225,7 +225,7 @@ def vars_of(costs: Costs) -> dict[str, Any]:
     return {name: getattr(costs, name) for name in costs.__dataclass_fields__}
 
 
-def test_the_explorer_says_who_wins_as_the_planner_does(
+def test_explorer_winner_matches_planner(
     pages: Path, opened: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver = opened(pages / "explore.html")
@@ -274,14 +274,14 @@ def deuteranope(colour: str) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("colours", [COLOURS, tuple(dict.fromkeys(KIND_COLOURS.values()))], ids=["runs", "kinds"])
-def test_colours_can_be_told_apart_without_middle_cones(colours: tuple[str, ...]) -> None:
+def test_colours_differ_for_deuteranopes(colours: tuple[str, ...]) -> None:
     seen = [deuteranope(colour) for colour in colours]
     for i, one in enumerate(seen):
         for other in seen[:i]:
             assert sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5 > 0.13
 
 
-def test_pages_need_no_network_and_hold_hostile_names(tmp_path: Path) -> None:
+def test_report_needs_no_network_and_escapes_names(tmp_path: Path) -> None:
     name = tmp_path / "<img src=x onerror=alert(1)>"
     assert cli.run(["train", "digits", "--max-steps", "2", "--runs", str(tmp_path)]) == 0
     (tmp_path / "digits-2-wise-001").rename(name)
@@ -292,7 +292,7 @@ def test_pages_need_no_network_and_hold_hostile_names(tmp_path: Path) -> None:
     assert "</script" not in embed_json("x", "</script><script>")[len("<script") : -len("</script>\n")]
 
 
-def test_json_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_json_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["report", str(tmp_path)]) == 2
     assert "A run should be a folder with a run.json" in capsys.readouterr().err
     assert cli.run(["train", "digits", "--max-steps", "2", "--runs", str(tmp_path)]) == 0
@@ -312,7 +312,7 @@ def test_json_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "`stages` should have at least one value" in capsys.readouterr().err
 
 
-def test_the_explorers_numbers_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explorer_json_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--strategy", "2-wise", "end-to-end", "--stages", "2", "4", "--microbatches", "2", "--latency", "0"]
     arguments = [*sizes, "--costs", "paper", "--out", str(tmp_path / "e.html"), "--json"]
     assert cli.run(["explore", *arguments]) == 0
@@ -323,7 +323,7 @@ def test_the_explorers_numbers_as_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert "events" not in found[0]
 
 
-def test_one_choice_alone_and_numbers_that_are_not_finite(tmp_path: Path) -> None:
+def test_empty_explorer_and_report_of_non_finite_run(tmp_path: Path) -> None:
     assert Choices(("2-wise",), (2,), (1,), {"paper": Costs(1, 0, 1, 0)}, (0.0,)).combinations() == []
     assert (
         cli.run(["train", "digits", "--max-steps", "2", "--lr", "1e30", "--on-nan", "ignore", "--runs", str(tmp_path)])
@@ -345,8 +345,8 @@ def charts(page: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), [("1 1 1 1", "2 2"), ("2 2", "1 1 1 1")])
-def test_a_run_that_went_on_with_other_stages(before: str, after: str, tmp_path: Path) -> None:
-    """It used to end in a traceback one way, and to call an inner stage the output the other way."""
+def test_report_of_run_resumed_with_other_stages(before: str, after: str, tmp_path: Path) -> None:
+    """Regression: fewer or more stages after a resume gave a traceback or called an inner stage the output."""
     trained(tmp_path, "--max-steps", "6", "--heads", "all", "--cut", *before.split())
     run = tmp_path / "digits-2-wise-001"
     assert cli.run(["train", "--resume", str(run), "--cut", *after.split(), "--max-steps", "12"]) == 0
@@ -366,7 +366,7 @@ def test_a_run_that_went_on_with_other_stages(before: str, after: str, tmp_path:
 
 
 def test_accuracy_and_perplexity_on_one_page_keep_apart(tmp_path: Path) -> None:
-    """Accuracies used to stand under the heading of the first run, test perplexity."""
+    """Regression: accuracies appeared under the heading of the first run, test perplexity."""
     trained(tmp_path, "--max-steps", "2", *SMALL_TEXT, recipe="source-code")
     trained(tmp_path, "--max-steps", "2")
     folders = [str(next(tmp_path.glob(f"{name}-*"))) for name in ("source-code", "digits")]
@@ -381,8 +381,8 @@ def test_accuracy_and_perplexity_on_one_page_keep_apart(tmp_path: Path) -> None:
     assert re.search(r"<td>[\d.]+ %</td>", dict(rows)[Path(folders[1]).name])
 
 
-def test_what_a_run_says_of_itself_is_no_html(tmp_path: Path) -> None:
-    """Cells that began like a cell used to be taken as they were."""
+def test_report_escapes_run_metadata(tmp_path: Path) -> None:
+    """Regression: values that began like a table cell were inserted without escaping."""
     trained(tmp_path, "--max-steps", "2")
     run = tmp_path / "digits-2-wise-001"
     state = json.loads((run / "run.json").read_text())
@@ -392,7 +392,7 @@ def test_what_a_run_says_of_itself_is_no_html(tmp_path: Path) -> None:
     assert "<script>alert" not in (run / "report.html").read_text()
 
 
-def test_phases_of_a_strategy_are_drawn_each(tmp_path: Path) -> None:
+def test_report_draws_each_phase_of_a_strategy(tmp_path: Path) -> None:
     trained(tmp_path, "--max-steps", "6", "--strategy", "local@3,end-to-end")
     [run] = tmp_path.iterdir()
     assert cli.run(["report", str(run)]) == 0
@@ -410,7 +410,7 @@ def test_phases_of_a_strategy_are_drawn_each(tmp_path: Path) -> None:
         {"kind": "train", "step": None, "samples": 1, "seconds": 1.0, "loss": [1.0]},
     ],
 )
-def test_records_that_nobody_wrote_are_refused(
+def test_report_rejects_invalid_records(
     line: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path, "--max-steps", "2")
@@ -421,7 +421,7 @@ def test_records_that_nobody_wrote_are_refused(
     assert "metrics.jsonl should hold records with step, samples, seconds" in capsys.readouterr().err
 
 
-def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_duplicate_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, "--max-steps", "2")
     run = str(tmp_path / "digits-2-wise-001")
     capsys.readouterr()
@@ -445,7 +445,7 @@ def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path, capsys: pytest.
         (["--out", "/proc/x.html"], "should be in a folder that can be written to. Found '/proc/x.html'"),
     ],
 )
-def test_what_cannot_be_explored_is_said_before_anything_is_timed(
+def test_explore_rejects_bad_options_before_timing(
     options: list[str],
     message: str,
     tmp_path: Path,
@@ -461,7 +461,7 @@ def test_what_cannot_be_explored_is_said_before_anything_is_timed(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_values_that_are_given_twice_are_one_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explore_merges_duplicate_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--strategy", "2-wise", "2-wise", "--stages", "3", "3", "--microbatches", "1", "--latency", "0", "0"]
     assert cli.run(["explore", *sizes, "--costs", "paper", "paper", "--out", str(tmp_path / "e.html"), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["schedules"]) == 1

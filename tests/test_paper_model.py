@@ -13,7 +13,7 @@ def slots(strategy: str | nwise.Strategy, num_stages: int, num_microbatches: int
     return best(strategy, num_stages=num_stages, num_microbatches=num_microbatches, costs=PAPER).period
 
 
-def test_the_table_of_time_per_batch() -> None:
+def test_slots_per_batch_match_figure_3() -> None:
     """Figure 3 of the paper: end-to-end 2A, Hogwild 2, 1-wise 2, 2-wise 4, 3-wise 6 slots."""
     for num_stages in (4, 8):
         found = [slots(name, num_stages, 1) for name in ("end-to-end", "hogwild", "local", "2-wise", "3-wise")]
@@ -24,7 +24,7 @@ ALL_CELLS = [a if a in (1, 2, 5, 8) else pytest.param(a, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("num_stages", ALL_CELLS)
-def test_the_chosen_schedule_meets_the_formula(num_stages: int) -> None:
+def test_best_schedule_meets_paper_formula(num_stages: int) -> None:
     """All 816 cells: A <= 16, N <= A, M a power of two up to 32, simulated and not only summed up."""
     for n in range(1, num_stages + 1):
         for m in (1, 2, 4, 8, 16, 32):
@@ -34,7 +34,7 @@ def test_the_chosen_schedule_meets_the_formula(num_stages: int) -> None:
             assert simulate(found.schedule, PAPER, cycles=4).period == found.period
 
 
-def test_hand_worked_cells() -> None:
+def test_paper_time_by_hand() -> None:
     assert paper_time(4, 4, 4) == 2 * (4 + 4 - 1)
     assert paper_time(8, 4, 3) == 4 * 4
     assert paper_time(4, 4, 3) == (2 + 4 - 3) * 4 + 2 * (6 - 4 - 1)
@@ -48,8 +48,8 @@ def test_rotating_blocks_cost_what_their_blocks_cost() -> None:
     assert slots(nwise.Hogwild(nwise.NWise(2)), 8, 1) == 3
 
 
-def test_nine_cells_of_the_printed_table_do_not_follow_from_the_formula() -> None:
-    """A cell of the paper may stand for several A; it differs if it does for one of them."""
+def test_nine_cells_of_printed_table_differ_from_formula() -> None:
+    """A printed cell may cover several A; it counts as different if any of them differs."""
     off = {(cell.method, cell.num_stages) for cell in best_table() if cell.loss > 1e-12}
     expected = {("3-wise", a) for a in (3, 4)} | {("4-wise", a) for a in (4, 5, 6)} | {("5-wise", a) for a in (2, 4, 5)}
     assert off == expected | {("5-wise", a) for a in (6, 7, 8)}
@@ -64,13 +64,13 @@ def test_nine_cells_of_the_printed_table_do_not_follow_from_the_formula() -> Non
     assert losses["5-wise", 8][:2] == (2, 4)
 
 
-def test_the_paper_s_claim_of_fifty_per_cent_at_fifteen_stages() -> None:
+def test_paper_speedup_of_fifty_per_cent_at_fifteen_stages() -> None:
     assert Slot().speedup(15, 2) == pytest.approx(1.4992, abs=5e-5)
     assert Slot().speedup(3, 2) < 1 < Slot().speedup(8, 2)
     assert Slot().speedup(4, 4) == 1
 
 
-def test_a_fit_finds_what_made_the_times() -> None:
+def test_fit_slot_recovers_true_constants() -> None:
     true = Slot(0.02, 1.5)
     cells = [(a, m, n) for a in (4, 6) for m in (1, 2, 4, 8, 16) for n in (2, a)]
     found = fit_slot({cell: true.batch_seconds(*cell) for cell in cells})
@@ -88,6 +88,6 @@ def test_a_fit_finds_what_made_the_times() -> None:
         ({(4, 1, 2): 1.0, (4, 2, 2): 0.0}, r"finite times above 0. Found 0.0 at A, M, N = \(4, 2, 2\)"),
     ],
 )
-def test_fits_that_cannot_be(measured: dict[tuple[int, int, int], float], message: str) -> None:
+def test_fit_slot_rejects_invalid_measurements(measured: dict[tuple[int, int, int], float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_slot(measured)

@@ -27,7 +27,7 @@ def picture(name: str = "2-wise", costs: Costs = PAPER) -> Picture:
     return Picture(name, best(name, num_stages=4, num_microbatches=2, costs=costs, chains="walked"))
 
 
-def test_the_terminal_shows_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_shows_the_schedule_grid(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["schedule"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[:5] == [
@@ -40,7 +40,7 @@ def test_the_terminal_shows_the_grid(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[5].startswith(" F  forward   I  gradient to the input")
 
 
-def test_what_does_not_fit_is_left_out_and_it_is_said() -> None:
+def test_terminal_grid_says_where_it_is_cut() -> None:
     text = terminal_grid(picture(), 30)
     assert "cut at the right" in text.plain
     assert max(map(len, text.plain.splitlines()[:4])) <= 30
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_left_out_and_it_is_said() -> None:
     assert len({style.split(" on ")[1].split()[0] for style in styles if " on " in style}) == 4
 
 
-def test_lists_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_command_lists_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["schedule", "--strategy", "1f1b", "--stages", "2", "--microbatches", "1", "--lists"]) == 0
     assert "stage 1: RX1(0) F1(0) H1(0) B1(0.0) SG1(0.0) D1(0) U1" in capsys.readouterr().out
     assert cli.run(["schedule", "--strategy", "local", "2-wise", "--microbatches", "1", "2", "--json"]) == 0
@@ -65,7 +65,7 @@ def test_lists_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_figures(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_figures_are_written(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["schedule", "--strategy", "3-wise", "hogwild", "rotating-2", "--costs", "transformer", "--out"]
     assert cli.run([*arguments, f"deep/s{suffix}"]) == 0
     assert f"Schedule: deep/s{suffix}" in capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_figures(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
             assert words in text
 
 
-def test_the_page_holds_everything_and_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_page_is_complete_and_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
     assert cli.run(["schedule", "--strategy", "2-wise", "gpipe", "--microbatches", "2", "4", "--out", "s.html"]) == 0
     text = Path("s.html").read_text()
@@ -87,13 +87,15 @@ def test_the_page_holds_everything_and_needs_no_network(capsys: pytest.CaptureFi
     assert "Schedule: s.html" in capsys.readouterr().out
 
 
-def test_the_page_without_plotly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_page_without_plotly_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert cli.run(["schedule", "--out", "s.html"]) == 2
     assert "Install it with `pip install 'nwise[html]'`" in capsys.readouterr().err
 
 
-def test_the_trace_is_the_timeline_with_an_arrow_for_each_message() -> None:
+def test_chrome_trace_matches_timeline_and_messages() -> None:
     costs = Costs(1, 0.5, 1, 1, latency=0.25)
     pictures = [
         picture("3-wise", costs),
@@ -127,7 +129,7 @@ def test_the_trace_is_the_timeline_with_an_arrow_for_each_message() -> None:
                 assert any(a <= point["ts"] <= b for a, b in tracks[point["tid"]])
 
 
-def test_the_trace_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chrome_trace_file_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["schedule", "--out", "trace.json"]) == 0
     trace = json.loads(Path("trace.json").read_text())
     assert {"name": "thread_name", "ph": "M", "pid": 0, "tid": 2, "args": {"name": "stage 2"}} in trace["traceEvents"]
@@ -147,15 +149,17 @@ def test_the_trace_file(capsys: pytest.CaptureFixture[str]) -> None:
         (["--strategy", "credit-1,0;1,1"], "one row and column for each of the 4 stages. Found 2"),
     ],
 )
-def test_bad_pictures_get_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_schedule_options_get_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["schedule", *arguments]) == 2
     out, err = capsys.readouterr()
     assert re.search(message, err), err
     assert "Traceback" not in out + err
 
 
-def test_a_page_escapes_what_it_shows(tmp_path: Path) -> None:
-    """The name of a file of costs stands in a title."""
+def test_schedule_page_escapes_titles(tmp_path: Path) -> None:
+    """The name of a costs file appears in a title."""
     name = "<script>alert(1)<.json"
     Path(name).write_text(json.dumps({"forward": 1, "head": 0, "input_grad": 1, "weight_grad": 1}))
     assert cli.run(["schedule", "--costs", "paper", name, "--out", "page.html"]) == 0

@@ -73,7 +73,7 @@ def test_token_losses_count_tokens() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_one_loss_per_stage_and_every_head_sees_its_own() -> None:
+def test_per_stage_losses_match_reference() -> None:
     net = perceptron(3)
     x, y = net.draw(6)
     losses: list[Callable[..., Tensor]] = [
@@ -90,7 +90,7 @@ def test_one_loss_per_stage_and_every_head_sees_its_own() -> None:
     torch.testing.assert_close(found, wanted.detach())
 
 
-def test_a_loss_without_a_target() -> None:
+def test_loss_without_target_is_accepted() -> None:
     pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 2)], lambda y, target: y.square().mean(), "local", 2)
     assert pipe.step(torch.randn(5, 3)).isfinite().all()
 
@@ -102,7 +102,7 @@ def test_losses_are_nan_where_a_head_did_not_run() -> None:
         assert pipeline(net, strategy).step(x, target=y).isnan().tolist() == [True] * dead + [False] * (4 - dead)
 
 
-def test_losses_say_which_of_them_there_are() -> None:
+def test_losses_record_which_heads_ran() -> None:
     net = perceptron(3)
     x, y = net.draw(6)
     pipe = pipeline(net, "2-wise")
@@ -119,7 +119,7 @@ def test_losses_say_which_of_them_there_are() -> None:
     assert losses.mean(0).isnan()  # with arguments it is torch's
 
 
-def test_a_loss_that_diverges_is_said_once() -> None:
+def test_diverging_loss_warns_once() -> None:
     factor = 1.0
     net = perceptron(3)
     x, y = net.draw(6)
@@ -152,7 +152,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("count", [float("nan"), float("inf"), -1])
-def test_a_count_that_is_no_number_of_terms(count: float) -> None:
+def test_invalid_loss_count_raises(count: float) -> None:
     net = perceptron(2)
     net.loss_fn = Counted(count)
     x, y = net.draw(6)
@@ -181,12 +181,12 @@ WRAPPED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_losses_count_what_the_loss_inside_counts(name: str) -> None:
-    """Unrecognised losses counted samples, so ignored targets tilted the micro-batches' weights by up to a half."""
+    """Regression: unrecognised losses counted samples; ignored targets shifted micro-batch weights by up to a half."""
     assert Terms(WRAPPED[name])((torch.tensor([2, 2, 2, 1]),)) == 1
 
 
 @pytest.mark.usefixtures("float64")
-def test_targets_that_an_unknown_loss_may_ignore_are_told_of_once() -> None:
+def test_unknown_loss_with_negative_labels_warns_once() -> None:
     net = perceptron(3)
     net.loss_fn = lambda output, target: cross_entropy(output, target)
     x, y = net.draw(6)
@@ -229,10 +229,8 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_a_step_that_raises_leaves_no_trace(
-    strategy: str, earlier: bool, deferred: bool, error: type[BaseException]
-) -> None:
-    """Half of its gradients stayed in `.grad`: a loop that skipped a bad batch went on with up to 63 % wrong ones."""
+def test_failed_step_leaves_no_trace(strategy: str, earlier: bool, deferred: bool, error: type[BaseException]) -> None:
+    """Regression: half the gradients stayed in `.grad`, so after a skipped batch up to 63 % of them were wrong."""
     stages = [Fails() for _ in range(4)]
     pipe = nwise.Pipeline(stages, [nn.Linear(5, 5) for _ in range(3)], cross_entropy, strategy, 2)
     if deferred:
@@ -258,7 +256,7 @@ def test_a_step_that_raises_leaves_no_trace(
 # Parameters
 
 
-def test_a_replaced_stage_or_head_is_the_one_that_trains() -> None:
+def test_replaced_stage_and_head_train() -> None:
     pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
     pipe.stages[0], pipe.heads["0"] = nn.Linear(3, 3), nn.Linear(3, 3)
     pipe.step(torch.randn(4, 3), target=torch.tensor([0, 1, 2, 0]))
@@ -354,7 +352,7 @@ def test_several_dtypes_between_stages() -> None:
 
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_autocast_is_close_to_the_full_width(strategy: str, recompute: bool) -> None:
+def test_autocast_gradients_are_close_to_float32(strategy: str, recompute: bool) -> None:
     net = perceptron(3)
     x, y = net.draw(64)
     exact, short = pipeline(net, strategy), pipeline(net, strategy, recompute=recompute)
@@ -439,8 +437,8 @@ def test_compiled_blocks_compute_the_same(strategy: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_graphs_compiled_before_are_compiled_again(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3-wise-mean failed, or would have been silently wrong, in the second pass over a graph with donated buffers."""
+def test_pipeline_recompiles_graphs_with_donated_buffers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with donated buffers a graph's second pass in 3-wise-mean failed, or would be silently wrong."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
     torch._functorch.config.donated_buffer = True  # torch's default, which an earlier test may have changed
@@ -499,7 +497,7 @@ def test_every_stage_head_and_micro_batch_draws_its_own_numbers() -> None:
     assert len({mask.numpy().tobytes() for mask in masks}) == 12
 
 
-def test_a_step_leaves_the_global_generator_alone() -> None:
+def test_step_leaves_global_generator_unchanged() -> None:
     net = perceptron(2)
     x, y = net.draw(4)
     pipe = pipeline(net, "local")
@@ -521,7 +519,7 @@ def test_inference_is_the_main_network() -> None:
     assert torch.equal(outputs[2], pipe(x))  # type: ignore[arg-type]
 
 
-def test_training_after_an_evaluation_goes_on_as_if_there_had_been_none() -> None:
+def test_evaluation_does_not_change_training() -> None:
     from nwise.data import digits
     from nwise.training import evaluate
 
@@ -635,7 +633,7 @@ tied = nn.Linear(3, 3)
         (lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], strategy="1.5-wise"), ValueError, "Found '1.5-wise'"),
     ],
 )
-def test_refused_when_built(build: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_invalid_pipeline_arguments_raise(build: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
 
@@ -736,7 +734,7 @@ X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
         ),
     ],
 )
-def test_refused_in_a_step(
+def test_invalid_step_inputs_and_outputs_raise(
     stages: list[nn.Module], options: Any, inputs: Any, target: Any, error: type[Exception], message: str
 ) -> None:
     pipe = nwise.Pipeline(stages, **{"heads": [nn.Linear(3, 3)], **options})
@@ -759,7 +757,7 @@ def test_heads_that_are_needed_are_not_discarded() -> None:
 # What is said of a pipeline, and what it is not given
 
 
-def test_a_summary_says_what_heads_cost_and_who_learns_from_what() -> None:
+def test_summary_lists_head_sizes_credit_and_passes() -> None:
     pipe = nwise.Pipeline(linears(3, 4, 4, 2), [nn.Linear(4, 2), None], strategy="end-to-end", num_microbatches=2)
     pipe.strategy = nwise.Credit([[0.5, 0, 0], [0, 0, 0], [0.5, 1, 1]])
     assert pipe.summary().splitlines() == [
@@ -773,7 +771,7 @@ def test_a_summary_says_what_heads_cost_and_who_learns_from_what() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_lazy_modules_should_have_seen_an_input() -> None:
+def test_uninitialised_lazy_module_raises() -> None:
     lazy = nn.LazyBatchNorm1d(affine=False)
     with pytest.raises(
         ValueError, match=r"Found stages.0.running_mean of a lazy module without any; run the network once"
@@ -784,7 +782,7 @@ def test_lazy_modules_should_have_seen_an_input() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
-def test_torchscript_stages_train_and_what_they_cannot_do_is_said() -> None:
+def test_torchscript_stages_train_within_their_limits() -> None:
     def scripted(strategy: str, m: int = 1, **options: Any) -> nwise.Pipeline:
         first = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
         return nwise.Pipeline([first, nn.Linear(3, 3)], [nn.Linear(3, 3)], cross_entropy, strategy, m, **options)

@@ -42,7 +42,7 @@ def transformer(num_stages: int, **options: object) -> Plan:
 
 
 @pytest.mark.parametrize(("num_stages", "winner"), [(4, "zero-bubble"), (8, "zero-bubble"), (16, "2-wise")])
-def test_the_paper_s_transformer(num_stages: int, winner: str) -> None:
+def test_plan_of_the_papers_transformer(num_stages: int, winner: str) -> None:
     """Zero-bubble end-to-end is recommended where it is faster; 2-wise wins from between 8 and 16 stages on."""
     found = transformer(num_stages, strategies=("local", "2-wise", "3-wise"))
     times = {option.method: (option.period, option.num_microbatches) for option in found.options}
@@ -78,8 +78,8 @@ def test_walked_chains_are_listed_where_they_cost() -> None:
     assert {"3-wise", "3-wise (walked)", "zero-bubble", "zero-bubble (walked)"} <= set(methods)
 
 
-def test_a_strategy_is_recommended_only_at_a_price_at_which_nwise_runs_it() -> None:
-    """Heavy links make end-to-end slow; 3-wise with stored cotangents would beat 3-wise as nwise runs it."""
+def test_plan_recommends_only_schedules_nwise_runs() -> None:
+    """Slow links favour 3-wise; its variant with stored cotangents is faster, but nwise does not run it."""
     costs = Costs(1, 0.5, 1, 1, overhead=0.02, latency=1.0)
     found = transformer(4, costs=costs, strategies=("3-wise",))
     three = {option.method: option for option in found.options if option.name == "3-wise"}
@@ -91,8 +91,8 @@ def test_a_strategy_is_recommended_only_at_a_price_at_which_nwise_runs_it() -> N
     assert found.recommended.method == "3-wise (walked)"
 
 
-def test_zero_bubble_is_no_straw_man() -> None:
-    """On unequal stages it is searched for like any strategy, and has fewer in flight where memory is short."""
+def test_zero_bubble_baseline_is_optimised() -> None:
+    """The baseline is searched on unequal stages like any strategy and keeps fewer in flight if memory is short."""
     numbers = random.Random(2)
     for _ in range(6):
         factors = [numbers.uniform(0.6, 1.6) for _ in range(5)]
@@ -107,13 +107,13 @@ def test_zero_bubble_is_no_straw_man() -> None:
         baseline("gpipe", num_stages=8, num_microbatches=16, costs=held, memory=6)
 
 
-def test_a_window_of_all_stages_and_more_is_end_to_end() -> None:
+def test_plan_treats_full_window_as_end_to_end() -> None:
     methods = [option.name for option in transformer(3, strategies=("1-wise", "3-wise", "4-wise")).options]
     assert "local" in methods
     assert not {"3-wise", "4-wise"} & set(methods)
 
 
-def test_memory_leaves_out_what_does_not_fit() -> None:
+def test_plan_skips_options_beyond_memory() -> None:
     costs = Costs(1, 0.5, 1, 1, overhead=0.02, activation_bytes=80, fixed_bytes=10)
     found = transformer(8, costs=costs, memory=50, strategies=("2-wise",))
     assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
@@ -131,7 +131,7 @@ def test_memory_leaves_out_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end"])
-def test_the_partition_is_the_best_of_all(seed: int, strategy: str) -> None:
+def test_partition_is_optimal(seed: int, strategy: str) -> None:
     numbers = random.Random(seed)
     pieces = []
     for i in range(7):
@@ -157,14 +157,14 @@ def test_the_partition_is_the_best_of_all(seed: int, strategy: str) -> None:
     )
 
 
-def test_the_partition_looks_beyond_a_heavy_head() -> None:
-    """More pieces add to a stage's work, but not its head, which is that of the last piece: [0, 1] has a stage of 11."""
+def test_partition_looks_beyond_a_heavy_head() -> None:
+    """A stage has only the head of its last piece, so adding pieces may drop a heavy head; [0, 1] has a stage of 11."""
     pieces = [Piece(str(i), 1, 1, 1, 0, head) for i, head in enumerate([0, 10, 0, 0, 0])]
     assert partition(pieces, [flow_of(nwise.Local().credit(2))]) == [0, 3]
 
 
-def test_strategies_are_told_by_what_they_compute() -> None:
-    """Not by their class: 4-wise-mean at four stages is no end-to-end, blocks of one are local, blocks of four are not."""
+def test_plan_identifies_strategies_by_their_credit() -> None:
+    """4-wise-mean at four stages is not end-to-end; blocks of one are local, blocks of four are end-to-end."""
     strategies = ("4-wise", "4-wise-mean", "blocks-1", "blocks-4", "01-wise", "hogwild")
     found = transformer(4, strategies=strategies)
     names = [option.name for option in found.options if option.name not in TABLE[4] or option.name == "local"]
@@ -178,7 +178,7 @@ def test_strategies_are_told_by_what_they_compute() -> None:
         best("local@5,end-to-end", num_stages=4, num_microbatches=1, costs=TRANSFORMER)
 
 
-def test_costs_of_nothing_and_equal_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_zero_costs_and_ties(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "--costs", "forward=0,head=0,input_grad=0,weight_grad=0", "--devices", "2"]) == 0
     assert "as long as that of" in capsys.readouterr().out
     assert cli.run(["schedule", "--costs", "forward=0,head=0,input_grad=0,weight_grad=0"]) == 0
@@ -191,7 +191,7 @@ def test_costs_of_nothing_and_equal_times(capsys: pytest.CaptureFixture[str]) ->
         assert next(o.num_microbatches for o in found.options if o.name == "local") == 1
 
 
-def test_more_devices_than_pieces() -> None:
+def test_partition_into_more_stages_than_pieces_raises() -> None:
     with pytest.raises(ValueError, match="at least one piece for each of the 4 stages. Found 3; use fewer devices"):
         partition([Piece("x", 1, 1, 1, 1, 1)] * 3, [flow_of(nwise.Local().credit(4))])
 
@@ -199,7 +199,7 @@ def test_more_devices_than_pieces() -> None:
 # Measuring ------------------------------------------------------------------------------------------
 
 
-def test_the_profile_of_a_network() -> None:
+def test_profile_measures_each_piece() -> None:
     recipe = Recipe(model=Mlp(num_stages=3, width=32), optimizer=Adam(), batch_size=16, device="cpu")
     data, _ = recipe.load()
     seen: list[int] = []

@@ -38,8 +38,8 @@ def train(pipe: nwise.Pipeline, steps: int) -> list[list[int]]:
     return ages
 
 
-def test_a_missing_head_is_an_error_and_no_loss_of_bare_activations() -> None:
-    """Heads were discarded that a later phase needed; its losses were then computed on the stage's own output."""
+def test_missing_head_raises() -> None:
+    """Regression: heads of a later phase were discarded; its losses then used the stage's own output."""
     pipe = three("end-to-end@2,local")
     with pytest.raises(ValueError, match=r"needs the heads of stages \[0, 1\] from step 0 on"):
         pipe.discard_heads()
@@ -51,8 +51,8 @@ def test_a_missing_head_is_an_error_and_no_loss_of_bare_activations() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_copy_of_a_compiled_pipeline_is_a_copy() -> None:
-    """The compiled call of an `nn.Sequential` went on to use the parameters of the original."""
+def test_deepcopy_of_compiled_pipeline_is_independent() -> None:
+    """Regression: the compiled call of a copied `nn.Sequential` still used the original's parameters."""
     pipe = nwise.Pipeline([nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)], None, strategy="end-to-end")
     for stage in pipe.stages:
         nwise.compile_module(stage, "aot_eager")
@@ -71,8 +71,8 @@ def test_a_copy_of_a_compiled_pipeline_is_a_copy() -> None:
     torch.compiler.reset()
 
 
-def test_scoring_a_head_that_works_in_place_is_refused() -> None:
-    """Under end-to-end such a head never ran in a step, but spoilt the scores of the stages after it."""
+def test_head_outputs_of_in_place_head_raise() -> None:
+    """Regression: under end-to-end such a head never ran in a step, but it spoilt the scores of later stages."""
     heads = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 3)) for _ in range(2)]
     pipe = nwise.Pipeline([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)], heads, strategy="end-to-end")
     with torch.no_grad(), pytest.raises(ValueError, match="The head of stage 0 should not change its input in place"):
@@ -80,7 +80,7 @@ def test_scoring_a_head_that_works_in_place_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:With 3 micro-batches")
-def test_a_batch_norm_in_several_places_stays_one() -> None:
+def test_defer_batchnorm_keeps_shared_norm_shared() -> None:
     norm = nn.BatchNorm1d(8)
     stage = nn.Sequential(nn.Linear(8, 8), norm, nn.Tanh(), norm, nn.Sequential(nn.Linear(8, 8), norm))
     pipe = nwise.Pipeline([stage, nn.Linear(8, 3)], None, strategy="end-to-end", num_microbatches=3)
@@ -91,8 +91,8 @@ def test_a_batch_norm_in_several_places_stays_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:With 2 micro-batches")
-def test_deferred_sums_stay_in_float64_and_forget_a_failed_step() -> None:
-    """In bf16 the difference of two large sums was a variance of 0.9 in place of 1.1."""
+def test_deferred_batchnorm_sums_are_float64_and_reset() -> None:
+    """Regression: in bf16 the difference of two large sums gave a variance of 0.9 instead of 1.1."""
     norm = nn.BatchNorm1d(8)
     pipe = nwise.Pipeline([nn.Sequential(norm), nn.Linear(8, 3)], None, strategy="end-to-end", num_microbatches=2)
     nwise.defer_batchnorm(pipe)
@@ -108,7 +108,7 @@ def test_deferred_sums_stay_in_float64_and_forget_a_failed_step() -> None:
     torch.testing.assert_close(deferred.running_mean, before.lerp(X.mean(0), 0.1))
 
 
-def test_a_stage_that_is_thawed_becomes_stale_too() -> None:
+def test_hogwild_thawed_stage_becomes_stale() -> None:
     pipe = three("hogwild", heads=False)
     pipe.stages[0].requires_grad_(False)
     assert train(pipe, 4)[-1] == [0, 1, 0]
@@ -119,8 +119,8 @@ def test_a_stage_that_is_thawed_becomes_stale_too() -> None:
     assert all(p.grad is None for p in pipe.stages[0].parameters())
 
 
-def test_a_stage_that_is_replaced_has_no_past() -> None:
-    """The new module was once run with the old one's parameters, for ever."""
+def test_hogwild_replaced_stage_has_no_history() -> None:
+    """Regression: the new module always ran with the old one's parameters."""
     pipe = three("hogwild", heads=False)
     train(pipe, 5)
     pipe.stages[0] = nn.Linear(8, 8)
@@ -140,11 +140,11 @@ COPIES: dict[str, Callable[[nwise.Pipeline], nwise.Pipeline]] = {
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_copy_runs_its_own_strategy(duplicate: Callable[[nwise.Pipeline], nwise.Pipeline]) -> None:
+def test_copied_pipeline_runs_its_own_strategy(duplicate: Callable[[nwise.Pipeline], nwise.Pipeline]) -> None:
     """Orders went by the identity of their schedule and were copied along: in 900 steps of copies, deepcopy raised three
     times and pickle twice, and once a pickled pipeline ran the order of another strategy without a word.
 
-    `test_nothing_is_kept_by_identity` forbids the cause; here are the copies.
+    `test_nothing_is_keyed_by_id` forbids the cause; here are the copies.
     """
     pipe = three("local")
     train(pipe, 1)
@@ -163,14 +163,14 @@ def test_a_copy_runs_its_own_strategy(duplicate: Callable[[nwise.Pipeline], nwis
         pipe = other
 
 
-def test_a_copy_in_the_middle_of_hogwild_goes_on_as_stale() -> None:
+def test_hogwild_deepcopy_keeps_staleness() -> None:
     pipe = three("hogwild", heads=False)
     train(pipe, 4)
     assert train(copy.deepcopy(pipe), 1) == train(pipe, 1) == [[2, 1, 0]]
 
 
-def test_what_is_set_between_two_steps_takes_effect() -> None:
-    """A new order was ignored, and so was a head that was given under `heads="all"` after the first step."""
+def test_pipeline_changes_between_steps_take_effect() -> None:
+    """Regression: a new order was ignored, and so was a head added under `heads="all"` after the first step."""
     pipe = three(nwise.EndToEnd(heads="all"), heads=False, num_microbatches=2)
     ran: list[str] = []
     pipe.on_action = lambda action: ran.append(str(action))
@@ -193,8 +193,8 @@ def test_what_is_set_between_two_steps_takes_effect() -> None:
     pipe.step(X, target=Y)
 
 
-def test_credit_that_changes_at_every_step_takes_no_memory() -> None:
-    """Every new matrix left a flow, a schedule and an order behind."""
+def test_changing_credit_every_step_leaks_no_memory() -> None:
+    """Regression: every new matrix left a flow, a schedule and an order in memory."""
     pipe = three("local")
     sizes = []
     for i in range(300):
@@ -207,7 +207,7 @@ def test_credit_that_changes_at_every_step_takes_no_memory() -> None:
     assert sizes[1] - sizes[0] < 50
 
 
-def test_an_optimizer_that_writes_to_data_is_seen() -> None:
+def test_hogwild_detects_updates_through_data() -> None:
     pipe = three("hogwild", heads=False)
     for _ in range(5):
         pipe.step(X, target=Y)
@@ -218,7 +218,7 @@ def test_an_optimizer_that_writes_to_data_is_seen() -> None:
     assert pipe.staleness.flatten().tolist() == [2, 1, 0]
 
 
-def test_old_parameters_end_with_their_phase_with_a_cast_and_with_a_load() -> None:
+def test_hogwild_history_cleared_by_phase_cast_and_load() -> None:
     pipe = three("hogwild@4,end-to-end", heads=False)
     train(pipe, 5)
     assert not pipe._past._histories
@@ -263,8 +263,8 @@ def test_complex_activations_carry_gradients() -> None:
 
 @pytest.mark.parametrize("num_stages", [3, 6, 8, 12, 16])
 @pytest.mark.parametrize("kind", ["geometric", "power", "gaussian", "wild"])
-def test_credit_of_very_different_sizes_is_kept(kind: str, num_stages: int) -> None:
-    """Fading credit ended in a failed assertion, or lost digits by multiplying messages by 1e10."""
+def test_credit_of_extreme_magnitudes_stays_accurate(kind: str, num_stages: int) -> None:
+    """Regression: fading credit failed an assertion, or lost digits by multiplying messages by 1e10."""
     distance = np.arange(num_stages)[:, None] - np.arange(num_stages)[None, :]
     random = np.random.default_rng(num_stages)
     matrix = np.tril(
@@ -292,7 +292,7 @@ def test_credit_of_very_different_sizes_is_kept(kind: str, num_stages: int) -> N
         assert set(flow.messages) == {1}
 
 
-def test_a_pipeline_can_be_pickled() -> None:
+def test_pipeline_can_be_pickled() -> None:
     pipe = three("2-wise")
     twin = pickle.loads(pickle.dumps(pipe))
     assert torch.equal(twin.step(X, target=Y).nan_to_num(), pipe.step(X, target=Y).nan_to_num())
@@ -304,7 +304,7 @@ def test_shared_memory_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_test_folders_may_lack_a_class(tmp_path: Path) -> None:
-    """Labels were the indices of each folder's own classes."""
+    """Regression: labels were indices into each folder's own classes."""
     pytest.importorskip("datasets", reason="needs the extra 'data'")
     from PIL import Image
 
@@ -319,7 +319,7 @@ def test_test_folders_may_lack_a_class(tmp_path: Path) -> None:
     assert test_images.labels.tolist() == [1, 2]
 
 
-def test_an_empty_batch_is_refused_by_its_own_words() -> None:
+def test_empty_mini_batch_raises() -> None:
     with pytest.raises(ValueError, match="The mini-batch should have at least one sample. Found none"):
         three("local").step(X[:0], target=Y[:0])
 
@@ -331,8 +331,8 @@ def test_heads_are_set_by_number() -> None:
     assert pipe.heads[0].weight.grad is not None
 
 
-def test_scoring_runs_no_head_that_has_no_score() -> None:
-    """Every head ran in an evaluation, and the outputs of those that nobody trains were thrown away."""
+def test_evaluate_skips_untrained_heads() -> None:
+    """Regression: every head ran in an evaluation, and the outputs of untrained heads were thrown away."""
     from nwise.data import digits
     from nwise.training import evaluate
 

@@ -26,7 +26,7 @@ def shown(terminal: bool, strategy: str) -> str:
     return console.file.getvalue()
 
 
-def test_a_terminal_shows_a_live_table_of_every_head() -> None:
+def test_terminal_shows_live_table_of_every_head() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(terminal=True, strategy="3-wise"))
     last = text[text.rindex("digits: 4 stages, 3-wise") :]
     rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in last.splitlines() if "│" in line}
@@ -37,7 +37,7 @@ def test_a_terminal_shows_a_live_table_of_every_head() -> None:
     assert "done" in last
 
 
-def test_elsewhere_there_are_plain_lines() -> None:
+def test_display_without_terminal_prints_plain_lines() -> None:
     lines = shown(terminal=False, strategy="3-wise").splitlines()
     assert lines[0].startswith("digits: 4 stages, 3-wise")
     assert re.match(r"step +22/22 .* s  test accuracy – – \d+\.\d+% \d+\.\d+%  training loss – – \d", lines[3])
@@ -45,7 +45,7 @@ def test_elsewhere_there_are_plain_lines() -> None:
     assert not any("\x1b" in line for line in lines)
 
 
-def test_the_flow_picture_shows_what_the_flow_says(tmp_path: Path) -> None:
+def test_flow_figure_shows_credit(tmp_path: Path) -> None:
     flow_figure([nwise.NWise(2), nwise.Rotating(2)], 4, tmp_path / "flow.svg")
     text = re.findall(r">([^<>]+)</text>", (tmp_path / "flow.svg").read_text())
     assert [t for t in text if "wise" in t or "turn" in t] == [
@@ -58,7 +58,7 @@ def test_the_flow_picture_shows_what_the_flow_says(tmp_path: Path) -> None:
     assert learns[:4] == ["loss 1", "loss 2", "loss 3", "loss 3"]
 
 
-def test_the_comparison_draws_every_curve(tmp_path: Path) -> None:
+def test_compare_figure_draws_every_curve(tmp_path: Path) -> None:
     curves = {"local": Curve([0, 1], [10.0, 60.0], [0.0, 2.0]), "end-to-end": Curve([0, 1], [10.0, 70.0], [0.0, 8.0])}
     compare_figure(curves, "test accuracy, %", "a title", tmp_path / "compare.svg")
     svg = (tmp_path / "compare.svg").read_text()

@@ -66,8 +66,8 @@ def numbers(record: Record) -> Record:
 # Cells
 
 
-def test_a_run_within_its_warm_up_is_refused() -> None:
-    """The full size on a piece of One Billion Word would have been three steps at a hundredth of the rate, recorded as full."""
+def test_measure_rejects_run_within_warm_up() -> None:
+    """On a piece of One Billion Word the full size would be three steps of warm-up, recorded as full."""
     cell = tiny("1-wise")
     cell = dataclasses.replace(cell, recipe=dataclasses.replace(cell.recipe, optimizer=Adam(warmup_steps=7)))
     with pytest.raises(
@@ -76,7 +76,7 @@ def test_a_run_within_its_warm_up_is_refused() -> None:
         measure(cell)
 
 
-def test_a_cell_again_gives_the_same_numbers_in_other_processes_too() -> None:
+def test_cells_are_deterministic_across_processes() -> None:
     cells = [tiny("1-wise"), tiny("2-wise"), tiny("2-wise", seed=1)]
     told: list[tuple[str, int, int]] = []
     first = {cell.name: record for cell, record in run_cells(cells, 1, lambda *news: told.append(news))}
@@ -86,7 +86,7 @@ def test_a_cell_again_gives_the_same_numbers_in_other_processes_too() -> None:
     assert len({json.dumps(numbers(r)["tests"]) for r in first.values()}) == 3
 
 
-def test_nobody_waits_for_cells_after_an_interruption() -> None:
+def test_interrupted_cells_leave_no_processes() -> None:
     long = Cell(method="2-wise", recipe=dataclasses.replace(TINY, max_steps=100_000, epochs=1e6, eval_every=1e6))
 
     def interrupt(name: str, done: int, total: int) -> None:
@@ -103,7 +103,7 @@ def test_nobody_waits_for_cells_after_an_interruption() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_record_says_what_trainer_and_evaluation_found() -> None:
+def test_record_matches_trainer_scores() -> None:
     record = measure(tiny("2-wise"))
     scores = Trainer(tiny("2-wise").recipe).train()
     assert record["tests"][-1]["loss"] == [round(score.loss, 6) for score in scores.heads if score is not None]
@@ -116,7 +116,7 @@ def test_a_record_says_what_trainer_and_evaluation_found() -> None:
     json.dumps(record, allow_nan=False)
 
 
-def test_a_record_belongs_to_a_cell_only_as_it_is_configured() -> None:
+def test_record_matches_cell_by_configuration() -> None:
     cell = tiny("2-wise")
     record = {"method": "2-wise", "part": "", "config": json.loads(json.dumps(to_json(cell.recipe)))}
     assert cell_of(record) == cell
@@ -131,7 +131,7 @@ def test_a_record_belongs_to_a_cell_only_as_it_is_configured() -> None:
 # Records
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out_and_written_over(tmp_path: Path) -> None:
+def test_store_drops_truncated_last_line(tmp_path: Path) -> None:
     store = Store(tmp_path / "folder" / "small.jsonl")
     assert store.read() == []
     store.add({"number": 1}, {"number": 2})
@@ -148,7 +148,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out_and_written_over(tmp_path: Path
         store.read()
 
 
-def test_what_has_a_record_is_not_run_again(tmp_path: Path) -> None:
+def test_recorded_cells_are_not_run_again(tmp_path: Path) -> None:
     ran: list[str] = []
     began: list[tuple[int, int]] = []
 
@@ -192,7 +192,7 @@ def test_what_has_a_record_is_not_run_again(tmp_path: Path) -> None:
         experiment.reproduce(dataclasses.replace(job, only=("9-wise",)))
 
 
-def test_a_run_that_diverges_is_recorded_and_is_the_worst() -> None:
+def test_diverged_run_is_recorded_as_worst() -> None:
     recipe = dataclasses.replace(tiny("end-to-end").recipe, optimizer=Adam(lr=1e30))
     record = measure(Cell(method="end-to-end", recipe=recipe))
     json.dumps(record, allow_nan=False)
@@ -204,7 +204,7 @@ def test_a_run_that_diverges_is_recorded_and_is_the_worst() -> None:
     assert greater("", "", diverged, diverged).verdict == "undecided"
 
 
-def test_cells_without_data_are_skipped_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_without_data_are_skipped_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NWISE_DATA", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     nowhere = dataclasses.replace(TINY, data=ImageSource(source="no-such-pictures"))
@@ -232,7 +232,7 @@ def test_cells_without_data_are_skipped_and_said(tmp_path: Path, monkeypatch: py
 # Claims
 
 
-def test_intervals_are_students() -> None:
+def test_claim_interval_is_students_t() -> None:
     """Differences 1, 2, 3: mean 2, deviation 1, t(0.975, 2) = 4.302653, so 2 ± 4.302653 / sqrt(3)."""
     effect, low, high, pairs = interval({0: 2.0, 1: 4.0, 2: 6.0, 9: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0})
     assert (effect, pairs) == (2, 3)
@@ -251,14 +251,14 @@ def test_intervals_are_students() -> None:
         ([], "undecided", "undecided"),
     ],
 )
-def test_verdicts(first: list[float], found: str, near: str) -> None:
+def test_claim_verdicts(first: list[float], found: str, near: str) -> None:
     values, zeros = dict(enumerate(first)), dict.fromkeys(range(9), 0.0)
     assert greater("", "", values, zeros).verdict == found
     assert equal("", "", values, zeros, within=1).verdict == near
 
 
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=2, max_size=8), st.floats(-20, 20))
-def test_a_shift_of_both_sides_changes_no_interval(pairs: list[tuple[float, float]], shift: float) -> None:
+def test_claim_interval_is_shift_invariant(pairs: list[tuple[float, float]], shift: float) -> None:
     first, second = ({i: pair[k] for i, pair in enumerate(pairs)} for k in (0, 1))
     moved = interval({i: v + shift for i, v in first.items()}, {i: v + shift for i, v in second.items()})
     assert moved == pytest.approx(interval(first, second), abs=1e-6)
@@ -277,7 +277,7 @@ def rates(recipe: Recipe) -> list[float]:
     return [i / 391 for i in range(1, steps) if factors[i] < 0.5 * factors[i - 1]]
 
 
-def test_the_full_sizes_are_as_printed() -> None:
+def test_full_size_settings_match_the_paper() -> None:
     first = e1.cells("full", 4)
     assert {c.num_stages for c in first} == set(range(3, 11))
     assert {c.recipe.seed for c in first} == {0, 1, 2, 3}
@@ -314,7 +314,7 @@ def test_the_full_sizes_are_as_printed() -> None:
 @pytest.mark.parametrize(
     ("source", "budget", "plain"), [("cifar10", 80, (40, 80, 160)), ("cifar100", 100, (50, 100, 200))]
 )
-def test_equal_time_has_the_printed_epochs(source: str, budget: int, plain: tuple[int, int, int]) -> None:
+def test_equal_time_epochs_match_the_paper(source: str, budget: int, plain: tuple[int, int, int]) -> None:
     setting = e4.SETTINGS["full", source]
     cells = {c.method: c.recipe for c in e4.cells("full", 1) if c.recipe.data == setting.base.data and not c.part}
     assert list(cells) == list(e4.METHODS)
@@ -335,7 +335,7 @@ def test_equal_time_has_the_printed_epochs(source: str, budget: int, plain: tupl
         assert 2 * first + 8 * second == 4 * budget
 
 
-def test_a_source_of_runs_and_who_looks_at_them_have_the_same_seeds() -> None:
+def test_experiments_reusing_runs_share_their_cells() -> None:
     for name, of in (("e3", "e2"), ("e5", "e2"), ("e7", "e6")):
         one, other = EXPERIMENTS[name], EXPERIMENTS[of]
         assert isinstance(one, Trained)
@@ -345,14 +345,14 @@ def test_a_source_of_runs_and_who_looks_at_them_have_the_same_seeds() -> None:
             assert set(one.cells(job)) <= set(other.cells(job))
 
 
-def test_a_grid_is_scored_on_images_that_training_does_not_see() -> None:
+def test_grid_is_scored_on_withheld_images() -> None:
     for cell in e4.cells("small", 2):
         assert isinstance(cell.recipe.data, ImageSource)
         assert cell.recipe.data.withheld == (0.1 if "grid" in cell.part else 0)
 
 
 @pytest.mark.parametrize("size", ["small", "full"])
-def test_every_cell_has_a_name_of_its_own(size: Any) -> None:
+def test_cell_names_are_unique(size: Any) -> None:
     for experiment in EXPERIMENTS.values():
         if isinstance(experiment, Trained):
             names = [cell.name + cell.part for cell in experiment.parts.cells(size, 2)]
@@ -427,7 +427,7 @@ def test_e1_of_made_up_records(tmp_path: Path) -> None:
     assert "32 runs, seeds 0 to 1" in text
 
 
-def test_e2_and_what_looks_at_its_runs(tmp_path: Path) -> None:
+def test_e2_e3_and_e5_of_made_up_records(tmp_path: Path) -> None:
     order = {**ORDER, "3-wise": 4.6}
     found = reproduced("e2", tmp_path, lambda cell: order.get(cell.method, 4.2))
     assert found["end-to-end above 1-wise"] == found["3-wise above end-to-end"] == "holds"
@@ -483,7 +483,7 @@ def test_e6_and_e7_of_made_up_records(tmp_path: Path) -> None:
     assert claim.effect == pytest.approx(1)
 
 
-def test_a_run_that_diverged_stays_in_the_table() -> None:
+def test_diverged_run_stays_in_the_table() -> None:
     record = {
         "method": "hogwild",
         "part": "",
@@ -503,7 +503,7 @@ def test_scores_between_tests_are_interpolated() -> None:
     assert loss_at(99)(record) == 2
 
 
-def test_clocks() -> None:
+def test_step_time_and_work_of_methods() -> None:
     assert [step_time(m, 4, PAPER).slots for m in ("end-to-end", "1-wise", "2-wise", "3-wise")] == [8, 2, 4, 6]
     # F and W of every stage, I of all but the first, the last head: 3 x 4 - 1 + the head's half and its backward's.
     # 2-wise has three more heads, and W walks the chain where it cannot have it from I.
@@ -516,8 +516,8 @@ def test_clocks() -> None:
     assert tight.slots >= step_time("end-to-end", 4, TRANSFORMER).slots
 
 
-def test_honest_costs_have_the_heads_of_the_network() -> None:
-    """A Transformer whose heads are more work than a stage was charged half a stage for them, so that 1-wise seemed to lead."""
+def test_network_costs_include_head_work() -> None:
+    """Regression: heads larger than a stage were charged as half a stage, so 1-wise seemed to lead."""
     text, images = recipe_of("lm1b-small").model, recipe_of("cifar10-resnet-small").model
     assert isinstance(text, Gpt)
     assert isinstance(images, ResNet)
@@ -539,7 +539,7 @@ def test_honest_costs_have_the_heads_of_the_network() -> None:
 # The pictures and the timing model
 
 
-def test_what_the_pictures_show_is_so(tmp_path: Path) -> None:
+def test_picture_claims_hold(tmp_path: Path) -> None:
     assert drawn.staleness(5) == [4, 3, 2, 1, 0]
     for experiment in (drawn.STALE, drawn.FLOW, drawn.GRID, drawn.MICROBATCH_GRID):
         job = Job(folder=tmp_path)
@@ -549,8 +549,8 @@ def test_what_the_pictures_show_is_so(tmp_path: Path) -> None:
         assert (tmp_path / experiment.name / "figure.png").stat().st_size > 10_000
 
 
-def test_the_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
-    """Times that follow the formula with c0 = 1 ms and c1 = 50 ms: both are found again, and the error is none."""
+def test_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
+    """Made-up times with c0 = 1 ms and c1 = 50 ms: the fit recovers both without error."""
     job = Job(
         folder=tmp_path, only=("best M", "speed-up", "slots per batch", "honest costs, 3 stages", "formula, 2 stages")
     )
@@ -591,8 +591,8 @@ def test_the_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
         experiment.reproduce(dataclasses.replace(job, only=("zzz",)))
 
 
-def test_the_model_misjudges_end_to_end_by_a_quarter() -> None:
-    """A forward of half a slot: (M + A - 1)(0.5 + 1) instead of 2 (M + A - 1)."""
+def test_timing_model_misjudges_end_to_end_by_a_quarter() -> None:
+    """With a forward of half a slot, (M + A - 1)(0.5 + 1) replaces 2 (M + A - 1)."""
     assert t.misjudged("gpipe") == pytest.approx(25)
 
 
@@ -611,7 +611,7 @@ def test_virtual_and_real_runs_are_measured() -> None:
 # The index and the command
 
 
-def test_the_index_shows_all_sixteen_results(tmp_path: Path) -> None:
+def test_index_shows_all_sixteen_results(tmp_path: Path) -> None:
     numbers = [result.number for one in EXPERIMENTS.values() for result in one.results]
     assert sorted(number for number in numbers if isinstance(number, int)) == list(range(1, 17))
     assert all(one.results for one in EXPERIMENTS.values())
@@ -627,14 +627,14 @@ def test_the_index_shows_all_sixteen_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_claim_is_in_a_row_of_the_index(name: str) -> None:
-    """Those about the work of Transformers once were in none."""
+    """Regression: claims about the work of Transformers were in no row."""
     sources = [result.source for result in EXPERIMENTS[name].results]
     claims = EXPERIMENTS[name].claims(Job(folder=Path(__file__).parents[1] / "experiments"))
     assert claims
     assert [claim.text for claim in claims if not claim.source.startswith(tuple(sources))] == []
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "found")
     assert cli.run(["reproduce", "flow", "--folder", folder, "--json"]) == 0
     claims = json.loads(capsys.readouterr().out)["claims"]
@@ -684,7 +684,7 @@ def parquet(folder: Path, split: str, classes: int, size: int, label: str, num: 
 @pytest.mark.parametrize(
     ("source", "classes", "size", "label"), [("cifar100", 100, 32, "fine_label"), ("imagenet", 1000, 230, "label")]
 )
-def test_rows_without_data_run_on_made_up_ones(
+def test_cifar100_and_imagenet_cells_run_on_made_up_data(
     source: str, classes: int, size: int, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NWISE_DATA", str(tmp_path))
@@ -711,8 +711,8 @@ def test_rows_without_data_run_on_made_up_ones(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_five_minutes_of_the_paper(shared_data: Path, tmp_path: Path) -> None:
-    """A cell of every kind of network, twice: the same numbers, and those of the committed records up to the processor."""
+def test_reproduced_cells_match_committed_records(shared_data: Path, tmp_path: Path) -> None:
+    """Run a cell of each kind of network twice: both agree, and match the committed records up to the processor."""
     del shared_data
     records = Path(__file__).parents[1] / "experiments"
     for name, only in (

@@ -22,7 +22,7 @@ from ranks.equality import CASES, case
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_parameters_are_bitwise_those_of_one_process(num_stages: int, tmp_path: Path) -> None:
+def test_multi_process_matches_single_process_bitwise(num_stages: int, tmp_path: Path) -> None:
     found = results(num_stages, "equality.py", tmp_path, str(num_stages))
     for number, (strategy, m, optimizer, order) in enumerate(CASES):
         # Where micro-batches are unlike, orders add their gradients up in different orders.
@@ -63,7 +63,7 @@ def faulty(kind: str, rank: int, after: int, folder: Path) -> tuple[list[str], f
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_of_one_rank_ends_all_and_all_say_what_it_was(kind: str, tmp_path: Path) -> None:
+def test_rank_fault_ends_all_ranks_with_the_same_error(kind: str, tmp_path: Path) -> None:
     said, seconds = faulty(kind, 2, 40, tmp_path)
     assert seconds < 10
     assert len({line.split(" stops: ")[1] for line in said}) == 1, "all say the same, which is the first error"
@@ -71,14 +71,14 @@ def test_a_fault_of_one_rank_ends_all_and_all_say_what_it_was(kind: str, tmp_pat
     assert len(said) >= (4 if kind in ("raise", "stall") else 3)
 
 
-def test_an_error_between_two_steps_ends_all_ranks(tmp_path: Path) -> None:
+def test_error_between_steps_ends_all_ranks(tmp_path: Path) -> None:
     said, _ = faulty("raise", 3, -1, tmp_path)
     assert len(said) == 4
     assert all("Rank 3 (stage 3) failed between steps: ValueError: the fault of this test" in line for line in said)
 
 
-def test_whoever_waits_says_who_does_not(tmp_path: Path) -> None:
-    """The loader of rank 0 stands still; nobody knows for how long it should take, and the others were once blamed alone."""
+def test_waiting_ranks_name_the_stalled_rank(tmp_path: Path) -> None:
+    """Regression: when rank 0's loader stalled, with no known time limit, only the waiting ranks were blamed."""
     said, seconds = faulty("stall", 0, -1, tmp_path)
     assert seconds < 10
     assert len(said) == 4
@@ -86,15 +86,15 @@ def test_whoever_waits_says_who_does_not(tmp_path: Path) -> None:
     assert re.search(waits + "rank 0, which waits for nobody, was last seen between steps$", said[0]), said[0]
 
 
-def test_what_follows_a_message_is_not_taken_for_a_wait(tmp_path: Path) -> None:
-    """One that stood still in `on_action` of a message was thought to wait, and another rank that did was blamed."""
+def test_stall_in_on_action_is_not_taken_for_a_wait(tmp_path: Path) -> None:
+    """Regression: a stall in `on_action` of a message counted as a wait, so a waiting rank was blamed."""
     said, _ = faulty("stall", 0, 74, tmp_path)
     assert re.search(sentence_of("stall", 0, "6"), said[0]), said[0]
     assert "at `on_action` of RG0(1.0) (waiting for a gradient, stage 0, micro-batch 1) of step 6" in said[0]
 
 
-def test_a_rank_that_leaves_early_ends_all(tmp_path: Path) -> None:
-    """What it sends at its end is not taken for its next messages (it once was, and training went on with zeros)."""
+def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
+    """Regression: a leaving rank's last sends were read as its next messages, and training continued with zeros."""
     said, seconds = faulty("leave", 1, -1, tmp_path)
     assert seconds < 10
     assert len(said) == 4
@@ -113,7 +113,7 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
         assert seconds < 10, (kind, rank, after)
 
 
-def test_hogwild_is_bitwise_that_of_one_process(tmp_path: Path) -> None:
+def test_hogwild_matches_single_process_bitwise(tmp_path: Path) -> None:
     """Every gradient is used when the grid says; with one micro-batch its staleness decides every number.
 
     A stage that learns nothing once waited at once for what it should hand on, and all waited for it.
@@ -133,7 +133,7 @@ def test_hogwild_is_bitwise_that_of_one_process(tmp_path: Path) -> None:
             assert together == expected["digests"], settings
 
 
-def test_losses_come_to_the_first_rank_while_others_work(tmp_path: Path) -> None:
+def test_ledger_losses_reach_rank_0_without_waiting(tmp_path: Path) -> None:
     """gloo's receives never say that they are there before somebody waits for them, so that losses of several processes once
     were all written at the next evaluation, with its time."""
     first, second = results(2, "arrivals.py", tmp_path)
@@ -142,7 +142,7 @@ def test_losses_come_to_the_first_rank_while_others_work(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_no_group_is_made_that_nobody_uses(tmp_path: Path) -> None:
+def test_no_unused_process_groups(tmp_path: Path) -> None:
     """Every group of gloo has a thread that wakes up a hundred times a second; each process once had four for nothing. Nor does a
     channel take what others send through the default group, which activations travel through."""
     for found in results(2, "groups.py", tmp_path):
@@ -150,7 +150,7 @@ def test_no_group_is_made_that_nobody_uses(tmp_path: Path) -> None:
         assert (found["first"], found["other"], found["second"]) == (1.0, 7.0, 2.0)
 
 
-def test_replicas_of_stages_compute_what_as_many_more_micro_batches_do(tmp_path: Path) -> None:
+def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:
     found = results(4, "mesh.py", tmp_path, "dp")
     for number, settings in enumerate(mesh.CASES):
         expected = mesh.replicas(*settings, alone=True)
@@ -167,10 +167,8 @@ def test_replicas_of_stages_compute_what_as_many_more_micro_batches_do(tmp_path:
         assert one["left"] == [True, False, True]
 
 
-def test_gradients_of_last_layers_travel_while_those_of_first_layers_are_computed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Sums once began after the last pass, with nothing left to compute meanwhile."""
+def test_replica_all_reduce_overlaps_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: the all-reduce started after the last pass, with no computation left to overlap."""
     events: list[str] = []
     really = dist.all_reduce
 
@@ -208,7 +206,7 @@ def test_gradients_of_last_layers_travel_while_those_of_first_layers_are_compute
         dist.destroy_process_group()
 
 
-def test_stages_may_be_cut_by_tensor_parallelism(tmp_path: Path) -> None:
+def test_tensor_parallel_stages_match_single_process(tmp_path: Path) -> None:
     found = results(4, "mesh.py", tmp_path, "tp")
     expected = mesh.tensor_parallel(alone=True)
     for rank, one in enumerate(found):

@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", edges.CASES)
-def test_many_processes_do_what_one_does(name: str, found: list[Any]) -> None:
+def test_multi_process_matches_single_process(name: str, found: list[Any]) -> None:
     expected = json.loads(json.dumps(edges.CASES[name]()))
     together: dict[str, Any] = {}
     for rank in range(edges.A):
@@ -49,14 +49,14 @@ def test_many_processes_do_what_one_does(name: str, found: list[Any]) -> None:
     assert together == expected
 
 
-def test_the_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
     done = forked(2, ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2"], tmp_path)
     assert done.returncode != 0
     assert "`torchrun` should start a multiple of 4 processes, one for each stage. Found 2" in done.stderr
     assert "nwise/pipeline.py" not in done.stderr, "no traceback of ours"
 
 
-def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
+def test_ranks_whose_strategies_differ_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "disagree.py"
     script.write_text(
         "import os\nfrom ranks.common import pipeline\npipeline(2, ['local', '2-wise-mean'][int(os.environ['RANK'])], 1)\n"
@@ -69,8 +69,8 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_step_that_raises_leaves_no_trace_on_its_rank(tmp_path: Path) -> None:
-    """The others end: what they wait for never comes."""
+def test_failed_step_leaves_no_trace_on_its_rank(tmp_path: Path) -> None:
+    """The other ranks stop because their messages never arrive."""
     done = forked(2, [str(RANKS / "undone.py"), str(tmp_path)], tmp_path)
     assert "rank 0 (stage 0) stops: Rank 1 (stage 1) failed at" in done.stderr
     found = json.loads((tmp_path / "1.json").read_text())
@@ -80,7 +80,7 @@ def test_a_step_that_raises_leaves_no_trace_on_its_rank(tmp_path: Path) -> None:
 
 
 def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
-    """Lists of the same shapes in another order once trained a micro-batch with the gradient of another."""
+    """Regression: lists of equal shapes in another order trained a micro-batch with another one's gradient."""
     script = tmp_path / "schedules.py"
     script.write_text(
         "import os\n"
@@ -94,8 +94,8 @@ def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
     assert "Every rank should have the same schedule. Found other lists than on the rank before" in done.stderr
 
 
-def test_a_rank_that_makes_fewer_steps_fails_all(tmp_path: Path) -> None:
-    """In local training nobody waits for the last stage, so that only the end can tell; it did, and the exit code was 0."""
+def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
+    """Regression: local training showed the difference only at its end, and the exit code was 0."""
     script = tmp_path / "fewer.py"
     script.write_text(
         "import os\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, 'local', 1)\n"
@@ -106,8 +106,8 @@ def test_a_rank_that_makes_fewer_steps_fails_all(tmp_path: Path) -> None:
     assert re.search(r"All ranks should make as many steps. Found \[3, 2\]|has left after 2 steps", done.stderr)
 
 
-def test_a_rank_that_leaves_before_a_ragged_batch_ends_all(tmp_path: Path) -> None:
-    """Where shapes change, ranks wait before their first action, and nobody looked: it took twenty minutes."""
+def test_rank_leaving_before_ragged_batch_ends_all_ranks(tmp_path: Path) -> None:
+    """Regression: after a change of shapes, ranks waited unwatched before their first action, for twenty minutes."""
     script = tmp_path / "ragged.py"
     script.write_text(
         "import os\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, '2-wise', 1)\n"
@@ -121,9 +121,7 @@ def test_a_rank_that_leaves_before_a_ragged_batch_ends_all(tmp_path: Path) -> No
     assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
 
 
-def test_training_on_the_command_line_is_that_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_training_matches_single_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--max-steps", "30", "--log-every", "7", "--clip", "0.5", "--clip-by", "loss", "--microbatches", "2"]
     options += ["--stage-lr", "1", "0.5", "1", "2", "--defer-batchnorm"]
     arguments = ["train", "digits", *options, "--runs"]
@@ -163,8 +161,8 @@ def test_training_on_the_command_line_is_that_of_one_process(
 
 
 @pytest.mark.slow  # a developer's instrument, which starts torchrun twice
-def test_bench_runtime_counts_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
-    """No figure is asserted that a busy machine could spoil; only that it is measured and that counts are right."""
+def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert counts, but no time that a busy machine could spoil."""
     assert (
         run(["bench", "runtime", "--stages", "3", "--slot-ms", "5", "--batches", "4", "--rounds", "2", "--json"]) == 0
     )
@@ -220,8 +218,8 @@ def namespaces_allowed() -> bool:
 
 
 @pytest.mark.slow  # two launchers in network namespaces
-def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
-    """Two launchers in network namespaces of their own, joined by a virtual cable."""
+def test_two_nodes_match_single_process_bitwise(tmp_path: Path) -> None:
+    """Two launchers run in separate network namespaces, joined by a virtual cable."""
     if not namespaces_allowed():
         pytest.skip("network namespaces are not allowed here")
     environment = {
@@ -243,7 +241,7 @@ def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
     assert together == case(4)
 
 
-def test_orders_by_name() -> None:
+def test_schedule_is_chosen_by_name() -> None:
     flows = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1)).schedule.flows
     for order in ORDERS:
         assert choose(order, flows).flows == flows
@@ -256,7 +254,7 @@ def test_orders_by_name() -> None:
         choose(other, flows)
 
 
-def test_a_schedule_of_ones_own_is_run() -> None:
+def test_custom_schedule_is_run() -> None:
     found = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1))
     ran: list[Action] = []
     pipe = pipeline(3, "2-wise", 2, schedule=found)
@@ -266,7 +264,7 @@ def test_a_schedule_of_ones_own_is_run() -> None:
         assert [a for a in ran if a.stage == k] == [a for a in word if a.kind is not Kind.UPDATE]
 
 
-def test_messages_carry_what_a_gradient_can_travel_through() -> None:
+def test_gradient_messages_leave_out_integer_tensors() -> None:
     specs = (Spec((2, 3), torch.float32), Spec((2,), torch.int64), Spec((2, 1), torch.bfloat16))
     assert from_json(to_json(specs)) == specs
     gradient = torch.ones(2, 3)
@@ -290,7 +288,7 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
     assert not norm.running_mean.any()
 
 
-def test_groups_of_clipping() -> None:
+def test_clip_groups() -> None:
     pipe = pipeline(3, "2-wise", 1)
     everything = tuple(sorted([(0, False), (1, False), (2, False), (0, True), (1, True)]))
     assert clip_groups(pipe, "global") == [everything]
@@ -300,7 +298,7 @@ def test_groups_of_clipping() -> None:
         clip_groups(pipe, "all")  # type: ignore[arg-type]
 
 
-def test_rates_by_stage() -> None:
+def test_learning_rates_by_stage() -> None:
     pipe = pipeline(3, "2-wise", 1)
     groups = parameter_groups(pipe, 0.1, (1.0, 0.5, 2.0))
     assert [group["lr"] for group in groups] == [0.1, 0.05, 0.2]
@@ -316,8 +314,8 @@ def test_bad_time_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch)
         time_limit(None)
 
 
-def test_a_measured_run_is_compared_with_its_prediction() -> None:
-    """Made-up times of a simulated run, and one wait that the simulation does not know."""
+def test_measured_run_is_compared_with_its_prediction() -> None:
+    """The measured times are simulated, plus one delay that the prediction does not know."""
     costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=2.0, chain_share=0.0)
     schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs, chains="walked").schedule
     line = simulate(schedule, costs, chains="walked", cycles=6)
@@ -335,7 +333,7 @@ def test_a_measured_run_is_compared_with_its_prediction() -> None:
     assert worst.measured - worst.predicted == pytest.approx(1)
 
 
-def test_a_broken_timeline_is_refused(tmp_path: Path) -> None:
+def test_broken_timeline_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     with pytest.raises(FileNotFoundError, match="should hold a measured timeline"):
         load(path)

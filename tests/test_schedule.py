@@ -80,10 +80,10 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
     credits(), st.integers(1, 3), st.sampled_from(["stored", "walked"]), st.sampled_from([0.0, 0.1]),
     st.sampled_from([0.0, 0.6]), st.sampled_from([float("inf"), 0.8]), st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_no_schedule_is_below_the_bound_and_a_long_run_takes_the_period(
+def test_period_respects_bound_and_matches_long_run(
     matrix: NDArray[np.float64], m: int, chains: Any, overhead: float, update: float, bandwidth: float, size: int
 ) -> None:
-    """With everything that has a price, and messages of different sizes up and down."""
+    """Every kind of cost takes part, and messages up and down differ in size."""
     a = len(matrix)
     costs = Costs(
         forward=[1 + 0.3 * k for k in range(a)], head=0.3, input_grad=1.2, weight_grad=0.7, overhead=overhead,
@@ -127,7 +127,7 @@ def dense_period(net: Network) -> float:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_period_is_the_eigenvalue_and_what_a_long_simulation_shows(seed: int) -> None:
+def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     numbers = random.Random(seed)
     a, m = numbers.randint(2, 5), numbers.randint(1, 3)
     name = numbers.choice(["2-wise", "3-wise", "end-to-end", "blocks-2", "deep-supervision", "2-wise-mean"])
@@ -148,8 +148,8 @@ def test_the_period_is_the_eigenvalue_and_what_a_long_simulation_shows(seed: int
     assert lower_bound([[flow] * m], costs) <= found * (1 + 1e-9)
 
 
-def test_no_order_of_two_stages_beats_the_bound_or_the_chosen_one() -> None:
-    """All interleavings of A = 2, M = 2 end-to-end, on stages of unequal speed."""
+def test_best_order_of_two_stages_is_optimal() -> None:
+    """Try all interleavings of A = 2, M = 2 end-to-end, on stages of unequal speed."""
     numbers = random.Random(3)
     flow = flow_of(nwise.EndToEnd().credit(2))
     kinds = [depth_first([flow, flow], 0, fuse=NONE)[k] for k in range(2)]
@@ -187,8 +187,8 @@ def interleavings(k: int, actions: tuple[nwise.schedule.Action, ...]) -> list[tu
 
 
 @pytest.mark.parametrize("head", [0, 0.5, 1.3])
-def test_optimal_where_n_wise_is_useful_and_end_to_end(head: float) -> None:
-    """Period equal to the lower bound wherever A >= 2N - 1, and end-to-end; N micro-batches in flight."""
+def test_n_wise_and_end_to_end_schedules_are_optimal(head: float) -> None:
+    """The period equals the bound for end-to-end and A >= 2N - 1, with N micro-batches in flight."""
     costs = Costs(1, head, 1, 1)
     for a in range(1, 13):
         for m in (1, 2, 3, 4, 6, 8, 16):
@@ -201,7 +201,7 @@ def test_optimal_where_n_wise_is_useful_and_end_to_end(head: float) -> None:
                     assert found.schedule.first_in_first_out
 
 
-def test_the_corner_between_is_near_the_bound() -> None:
+def test_wide_window_schedules_are_near_the_bound() -> None:
     """N < A < 2N - 1: at most 17.2 % above a bound that is itself not sharp there (A, N, M = 4, 3, 2 has optimum 10)."""
     worst = 0.0
     for a, n, m, head in itertools.product(range(4, 8), range(3, 6), (1, 2, 3, 6), (0, 0.5)):
@@ -243,7 +243,7 @@ TABLE = {  # A = 8, h = 0.5, M = 1, 2, 4, 8, 16, 32; every other order is worse 
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_periods_worked_out_beforehand(name: str) -> None:
+def test_periods_match_hand_worked_table(name: str) -> None:
     for m, expected in zip((1, 2, 4, 8, 16, 32), TABLE[name], strict=True):
         if "-wise" in name or name == "local":
             found = of(name, 8, m)
@@ -266,7 +266,7 @@ def test_in_flight_of_the_baselines() -> None:
     assert max(found["zero-bubble"]) == 15
 
 
-def test_a_chain_that_is_walked_again_costs_zero_bubble_and_not_n_wise() -> None:
+def test_walked_chains_slow_zero_bubble_but_not_n_wise() -> None:
     """Slots at h = 0.5, A = 8, M = 2, 8, 32."""
     for name, stored, walked in (("2-wise", [9, 36, 144], [9, 36, 144]), ("3-wise", [11, 44, 176], [11, 44, 176])):
         for chains, expected in (("stored", stored), ("walked", walked)):
@@ -284,7 +284,7 @@ def test_a_chain_that_is_walked_again_costs_zero_bubble_and_not_n_wise() -> None
         assert best("end-to-end", num_stages=8, num_microbatches=m, costs=REAL, chains="walked").period <= limit
 
 
-def test_latency_hits_end_to_end_about_every_boundary_and_n_wise_hardly() -> None:
+def test_latency_slows_end_to_end_more_than_n_wise() -> None:
     """A = 16, h = 0.5, M = 4, slots: latency 0 to 1 takes 1F1B from 59 to 92 and zero-bubble from 41 to 71."""
     late = Costs(1, 0.5, 1, 1, latency=1)
     for costs, expected in ((REAL, [59, 41, 18, 22]), (late, [92, 71, 18, 22])):
@@ -305,7 +305,7 @@ def test_list_scheduling_knows_when_messages_arrive() -> None:
     assert periods == [17.5, 20.5]
 
 
-def test_of_equal_ones_first_in_first_out_and_fewer_actions() -> None:
+def test_ties_prefer_fifo_and_fewer_actions() -> None:
     flows = flows_for(nwise.NWise(3), 6, 4)
     one = timed(schedule_of("phase", flows, partial(phase, fuse=NONE)), REAL)
     words = list(one.schedule.words)
@@ -327,7 +327,7 @@ def test_messages_that_wait_take_memory() -> None:
     assert line.peak_bytes == (1 + 10, 1 + 10 + 3 * 3)
 
 
-def test_of_equal_periods_the_one_with_less_in_flight_is_best() -> None:
+def test_ties_prefer_fewer_in_flight() -> None:
     flows = flows_for(nwise.NWise(2), 6, 4)
     both = [timed(schedule_of(rule.func.__name__, flows, rule), REAL)
             for rule in (partial(phase, fuse=NONE), partial(skewed, fuse=NONE, stride=1))]  # fmt: skip
@@ -347,7 +347,7 @@ def test_rotating_blocks_average_over_their_cycle() -> None:
     assert line.period == pytest.approx(28)
 
 
-def test_hogwild_waits_for_nobody() -> None:
+def test_hogwild_schedule_period_and_staleness() -> None:
     found = of("hogwild", 4, 1, PAPER)
     assert found.period == 2
     validate(found.schedule)
@@ -363,7 +363,7 @@ def test_hogwild_waits_for_nobody() -> None:
 # Lists ---------------------------------------------------------------------------------------------
 
 
-def test_the_lists_of_a_small_case_by_hand() -> None:
+def test_action_lists_by_hand() -> None:
     """A = 4, 2-wise, M = 2, skewed; loss 0 trains nothing, so stage 0 has neither head nor I."""
     lists = [" ".join(map(str, word)) for word in of("2-wise", 4, 2).lists]
     assert lists[0] == "F0(0) SX0(0) F0(1) SX0(1) RG0(0.0) W0(0) D0(0) RG0(1.0) W0(1) D0(1) U0"
@@ -378,7 +378,7 @@ def test_the_lists_of_a_small_case_by_hand() -> None:
     )
 
 
-def test_gradients_go_out_one_message_per_loss_as_soon_as_they_exist() -> None:
+def test_messages_are_sent_as_soon_as_they_exist() -> None:
     for word in of("4-wise", 9, 3).lists:
         for action, following in itertools.pairwise(word):
             if action.kind is Kind.INPUT_GRAD:
@@ -410,7 +410,7 @@ def test_1f1b_by_hand() -> None:
 # Bandwidth, memory, refusals --------------------------------------------------------------------
 
 
-def test_a_slow_link_is_a_bound_and_messages_queue_up() -> None:
+def test_slow_link_bounds_period_and_queues_messages() -> None:
     costs = Costs(1, 0, 1, 1, bandwidth=0.5, message_bytes=2)  # 4 slots a message
     local = of("local", 3, 4, costs)
     assert local.period == local.lower_bound == 16  # four messages a mini-batch
@@ -436,8 +436,8 @@ def test_less_memory_takes_an_order_with_fewer_in_flight() -> None:
         best("3-wise", **size, costs=costs, memory=14)  # type: ignore[arg-type]
 
 
-def test_a_cycle_as_long_as_the_busiest_stage_up_to_rounding() -> None:
-    """Potentials rose for ever where a cycle of two stages was longer than the busiest one by less than rounding."""
+def test_period_search_terminates_despite_rounding() -> None:
+    """Regression: potentials grew for ever if a cycle exceeded the busiest stage by less than rounding."""
     costs = Costs(
         forward=[0.25, 0.29, 1.08], head=0.5, input_grad=[0.96, 1.52, 0.82], weight_grad=[0.47, 1.84, 1.07], latency=1.0,
         update=[0, 0, 5.349999998893899],
@@ -445,14 +445,14 @@ def test_a_cycle_as_long_as_the_busiest_stage_up_to_rounding() -> None:
     assert of("3-wise", 3, 2, costs).period == pytest.approx(12.25, rel=0.2)
 
 
-def test_a_forward_waits_for_its_activation_of_the_mini_batch_before() -> None:
-    """Where nothing flows back; the bound knows it."""
+def test_bound_includes_latency_where_nothing_flows_back() -> None:
+    """The bound includes the wait for the previous mini-batch's activation where nothing flows back."""
     found = of("local", 2, 1, Costs(1, 0, 1, 1, latency=20))
     assert found.period == found.lower_bound == 21
 
 
 def test_more_memory_is_never_worse() -> None:
-    """Orders for little memory were tried only if no other fitted."""
+    """Regression: orders for little memory were tried only if no other fitted."""
     costs = Costs(0.472, 1.144, (0.428, 1.238), (0.511, 1.514), chain_share=0.5, update=(0.757, 0.853), overhead=0.05,
                   activation_bytes=(1.28, 1.94), fixed_bytes=1.5)  # fmt: skip
     periods = [best("blocks-3", num_stages=2, num_microbatches=3, costs=costs, memory=x).period for x in (4, 4.6, 5.5)]
@@ -536,7 +536,7 @@ def test_bad_simulations(cycles: int, jitter: float, message: str) -> None:
         REAL.split_in(0)
 
 
-def test_numbers_of_numpy() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     costs = Costs(np.array([1, 2]), np.float32(0.5), 1, 1)  # type: ignore[arg-type]
     assert costs == Costs((1, 2), 0.5, 1, 1)
     one: Any = np.int64(1)
@@ -551,13 +551,13 @@ def test_credit_above_the_diagonal_and_costs_of_a_mini_batch() -> None:
     assert (split.overhead, split.latency) == (0.1, 0.2)
 
 
-def test_a_schedule_is_a_value() -> None:
+def test_schedules_compare_and_hash_by_value() -> None:
     again: Schedule = of("2-wise", 3, 2).schedule
     assert again == of("2-wise", 3, 2).schedule
     assert hash(again) == hash(of("2-wise", 3, 2).schedule)
 
 
-def test_names_of_version_0_1_warn_and_work() -> None:
+def test_deprecated_names_warn_and_work() -> None:
     size: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4, "costs": REAL}
     with pytest.warns(DeprecationWarning, match="'zero-bubble-lean' is now 'zb-h1'"):
         assert baseline("zero-bubble-lean", **size) == baseline("zb-h1", **size)

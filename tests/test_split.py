@@ -29,7 +29,7 @@ class Blocks(nn.Module):
         return 2 * y if self.twice else y
 
 
-def test_a_sequence_is_cut_where_it_is_asked() -> None:
+def test_split_cuts_sequential_at_given_names() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))
     stages = nwise.split(model, at=["2.1", "3"], example=torch.randn(2, 3))
     assert [list(stage.pieces()) for stage in stages] == [["0", "1", "2.0"], ["2.1"], ["3"]]
@@ -42,7 +42,7 @@ def test_a_sequence_is_cut_where_it_is_asked() -> None:
     assert stages[0].get_submodule("0") is model[0]
 
 
-def test_a_list_of_blocks_is_unrolled() -> None:
+def test_split_unrolls_module_list() -> None:
     model = Blocks()
     stages = nwise.split(model, at=["blocks.2"], example=torch.randint(0, 11, (2, 5)))
     assert [list(stage.pieces()) for stage in stages] == [
@@ -53,7 +53,7 @@ def test_a_list_of_blocks_is_unrolled() -> None:
     Blocks().load_state_dict(state, strict=True)
 
 
-def test_a_split_network_trains() -> None:
+def test_split_network_trains() -> None:
     stages = nwise.split(Blocks(), at=["blocks.1", "blocks.2", "blocks.3"], example=torch.randint(0, 11, (3, 5)))
     heads = [nn.Linear(4, 11) for _ in range(3)]
 
@@ -93,22 +93,22 @@ class Doubled(nn.Sequential):
         (nn.Sequential(Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)), ["0.1"], "'0', a Doubled,"),
     ],
 )
-def test_a_forward_that_would_be_lost_is_told_of(model: nn.Module, at: Any, who: str) -> None:
-    """Sums and functions between the children were dropped, and another network trained without a word."""
+def test_split_warns_of_lost_forward(model: nn.Module, at: Any, who: str) -> None:
+    """Regression: sums and functions between the children were dropped, and another network trained silently."""
     with pytest.warns(UserWarning, match=f"{who} has a custom forward.*Give `example=`"):
         nwise.split(model, at=at)
     with pytest.raises(ValueError, match="Found another output for `example`"):
         nwise.split(model, at=at, example=torch.randn(2, 4))
 
 
-def test_a_sequence_with_a_forward_of_its_own_that_is_not_opened_keeps_it() -> None:
+def test_split_keeps_unopened_custom_sequential() -> None:
     model = nn.Sequential(Doubled(nn.Linear(4, 4)), nn.Linear(4, 4))
     assert len(nwise.split(model, at=["1"])) == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_compilation_that_would_be_lost_is_told_of(inside: bool) -> None:
+def test_split_warns_of_lost_compilation(inside: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if inside:
         model.compile()
@@ -151,17 +151,17 @@ class Loose(nn.Module):
         ),
     ],
 )
-def test_refusals(model: nn.Module, at: Any, example: Any, message: str) -> None:
+def test_split_rejects_invalid_arguments(model: nn.Module, at: Any, example: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         nwise.split(model, at, example=example)
 
 
-def test_a_chain_needs_a_piece() -> None:
+def test_empty_chain_raises() -> None:
     with pytest.raises(ValueError, match="at least one module. Found none"):
         nwise.Chain({})
 
 
-def test_a_number_of_stages_shares_the_blocks_out() -> None:
+def test_split_into_n_stages_balances_blocks() -> None:
     layers = [layer for _ in range(7) for layer in (nn.Linear(2, 2), nn.ReLU())]
     stages = nwise.split(nn.Sequential(nn.Flatten(), *layers, nn.Tanh()), at=3)
     assert [sum(isinstance(p, nn.Linear) for p in stage.pieces().values()) for stage in stages] == [2, 2, 3]
@@ -190,7 +190,7 @@ class TimmLike(nn.Module):
         return y
 
 
-def test_a_timm_like_network_is_cut_inside_its_stages_and_loaded_back() -> None:
+def test_split_timm_like_network_trains_and_loads_back() -> None:
     model, x = TimmLike(), torch.randn(4, 3, 8, 8)
     stages = nwise.split(model, at=["stages.1", "stages.2.2"], example=x)
     assert [list(stage.pieces()) for stage in stages] == [
@@ -213,7 +213,7 @@ def test_a_timm_like_network_is_cut_inside_its_stages_and_loaded_back() -> None:
     assert torch.equal(again.eval()(x), pipe.eval()(x))
 
 
-def test_loose_parameters_of_a_vision_transformer_are_refused_by_name() -> None:
+def test_split_rejects_loose_parameters_by_name() -> None:
     model = TimmLike()
     model.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
     with pytest.raises(ValueError, match="Found 'cls_token' outside of them; move it into a child module"):
@@ -238,7 +238,9 @@ def test_tied_weights_are_refused_and_untied() -> None:
     ("shape", "per_token", "expected"),
     [((5, 6), False, (2, 3)), ((5, 6), True, (2, 5, 3)), ((6,), False, (2, 3)), ((6, 4, 4), False, (2, 3))],
 )
-def test_heads_fit_what_a_stage_gives(shape: tuple[int, ...], per_token: bool, expected: tuple[int, ...]) -> None:
+def test_fitting_heads_match_stage_output_shapes(
+    shape: tuple[int, ...], per_token: bool, expected: tuple[int, ...]
+) -> None:
     stages = [nn.Dropout(), nn.Identity()]
     x = torch.randn(2, *shape)
     [head] = nwise.heads.fitting(stages, x, 3, per_token=per_token)
@@ -247,14 +249,14 @@ def test_heads_fit_what_a_stage_gives(shape: tuple[int, ...], per_token: bool, e
     assert stages[0].training, "modes come back as they were"
 
 
-def test_no_head_fits_what_has_no_shape_for_one() -> None:
+def test_fitting_heads_reject_unsupported_shapes() -> None:
     with pytest.raises(ValueError, match=r"Stage 0 should return .* \[B, T, D\] for a head to fit. Found \[2, 3\]"):
         nwise.heads.fitting([nn.Identity(), nn.Identity()], torch.zeros(2, 3), 4, per_token=True)
     with pytest.raises(ValueError, match=r"or \[B, C, H, W\] for a head to fit. Found \[2, 3, 4, 5, 6\]"):
         nwise.heads.fitting([nn.Identity(), nn.Identity()], torch.zeros(2, 3, 4, 5, 6), 4)
 
 
-def test_a_network_that_ends_in_a_block_has_no_end_to_copy() -> None:
+def test_copied_heads_need_a_module_after_the_last_block() -> None:
     stages = nwise.split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), at=3)
     with pytest.raises(ValueError, match="a module behind its last block, '2', to copy. Found none"):
         nwise.heads.copied(stages)
@@ -263,8 +265,8 @@ def test_a_network_that_ends_in_a_block_has_no_end_to_copy() -> None:
     assert len(nwise.heads.copied(stages, blocks=1)) == 2
 
 
-def test_a_module_in_two_places_is_untied_by_a_copy() -> None:
-    """`untie` used to see each module once, and found nothing where `split` sent people to it."""
+def test_untie_copies_shared_module() -> None:
+    """Regression: `untie` saw each module once, so it did nothing where `split` recommended it."""
     shared, norm = nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
     model = nn.Sequential(shared, norm, nn.ReLU(), shared, norm, nn.Linear(4, 2))
     with pytest.raises(ValueError, match="'3.weight' of stage 1 is '0.weight' of stage 0"):
@@ -293,12 +295,12 @@ class Skips(nn.Module):
         return y
 
 
-def test_any_error_of_a_stage_on_the_example_is_one_of_the_cut() -> None:
+def test_split_wraps_stage_errors_on_example() -> None:
     with pytest.raises(ValueError, match="in the order they were registered.*Found that they cannot"):
         nwise.split(Skips(), at=["a"], example=torch.randn(2, 4))
 
 
-def test_only_stages_of_a_cut_have_an_end_to_copy() -> None:
+def test_copied_heads_need_stages_of_split() -> None:
     with pytest.raises(TypeError, match="should be those of `nwise.split`"):
         nwise.heads.copied([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
 
@@ -319,8 +321,8 @@ def small_cnn(norm: Any) -> list[nn.Module]:
         (lambda c: [nn.InstanceNorm2d(c)], nn.GroupNorm),
     ],
 )
-def test_fitting_heads_are_as_small_as_the_stages_and_have_their_norm(norm: Any, kind: Any) -> None:
-    """They were 11.8 times as large as a small CNN, and brought batch norm into a network without any."""
+def test_fitting_heads_match_stage_size_and_norm(norm: Any, kind: Any) -> None:
+    """Regression: heads were 11.8 times as large as a small CNN and added batch norm to a network without any."""
     stages = small_cnn(norm)
     heads = nwise.heads.fitting(stages, torch.zeros(2, 3, 8, 8), 5)
     sizes = [[sum(p.numel() for p in part.parameters()) for part in parts] for parts in (stages[:-1], heads)]

@@ -31,7 +31,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_read_back(name: str) -> None:
+def test_strategy_name_round_trips(name: str) -> None:
     assert nwise.strategy(name).name == name
     assert nwise.strategy(nwise.strategy(name)) == nwise.strategy(name)
 
@@ -63,13 +63,13 @@ def test_rotating_borders_move_by_one() -> None:
     assert [nwise.Rotating(2, every="microbatch").turn(1, m) for m in range(3)] == [1, 0, 1]
 
 
-def test_rotating_two_blocks_are_the_two_wise_mean_in_expectation() -> None:
+def test_rotating_2_is_two_wise_mean_in_expectation() -> None:
     rotating = nwise.Rotating(2)
     mean = (rotating.credit(6, 0) + rotating.credit(6, 1)) / 2
     assert torch.equal(mean, nwise.NWise(2, reduce="mean").credit(6))
 
 
-def test_a_window_beyond_the_stages_is_end_to_end_with_one_warning() -> None:
+def test_window_beyond_stages_is_end_to_end_and_warns_once() -> None:
     stages = [torch.nn.Linear(2, 2) for _ in range(3)]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -138,12 +138,12 @@ def test_options_by_keyword() -> None:
         ),
     ],
 )
-def test_refusals(build, message) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_strategies_raise(build, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_a_strategy_is_a_text_or_a_strategy() -> None:
+def test_strategy_of_wrong_type_raises() -> None:
     with pytest.raises(TypeError, match=r"`nwise.Credit\(matrix\)`. Found int"):
         nwise.strategy(2)  # type: ignore[arg-type]
 
@@ -155,7 +155,7 @@ class Odd(nwise.Strategy):
         return nwise.NWise(1 + num_stages // 2).credit(num_stages)
 
 
-def test_a_strategy_needs_one_method() -> None:
+def test_custom_strategy_needs_only_credit() -> None:
     stages = [torch.nn.Linear(2, 2) for _ in range(4)]
     pipe = nwise.Pipeline(stages, [torch.nn.Linear(2, 2) for _ in range(3)], strategy=Odd())
     assert pipe.strategy.name == "Odd"

@@ -16,7 +16,7 @@ from nwise.training import Trainer, new_run
 
 
 @pytest.mark.usefixtures("float64")
-def test_hand_worked_updates_of_two_scalar_stages() -> None:
+def test_switch_updates_by_hand() -> None:
     """y = w1 w0 x, loss = output, x = 1, w = 2, head v = 3 at stage 0, rate 0.1; local for one step, then end-to-end.
 
     step 0, local:      g0 = v = 3, gv = w0 = 2, g1 = w0 = 2   -> w0 = 1.7, v = 2.8, w1 = 1.8
@@ -44,7 +44,7 @@ def test_hand_worked_updates_of_two_scalar_stages() -> None:
     assert head.weight.item() == pytest.approx(2.8)
 
 
-def test_the_trainer_discards_heads_resets_the_optimizer_and_sets_the_rate(tmp_path: Path) -> None:
+def test_switch_in_trainer_resets_heads_optimizer_and_rate(tmp_path: Path) -> None:
     config = dataclasses.replace(
         recipe("digits"),
         strategy="local@2epochs,end-to-end",

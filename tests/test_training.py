@@ -64,7 +64,7 @@ def train(config: Recipe, folder: Path) -> tuple[Run, Trainer, Scores]:
     return run, trainer, trainer.train(run)
 
 
-def test_a_run_learns_and_records(tmp_path: Path) -> None:
+def test_run_learns_and_records(tmp_path: Path) -> None:
     run, trainer, scores = train(SHORT, tmp_path)
     assert run.folder.name == "digits-2-wise-001"
     assert all(score is not None and score.accuracy > 0.9 for score in scores.heads)
@@ -84,14 +84,14 @@ def test_a_run_learns_and_records(tmp_path: Path) -> None:
     assert not list(run.folder.glob("*.part"))
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+def test_run_is_determined_by_its_seed(tmp_path: Path) -> None:
     states = [main_state(train(dataclasses.replace(SHORT, seed=s, max_steps=10), tmp_path)[1].pipe) for s in (0, 0, 1)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
 
 
 def test_micro_batches_train_the_same_network(tmp_path: Path) -> None:
-    """A network without batch statistics, so that only the order of the sums differs."""
+    """The network has no batch statistics, so only the order of the sums differs."""
     config = dataclasses.replace(SHORT, model=Mlp(num_stages=3), max_steps=20)
     whole = train(config, tmp_path)[2].heads[-1]
     parts = train(dataclasses.replace(config, microbatches=4), tmp_path)[2].heads[-1]
@@ -115,7 +115,7 @@ def test_saved_weights_give_the_scores_they_had(tmp_path: Path) -> None:
     assert "heads.0.1.weight" in names
 
 
-def test_text_is_trained_too(tmp_path: Path) -> None:
+def test_text_recipe_trains(tmp_path: Path) -> None:
     run, _, scores = train(TEXT, tmp_path)
     assert (run.folder / "tokenizer.json").exists()
     last = scores.heads[-1]
@@ -175,8 +175,8 @@ def test_bf16_runs_in_bf16_and_recompute_recomputes() -> None:
     assert set(dtypes) == {torch.bfloat16}
 
 
-def test_what_destroys_memory_is_refused() -> None:
-    """oneDNN's issue 6035: a narrow residual network with channels last once died of a segmentation fault."""
+def test_narrow_channels_last_on_cpu_raises() -> None:
+    """Regression: a narrow ResNet with channels last died of a segmentation fault (oneDNN issue 6035)."""
     narrow = dataclasses.replace(recipe("digits"), model=ResNet(width_factor=1 / 8), channels_last=True)
     with pytest.raises(
         ValueError,
@@ -190,7 +190,7 @@ def test_what_destroys_memory_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("config", [SHORT, TEXT], ids=["digits", "text"])
 def test_compiling_reaches_every_block_and_head(config: Recipe) -> None:
-    """`Module.compile` had no effect on an `nn.Sequential` of layers, which the convolutional network is made of."""
+    """Regression: `Module.compile` had no effect on an `nn.Sequential` of layers, such as the convnet's."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -207,8 +207,8 @@ def test_compiling_reaches_every_block_and_head(config: Recipe) -> None:
     torch.compiler.reset()
 
 
-def test_a_plateau_is_seen_by_the_trainer(tmp_path: Path) -> None:
-    """A network that does not move has no better loss: the rate drops after every second test, of which two an epoch."""
+def test_trainer_drops_the_rate_on_plateaus(tmp_path: Path) -> None:
+    """A frozen network never improves: the rate drops after every second test, and an epoch has two."""
     still = Sgd(lr=1e-20, momentum=0.0, weight_decay=0.0, plateau_epochs=1)
     config = dataclasses.replace(
         SHORT, model=Mlp(num_stages=2), optimizer=still, epochs=3, eval_every=0.5, log_every=11
@@ -246,7 +246,7 @@ class Interrupts(Callback):
         self.status = status
 
 
-def test_an_interrupted_run_can_be_used(tmp_path: Path) -> None:
+def test_interrupted_run_saves_usable_weights(tmp_path: Path) -> None:
     run = new_run(SHORT, tmp_path)
     callback = Interrupts()
     trainer = Trainer(SHORT)
@@ -262,7 +262,7 @@ def test_an_interrupted_run_can_be_used(tmp_path: Path) -> None:
 # Schedules of the rate
 
 
-def test_drops_and_warm_up() -> None:
+def test_rate_drops_and_warm_up() -> None:
     sgd = Sgd(lr=0.1, drops=(91 / 200, 136 / 200, 182 / 200))
     epochs = [0, 90, 91, 135, 136, 181, 182, 199]
     assert [rate_factor(sgd, e * 390, 200 * 390) for e in epochs] == [1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
@@ -272,7 +272,7 @@ def test_drops_and_warm_up() -> None:
     assert rate_factor(Adam(), 123, 1000) == 1
 
 
-def test_a_plateau_drops_the_rate() -> None:
+def test_plateau_drops_the_rate() -> None:
     config = Sgd(lr=0.1, plateau_epochs=2)
     optimizer = make_optimizer(config, [nn.Parameter(torch.ones(1))])
     rate = LearningRate(config, optimizer, 100)
@@ -289,7 +289,7 @@ def test_a_plateau_drops_the_rate() -> None:
 
 
 def test_scores_by_hand() -> None:
-    """Two stages that give fixed logits; the ensemble averages probabilities, not logits."""
+    """Two stages give fixed logits; the ensemble averages probabilities, not logits."""
 
     class Fixed(nn.Module):
         def __init__(self, logits: list[float]) -> None:
@@ -327,8 +327,8 @@ def test_recipes_are_complete_and_survive_json(name: str) -> None:
     assert (RECIPES[name].__doc__ or "").strip()
 
 
-def test_recipes_are_the_papers() -> None:
-    """Every setting of the full-size experiments that the paper prints."""
+def test_recipes_match_the_paper() -> None:
+    """Check every setting of the full-size experiments that the paper prints."""
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 2e-4}
     table: dict[str, dict[str, Any]] = {
         "cifar10-convnet": {
@@ -420,7 +420,7 @@ def test_unknown_names_in_json_are_errors() -> None:
         from_json({"type": "Net"})
 
 
-def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
+def test_invalid_run_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"a folder with a run.json.*Found none"):
         Run.open(tmp_path)
     (tmp_path / "run.json").write_text("{")
@@ -445,7 +445,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         run.load_weights(other)
 
 
-def test_stages_whose_names_collide_cannot_be_saved_as_one_network() -> None:
+def test_stages_with_colliding_names_cannot_be_saved() -> None:
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, strategy="end-to-end")
     with pytest.raises(ValueError, match="Found 'weight' in stage 1 and in one before"):
         main_state(pipe)
@@ -459,7 +459,7 @@ CYCLES = [
 
 @pytest.mark.parametrize("config", [Sgd(), Sgd(momentum=0.0), Adam()], ids=["momentum", "sgd", "adam"])
 def test_every_optimizer_goes_with_every_strategy(config: Sgd | Adam) -> None:
-    """Fused SGD with momentum ended in an error at the second step of `rotating-2`, where another head has a gradient."""
+    """Regression: fused SGD with momentum failed at the second step of `rotating-2`: another head has a gradient."""
     x, y = torch.randn(6, 4), torch.randint(0, 4, (6,))
     for strategy in CYCLES:
         for heads in ("live", "all"):
@@ -473,7 +473,7 @@ def test_every_optimizer_goes_with_every_strategy(config: Sgd | Adam) -> None:
                 optimizer.zero_grad()
 
 
-def test_momentum_begins_as_torchs_does() -> None:
+def test_sgd_momentum_matches_torch() -> None:
     x = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     twin = torch.nn.Parameter(x.detach().clone())
     ours, theirs = (

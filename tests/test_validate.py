@@ -55,7 +55,7 @@ BROKEN: list[tuple[str, int, Callable[[Word], Word], str]] = [
 @pytest.mark.parametrize(
     ("stage", "change", "message"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN]
 )
-def test_broken_lists(stage: int, change: Callable[[Word], Word], message: str) -> None:
+def test_validate_rejects_broken_lists(stage: int, change: Callable[[Word], Word], message: str) -> None:
     good = schedule()
     lists = list(good.lists)
     lists[stage] = change(lists[stage])
@@ -64,14 +64,14 @@ def test_broken_lists(stage: int, change: Callable[[Word], Word], message: str) 
     validate(good)
 
 
-def test_turns_take_turns() -> None:
+def test_validate_rejects_swapped_turns() -> None:
     good = schedule("rotating-2", 4, 2)
     swapped = [tuple(a for turn in (1, 0) for a in word if a.turn == turn) for word in good.lists]
     with pytest.raises(ValueError, match=r"stage 0 should update.*turn after turn. Found U0/1 .* after 0 updates"):
         validate(good, lists=swapped)
 
 
-def test_a_list_may_fuse_some_micro_batches_and_split_others() -> None:
+def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
     flow = schedule("end-to-end", 2, 2).flows[0][0]
     split = schedule_of("split", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
     fused = schedule_of("fused", [[flow] * 2], lambda f, t: phase(f, t, fuse=ALL))
@@ -82,7 +82,7 @@ def test_a_list_may_fuse_some_micro_batches_and_split_others() -> None:
     assert timed(mixed, COSTS).period > 0
 
 
-def test_memory_is_that_of_the_lists_that_are_given() -> None:
+def test_validate_checks_memory_of_given_lists() -> None:
     flow = schedule("local", 2, 2).flows[0][0]
     small = schedule_of("small", [[flow] * 2], lambda f, t: depth_first(f, t))
     large = schedule_of("large", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_lists_that_are_given() -> None:
         validate(timed(small, COSTS))  # type: ignore[arg-type]
 
 
-def test_a_deadlock_in_the_words_names_what_is_stuck() -> None:
+def test_deadlock_names_the_stuck_actions() -> None:
     good = schedule("end-to-end", 2, 2)
     stage0, stage1 = good.words
     # Stage 0 wants the gradient of micro-batch 0 before it gives micro-batch 1, stage 1 the forward of 1 before it.
@@ -108,7 +108,7 @@ def test_a_deadlock_in_the_words_names_what_is_stuck() -> None:
             check(stuck)
 
 
-def test_memory_and_number_of_lists() -> None:
+def test_validate_checks_memory_and_number_of_lists() -> None:
     good = schedule()
     validate(good, costs=COSTS, memory=23)
     with pytest.raises(
@@ -130,8 +130,8 @@ def test_buffers_are_bounded_also_where_nothing_flows_back() -> None:
     assert borders == [False, True, False, True, False]
 
 
-def test_a_fast_stage_is_held_back_where_nothing_flows_back() -> None:
-    """Local training, the second stage four times as slow: the first would run away with activations for ever."""
+def test_fast_stage_is_throttled_where_nothing_flows_back() -> None:
+    """In local training with a four times slower second stage, the first would pile up activations without limit."""
     costs = Costs([1, 4], 0, [1, 4], [1, 4])
     found = best("local", num_stages=2, num_microbatches=3, costs=costs)
     line = simulate(found.schedule, costs, cycles=30)
