@@ -144,7 +144,7 @@ def test_chrome_trace_file_is_written(capsys: pytest.CaptureFixture[str]) -> Non
         (["--strategy", "3-wize"], "`strategy` should be one like.*Found '3-wize'"),
         (["--stages", "0"], "`num_stages` should be an integer of at least 1. Found 0"),
         (["--stages"], "`stages` should have at least one value. Found none"),
-        (["--costs", "x=1"], "Costs should be among.*Found 'x'"),
+        (["--costs", "x=1"], "Costs should have names among.*Found 'x'"),
         (["--stages", "8", "--microbatches", "64", "--batches", "20"], "at most 20,000 actions. Found"),
         (["--strategy", "credit-1,0;1,1"], "one row and column for each of the 4 stages. Found 2"),
     ],

@@ -122,7 +122,7 @@ def test_plan_skips_options_beyond_memory() -> None:
     with pytest.raises(DoesNotFit, match=r"`memory` should be at least 12.5 bytes a stage, which .* needs. Found 11"):
         transformer(8, costs=costs, memory=11, strategies=("2-wise",))
     assert "No end-to-end" in verdict(Plan(8, POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
-    with pytest.raises(ValueError, match="`microbatches` should hold at least one number"):
+    with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
         plan(lambda flows, m: TRANSFORMER, 4, microbatches=())
 
 
@@ -172,9 +172,11 @@ def test_plan_identifies_strategies_by_their_credit() -> None:
     assert names.count("local") == 1
     # Hogwild and local have the shortest steps, but of another kind.
     assert found.recommended.method == "zero-bubble"
-    with pytest.raises(ValueError, match="`strategies` should each hold at every step. Found 'local@5,end-to-end'"):
+    with pytest.raises(
+        ValueError, match="`strategies` should each be the same at every step. Found 'local@5,end-to-end'"
+    ):
         transformer(4, strategies=("local@5,end-to-end",))
-    with pytest.raises(ValueError, match="`strategy` should hold at every step. Found 'local@5,end-to-end'"):
+    with pytest.raises(ValueError, match="`strategy` should be the same at every step. Found 'local@5,end-to-end'"):
         best("local@5,end-to-end", num_stages=4, num_microbatches=1, costs=TRANSFORMER)
 
 
@@ -267,8 +269,8 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ([], "One of `recipe` and `costs` should be given.*Found neither"),
         (["--costs", "paper", "--recipe", "digits"], "One of `recipe` and `costs`.*Found both"),
         (["--costs", "transformr"], "Costs should be paper, transformer, or like.*Found 'transformr'"),
-        (["--costs", "forward=1,hed=1"], "Costs should be among forward.*Found 'hed'.*head"),
-        (["--costs", "forward=1"], "Costs should give forward, head.*Found no head in 'forward=1'"),
+        (["--costs", "forward=1,hed=1"], "Costs should have names among forward.*Found 'hed'.*head"),
+        (["--costs", "forward=1"], "Costs should have forward, head.*Found no head in 'forward=1'"),
         (
             ["--costs", "forward=-1,head=0,input_grad=1,weight_grad=1"],
             "`forward` should be from 0 to 1e\\+30. Found -1",
@@ -307,16 +309,16 @@ def test_costs_as_text(tmp_path: Path) -> None:
     assert found == Costs(1, (0, 0.5), 2, 3, latency=0.1)
     assert costs_of_text("1,0:0.5,2,3") == Costs(1, (0, 0.5), 2, 3)
     assert costs_of_text('{"forward": 1, "head": 0, "input_grad": [2, 1], "weight_grad": 3}') == Costs(1, 0, (2, 1), 3)
-    with pytest.raises(ValueError, match="Costs should give forward once. Found it twice"):
+    with pytest.raises(ValueError, match="Costs should have forward once. Found it twice"):
         costs_of_text("forward=1,forward=2,head=0,input_grad=1,weight_grad=1")
     with pytest.raises(ValueError, match="Costs should be at most 12 numbers. Found 13"):
         costs_of_text(",".join("1" * 13))
-    with pytest.raises(ValueError, match="The text should hold JSON. Found"):
+    with pytest.raises(ValueError, match="The text should contain JSON. Found"):
         costs_of_text("{")
     file = tmp_path / "costs.json"
     file.write_text('{"forward": [1, 2], "head": 0, "input_grad": 1, "weight_grad": 1}')
     assert costs_of_text(str(file)).forward == (1, 2)
-    for text, message in (("[1]", "one JSON object of costs. Found list"), ("{", "should hold JSON. Found")):
+    for text, message in (("[1]", "one JSON object of costs. Found list"), ("{", "should contain JSON. Found")):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             costs_of_text(str(file))

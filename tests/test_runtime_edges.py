@@ -183,7 +183,7 @@ def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]
         (["--message-mib", "-1"], "`message_mib` should be from 0"),
         (["--strategy", "hogwild"], "should have lists that repeat"),
         (["--strategy", "3wise"], "`strategy` should be one like"),
-        (["--costs", "1,2"], "Costs should give"),
+        (["--costs", "1,2"], "Costs should have"),
     ],
 )
 def test_bad_benchmarks_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

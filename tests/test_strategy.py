@@ -81,7 +81,7 @@ def test_window_beyond_stages_is_end_to_end_and_warns_once() -> None:
         "training."
     ]
     assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
-    with pytest.warns(UserWarning, match="`n = 4` is more than the 3 stages"):
+    with pytest.warns(UserWarning, match="`n = 4` is more than the number of stages, 3"):
         pipe.strategy = nwise.Switch(2, nwise.EndToEnd(), nwise.Hogwild(nwise.NWise(4)))
 
 

@@ -37,14 +37,14 @@ def moved(word: Word, kind: Kind, to: int) -> Word:
 BROKEN: list[tuple[str, int, Callable[[Word], Word], str]] = [
     ("a weight gradient forgotten", 1, lambda w: without(w, Kind.WEIGHT_GRAD), r"stage 1.*Found no W1\(0\) \(1 missing"),
     ("a drop forgotten", 2, lambda w: without(w, Kind.DROP), r"stage 2.*Found no D2\(0\)"),
-    ("an update twice", 3, lambda w: (*w, w[-1]), "stage 3.*Found U3 too often or unasked for"),
+    ("an update twice", 3, lambda w: (*w, w[-1]), "stage 3.*Found U3 too often or unneeded"),
     ("another stage's action", 0, lambda w: (*w, Action(Kind.FORWARD, 1, 0)), r"stage 0.*Found F1\(0\) too often"),
     ("a send forgotten", 0, lambda w: without(w, Kind.SEND_ACTIVATION), r"stage 0.*Found no SX0\(0\)"),
     ("a receive forgotten", 1, lambda w: without(w, Kind.RECEIVE_GRADIENT), r"stage 1.*Found no RG1\(0.0\)"),
     ("used before it is received", 1, lambda w: moved(w, Kind.FORWARD, 0), r"Found F1\(0\) without the activation of stage 0"),
     ("dropped too early", 1, lambda w: moved(w, Kind.DROP, 6), r"drop a micro-batch after its last use. Found RG1\(0.0\) after"),
     ("dropped before it is there", 0, lambda w: moved(w, Kind.DROP, 0), r"Found D0\(0\) without the activation of stage 0"),
-    ("updated too early", 2, lambda w: (w[-1], *w[:-1]), r"update after all else of a mini-batch.*Found U2 before 2 of its"),
+    ("updated too early", 2, lambda w: (w[-1], *w[:-1]), r"update after all other actions.*Found U2 before 2 of its"),
     ("dropped after the update", 2, lambda w: (*w[:-2], w[-1], w[-2]), "Found U2 before 1 of its micro-batches were dropped"),
     ("a head after its use", 1, lambda w: moved(w, Kind.HEAD, 9), r"Found I1\(0.0\) without the head of stage 1"),
     ("sent before it is made", 1, lambda w: moved(w, Kind.SEND_GRADIENT, 2), r"SG1\(0.0\) without message 0 of stage 1"),
@@ -67,7 +67,7 @@ def test_validate_rejects_broken_lists(stage: int, change: Callable[[Word], Word
 def test_validate_rejects_swapped_turns() -> None:
     good = schedule("rotating-2", 4, 2)
     swapped = [tuple(a for turn in (1, 0) for a in word if a.turn == turn) for word in good.lists]
-    with pytest.raises(ValueError, match=r"stage 0 should update.*turn after turn. Found U0/1 .* after 0 updates"):
+    with pytest.raises(ValueError, match=r"stage 0 should update.*turn by turn. Found U0/1 .* after 0 updates"):
         validate(good, lists=swapped)
 
 

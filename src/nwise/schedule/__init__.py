@@ -1,4 +1,36 @@
-"""What runs when: schedules as data, their exact period and bounds, simulation, validation, the paper's model.
+"""Schedules as data: their order, exact period, lower bounds, simulation and validation, and the paper's timing model.
+
+    strategy  ->  flow  ->  actions  ->  order  ->  schedule  ->  timed
+
+A strategy is a credit matrix. Its flow (`nwise.flow`) says which messages cross each boundary and which passes each stage
+makes, hence the actions. An order puts the actions of each stage into a list, and the lists are the schedule. The simulator,
+the validator and both runtimes take this one value. A timed schedule also has its exact period and a lower bound.
+
+Read the folder in this order:
+
+    actions, lists          the values: an action, a schedule, what an action needs and produces
+    orders, greedy          the rules that make lists
+    costs                   the time of every action
+    network, period         a schedule as a graph of waits, and its exact period
+    bounds, timed           the lower bound; a schedule with both
+    search, best, choose    the candidates, the best one, and the one that a pipeline runs
+    simulate, validate      times of a run; checks before a run
+    baselines, paper        end-to-end pipelines and the paper's formula, for comparison
+    partition, plan         stages of equal work; all methods compared
+    verdict                 the comparison in sentences
+
+`nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
+costs: one column per slot, two mini-batches, the first from an empty pipeline. A head costs nothing and comes right after its
+forward. A mini-batch takes 6 slots::
+
+    stage 0   F0 F1  . W0  . W1 F0 F1  . W0  . W1
+    stage 1    . F0 I0 F1 I1 W0 W1 F0 I0 F1 I1 W0 W1
+    stage 2    .  . F0 I0 F1 I1 W0 W1 F0 I0 F1 I1 W0 W1
+    stage 3    .  .  . F0 B0 F1 B1  .  . F0 B0 F1 B1
+
+A stage sends the gradient of its own loss back (I), and updates its weights with the gradient of the next stage's loss (W).
+On the last stage both gradients come from the same loss, so one pass (B) is enough. Stages are not synchronised: stage 0
+begins its second mini-batch before stage 1 has ended its first.
 
 >>> import nwise.schedule as schedule
 >>> found = schedule.best("2-wise", num_stages=4, num_microbatches=2, costs=schedule.PAPER)

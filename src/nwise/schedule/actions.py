@@ -1,4 +1,4 @@
-"""Actions: what a runtime executes, as plain data."""
+"""Actions: the work of a runtime as plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nwise.flow import StageFlow
 
 
 class Kind(Enum):
-    """What an action does: computations (see `nwise.stage`), messages, and bookkeeping."""
+    """Kinds of actions: computations (see `nwise.stage`), messages, and bookkeeping."""
 
     FORWARD = "F"
     HEAD = "H"
@@ -23,7 +23,7 @@ class Kind(Enum):
     DROP = "D"
     UPDATE = "U"
 
-    # Members are the only ones of their kind, and a schedule may hash millions of them.
+    # Members are singletons, so their identity is a valid hash, and faster for millions of actions.
     __hash__ = object.__hash__
 
 
@@ -31,12 +31,12 @@ class Action(NamedTuple):
     """One action of one stage on one micro-batch.
 
     Args:
-        kind: what is done.
-        stage: the stage that does it.
-        microbatch: the micro-batch it is done to; 0 for an update.
-        message: index of the message that I and B produce and that a gradient's send or receive carries; None
-            for the others.
-        turn: which mini-batch of a rotating strategy's cycle; 0 for all others.
+        kind: kind of the action.
+        stage: index of the stage.
+        microbatch: index of the micro-batch; 0 for an update.
+        message: index of the message that an I or B produces, or that a gradient's send or receive carries; None
+            for other actions (default).
+        turn: index of the mini-batch in a rotating strategy's cycle; 0 for other strategies (default).
     """
 
     kind: Kind
@@ -52,24 +52,24 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}{place or turn}"
 
 
-# Sends, each with the receive at its other end.
+# The receive at the other end of every kind of send.
 SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
 
 
 def counterpart(send: Action) -> Action:
-    """The receive that takes what a send sends."""
+    """Return the receive at the other end of a send."""
     step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
     return send._replace(kind=SENDS[send.kind], stage=send.stage + step)
 
 
 def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, turn: int = 0) -> list[Action]:
-    """The backward actions of a stage, nearest loss first and W last among equals.
+    """Return the backward actions of a stage, nearest loss first, and for equal losses W last.
 
     Args:
-        stage: what the stage does.
-        index: which stage it is.
-        microbatch: the micro-batch.
-        fuse: where W shares its cotangent with a message, let one pass B do both; else first I, then W.
+        stage: work of the stage.
+        index: index of the stage.
+        microbatch: index of the micro-batch.
+        fuse: whether one pass B replaces an I and a W that share their cotangent (default: True).
         turn: see `Action`.
     """
     together = stage.fused if fuse else None
@@ -83,6 +83,6 @@ def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, 
 
 
 def forwards(stage: StageFlow, index: int, microbatch: int, turn: int = 0) -> list[Action]:
-    """The forward of a stage, and its head's action if it has one to run."""
+    """Return the forward of a stage, and the action of its head if that runs."""
     head = [Action(Kind.HEAD, index, microbatch, None, turn)] if stage.head else []
     return [Action(Kind.FORWARD, index, microbatch, None, turn), *head]

@@ -1,12 +1,12 @@
-"""End-to-end pipelines to compare with: GPipe, 1F1B and zero-bubble.
+"""End-to-end pipelines for comparison: GPipe, 1F1B and zero-bubble.
 
     gpipe        all forwards, then all backwards
     1f1b         at most A - k micro-batches in flight on stage k, the period of GPipe
     zb-h1        backward split into I and W, at most A micro-batches in flight
     zero-bubble  the same without a cap: no bubble if there are enough micro-batches
 
-The split needs the cotangents of all layers kept between I and W (``chains="stored"``). nwise's own stages walk the
-chain again in W (``chains="walked"``), so those are the prices at which nwise itself can run zero-bubble.
+The split keeps the cotangents of all layers between I and W (``chains="stored"``). nwise's own stages walk the
+chain again in W, so nwise itself can run zero-bubble only at the price of ``chains="walked"``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nwise.schedule.lists import Schedule
 from nwise.schedule.search import Search
 from nwise.schedule.timed import Timed, check_memory, peak_bytes
 from nwise.strategies import EndToEnd, Strategy
-from nwise.strategies import strategy as strategy_of
+from nwise.strategies import strategy as parse
 
 BASELINES = ("gpipe", "1f1b", "zb-h1", "zero-bubble")
 
@@ -38,18 +38,18 @@ def baseline(
     chains: Chains = "stored",
     memory: float | None = None,
 ) -> Timed:
-    """An end-to-end pipeline with its period.
+    """Return an end-to-end pipeline with its period.
 
     Args:
         name: one of `BASELINES`.
-        num_stages: A.
-        num_microbatches: M.
-        costs: of one micro-batch.
-        chains: see `nwise.schedule.best`.
-        memory: bytes that every stage may use at most; default: any. Zero-bubble then has fewer micro-batches in flight.
+        num_stages: number of stages, A.
+        num_microbatches: number of micro-batches, M.
+        costs: costs of one micro-batch.
+        chains: see `nwise.schedule.best`; default: ``"stored"``.
+        memory: limit per stage in bytes, which zero-bubble meets with fewer micro-batches in flight; default: none.
 
     Raises:
-        ValueError: there is no such pipeline, or a number is out of range.
+        ValueError: the name is unknown, or a number is out of range.
         DoesNotFit: the pipeline does not fit the memory; a ValueError too.
 
     >>> baseline("1f1b", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
@@ -62,21 +62,21 @@ def baseline(
     check_memory(memory)
     search = Search(flows_for(EndToEnd(), num_stages, num_microbatches), costs, chains, memory)
     schedules = _schedules(name, search)
-    found = sorted((search.timed(schedule) for schedule in schedules if search.fits(schedule)), key=lambda t: t.rank)
-    if not found:
+    options = [search.timed(schedule) for schedule in schedules if search.fits(schedule)]
+    if not options:
         raise DoesNotFit(name, min(max(peak_bytes(s.in_flight, costs)) for s in schedules), memory or 0.0)
-    return found[0]
+    return min(options, key=lambda t: t.rank)
 
 
 def timed_method(name: str, **options: Any) -> Timed:
-    """A pipeline of `BASELINES` or the best schedule of a strategy, by name.
+    """Return a pipeline of `BASELINES` or the best schedule of a strategy, by name.
 
     Args:
-        name: which.
-        options: of `baseline` and `best`, which take the same.
+        name: name of a pipeline or strategy.
+        options: options of `baseline` or `best`, which are the same.
 
     Raises:
-        ValueError: there is no such pipeline or strategy, or an option is out of range.
+        ValueError: the name is unknown, or an option is out of range.
     """
     name = current_name(name)
     if name in BASELINES:
@@ -85,13 +85,13 @@ def timed_method(name: str, **options: Any) -> Timed:
 
 
 def known_method(name: str) -> Strategy:
-    """The strategy of a name; of an unknown one, suggest a pipeline too.
+    """Return the strategy with a name; for an unknown one, suggest pipelines too.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: the name is unknown.
     """
     try:
-        return strategy_of(name)
+        return parse(name)
     except ValueError as error:
         if meant := hint(name, BASELINES):
             raise ValueError(
@@ -101,6 +101,7 @@ def known_method(name: str) -> Strategy:
 
 
 def _schedules(name: str, search: Search) -> list[Schedule]:
+    """Return the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
     flows, size = search.flows, len(search.flows[0])
     if name == "gpipe":
         return [orders.schedule_of(name, flows, partial(orders.phase, fuse=orders.ALL))]
@@ -108,13 +109,15 @@ def _schedules(name: str, search: Search) -> list[Schedule]:
         return [orders.schedule_of(name, flows, orders.one_forward_one_backward)]
     num_stages = len(flows[0][0].stages)
     capped = name == "zb-h1"
-    found = [
+    schedules = [
         orders.schedule_of(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride))
         for stride in ((1,) if capped else (1, 2))
     ]
+    # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
+    # Smaller caps help only if memory is short.
     caps = {num_stages} if capped else {2 * num_stages - 1, size}
     caps |= set() if search.memory is None else set(range(1, num_stages))
     for cap in sorted({min(cap, size) for cap in caps}):
         rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs, chains=search.chains)
-        found.append(orders.schedule_of(name, flows, rule))
-    return found
+        schedules.append(orders.schedule_of(name, flows, rule))
+    return schedules

@@ -1,4 +1,4 @@
-"""The best schedule of a strategy: the shortest of several orders, and how far from the bound it is."""
+"""The best schedule of a strategy: the shortest of several orders, with its distance from the lower bound."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nwise.schedule.costs import Chains, Costs, check_chains, check_counts
 from nwise.schedule.search import Search
 from nwise.schedule.timed import CLOSE, Timed, check_memory, peak_bytes
 from nwise.strategies import Strategy, Switch
-from nwise.strategies import strategy as strategy_of
+from nwise.strategies import strategy as parse
 
 
 class DoesNotFit(ValueError):
     """The memory is too small.
 
     Args:
-        what: needs it.
-        least: bytes that a stage needs.
-        memory: bytes that there are.
+        what: name of the method that does not fit.
+        least: bytes that a stage needs at least.
+        memory: bytes that a stage may use.
     """
 
     def __init__(self, what: str, least: float, memory: float) -> None:
@@ -28,10 +28,10 @@ class DoesNotFit(ValueError):
         super().__init__(self.message("bytes", 1.0))
 
     def message(self, unit: str, size: float) -> str:
-        """The sentence, in a unit of so many bytes."""
+        """Return the error message, with sizes in a unit of `size` bytes."""
         return (
             f"`memory` should be at least {self.least / size:,.4g} {unit} a stage, which {self.what} needs. Found "
-            f"{self.memory / size:,.4g}; give more, or cut the mini-batch into more micro-batches or the network into more "
+            f"{self.memory / size:,.4g}; allow more, or cut the mini-batch into more micro-batches or the network into more "
             "stages."
         )
 
@@ -45,21 +45,23 @@ def best(
     chains: Chains = "stored",
     memory: float | None = None,
 ) -> Timed:
-    """The schedule of shortest period; then with the fewest micro-batches in flight, then with first-in-first-out messages.
+    """Find the schedule with the shortest period.
 
-    The orders of `nwise.schedule.orders` and list schedules are tried. Hogwild waits for nobody, so its busiest stage decides.
+    The candidates are the orders of `nwise.schedule.orders` and list schedules. Of equal periods the one with fewer
+    micro-batches in flight is better, then the one with first-in-first-out messages. Under Hogwild no stage waits for an
+    update, so the busiest stage determines the period.
 
     Args:
         strategy: a strategy or its name.
-        num_stages: A.
-        num_microbatches: M.
-        costs: of one micro-batch.
-        chains: ``"stored"``, an I may keep the cotangent of every layer for a later W of the same cotangent;
-            ``"walked"``, such a W walks the chain again, as nwise's own stages do.
-        memory: bytes that every stage may use at most (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: any.
+        num_stages: number of stages, A.
+        num_microbatches: number of micro-batches, M.
+        costs: costs of one micro-batch.
+        chains: ``"stored"`` (default): an I may keep the cotangent of every layer for a later W of the same cotangent;
+            ``"walked"``: such a W walks the chain again, as nwise's own stages do.
+        memory: limit per stage in bytes (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, or the strategy is a `Switch`.
+        ValueError, TypeError: an argument is invalid, or the strategy is a `Switch`.
         DoesNotFit: no order fits the memory; a ValueError too.
 
     >>> found = best("2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1))
@@ -71,10 +73,10 @@ def best(
     check_memory(memory)
     if not isinstance(costs, Costs):
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
-    rule = strategy_of(strategy)
+    rule = parse(strategy)
     if isinstance(rule, Switch):
         raise ValueError(
-            f"`strategy` should hold at every step. Found {rule.name!r}, which switches; give one of its parts, or "
+            f"`strategy` should be the same at every step. Found {rule.name!r}, which switches; pass one of its parts, or "
             "`strategy.in_force(step)`."
         )
     flows = flows_for(rule, num_stages, num_microbatches)
@@ -89,18 +91,18 @@ def best(
 
 
 def best_order(flows: Sequence[Sequence[Flow]], costs: Costs) -> Timed:
-    """The best of the closed-form orders and list schedules, as nwise's own stages run them.
+    """Find the best of the closed-form orders and list schedules, at the prices of nwise's own stages.
 
     Args:
-        flows: of every micro-batch, ``[turns][M]``.
-        costs: of one micro-batch.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        costs: costs of one micro-batch.
     """
     return _orders(Search(flows, costs, "walked"), resource_bound(flows, costs) / len(flows))[0]
 
 
 def _orders(search: Search, bound: float) -> list[Timed]:
-    """The closed-form orders and list schedules that fit the memory, the best first."""
-    found: list[Timed] = []
+    """Time the closed-form orders and list schedules that fit the memory, and return them, the best first."""
+    options: list[Timed] = []
     least = float("inf")
     for fuse in search.fuses:
         for rule in search.rules():
@@ -108,9 +110,10 @@ def _orders(search: Search, bound: float) -> list[Timed]:
             if not search.fits(schedule):
                 least = min(least, max(peak_bytes(schedule.in_flight, search.costs)))
                 continue
-            found.append(search.timed(schedule))
-            if len(found) == 1 == len(search.fuses) and found[0].period <= bound * (1 + CLOSE):
-                return found  # the first has the least memory, and first-in-first-out messages
-    if not found:
+            options.append(search.timed(schedule))
+            # Stop at an optimal first option: it has the least memory, and first-in-first-out messages.
+            if len(options) == 1 == len(search.fuses) and options[0].period <= bound * (1 + CLOSE):
+                return options
+    if not options:
         raise DoesNotFit("the smallest order of this strategy", least, search.memory or 0.0)
-    return sorted(found, key=lambda t: t.rank)
+    return sorted(options, key=lambda t: t.rank)

@@ -1,12 +1,14 @@
-"""Lower bounds: how short no schedule can be.
+"""Lower bounds on the period of any schedule.
 
-    resource        the busiest stage (or link) has to do all its work
-    dependency      messages take their way, whatever the stages do
-    head-work-tail  between the start of stage a's list and the end of stage b's, all work of a stage s that depends on
-                    the one and feeds the other has to fit, plus the way to it and from it (Jackson's preemptive bound)
+    resource        the busiest stage (or link) must do all its work
+    dependency      messages need the time of their path, however free the stages are
+    head-work-tail  between the start of stage a's list and the end of stage b's must fit all work of a stage s that
+                    depends on a and feeds b, plus the paths to it and from it (Jackson's preemptive bound):
 
-The third contains the first two. It gives for each turn a matrix of least times from stage a to stage b; the mean of
-the longest cycle through it is the bound. It holds for every order and whether or not W and I are fused.
+                    start of a --- head ---> [ work of s ] --- tail ---> end of b
+
+The third contains the first two. For each turn it gives a matrix of least times from stage a to stage b. The bound is the
+largest mean of a cycle through these matrices. It holds for every order, with or without fusion of W and I.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from nwise.schedule.orders import NONE, depth_first
 Matrix = NDArray[np.float64]
 
 _CLOSE = 1e-9
-# Pairs of actions that are compared at most; of larger schedules only cheaper bounds are looked at.
+# Largest number of pairs of actions to compare; larger schedules get only the cheaper bounds.
 _MOST_EFFORT = 2e8
 
 
 def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
-    """Work of the busiest stage, or time of the busiest link, in one cycle of mini-batches."""
+    """Return the work of the busiest stage or the time of the busiest link, per cycle of mini-batches."""
     num_stages = len(flows[0][0].stages)
     work = [0.0] * num_stages
     down, up = [0.0] * num_stages, [0.0] * num_stages
@@ -47,25 +49,26 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
 
 
 def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
-    """Time from a forward that is held back until its activation has been taken."""
+    """Return for every held-back stage the time from a forward until its activation is taken."""
     sizes, times = costs.of("message_bytes", num_stages), costs.of("forward", num_stages)
     return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows)]
 
 
 def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = np.inf) -> float:
-    """Time that one cycle of mini-batches takes at the least, in any order.
+    """Return a lower bound on the time of one cycle of mini-batches, for any order.
+
+    Large schedules get a cheaper, less sharp bound.
 
     Args:
-        flows: of every micro-batch, ``[turns][M]``.
-        costs: see `Costs`.
-        enough: a time that is known to be possible; a bound that meets it is not looked for further. That of large
-            schedules is only looked for cheaply, which makes it less sharp.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        costs: costs of one micro-batch.
+        enough: time of a known schedule; the search ends at a bound that meets it. Default: no limit.
     """
     known = resource_bound(flows, costs)
     num_stages = len(flows[0][0].stages)
     effort = num_stages**2 * (len(flows[0]) * max(map(_actions, flows[0]))) ** 2
     if len(flows) == 1 and effort < _MOST_EFFORT:
-        # A stage with itself is most often the longest cycle, and much less work than all pairs.
+        # The longest cycle is usually that of a stage with itself, which costs much less than all pairs.
         known = max(known, float(np.diag(_least_times(flows[0], costs, pairs=False)).max()))
     if known >= enough * (1 - _CLOSE) or effort * num_stages > _MOST_EFFORT:
         return known
@@ -75,18 +78,19 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = n
         if batch not in matrices:
             matrices[batch] = _least_times(batch, costs)
         this = matrices[batch]
+        # Turns follow each other: a max-plus product, in which times add up and the longest path counts.
         least = this if least is None else (least[:, :, None] + this[None, :, :]).max(axis=1)
     assert least is not None
     return max(known, _longest_cycle(least))
 
 
 def _actions(flow: Flow) -> int:
-    """The most that a stage has to do for a micro-batch."""
+    """Return the largest number of actions of a stage for a micro-batch."""
     return max(2 + len(stage.messages) + stage.head for stage in flow.stages)
 
 
 def _least(price: Prices, action: Action, flow: Flow) -> float:
-    """The least an action takes: a W that could be fused brings no overhead and no chain."""
+    """Return the least time of an action; a W that can be fused has no overhead and no chain."""
     stage = flow.stages[action.stage]
     time = price.of(action, stage, "stored")
     shared = action.kind is Kind.WEIGHT_GRAD and stage.fused is not None
@@ -94,7 +98,7 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
 
 
 def _least_times(flows: Sequence[Flow], costs: Costs, *, pairs: bool = True) -> Matrix:
-    """``[a, b]``: from the start of stage a's list to the end of stage b's, at the least; -inf where nothing leads."""
+    """Return the least times from the start of stage a's list to the end of stage b's, ``[a, b]``; -inf without a path."""
     ways = _Ways(flows, costs)
     num_stages = len(flows[0].stages)
     heads = ways.heads()
@@ -105,24 +109,25 @@ def _least_times(flows: Sequence[Flow], costs: Costs, *, pairs: bool = True) -> 
         here = stages == s
         for a in range(num_stages):
             ends = slice(None) if pairs else slice(a, a + 1)
-            found = _jackson(heads[here, a], ways.work[here], tails[here, ends])
-            least[a, ends] = np.maximum(least[a, ends], found)
+            bound = _jackson(heads[here, a], ways.work[here], tails[here, ends])
+            least[a, ends] = np.maximum(least[a, ends], bound)
     return least
 
 
 class _Ways:
-    """Longest ways through one mini-batch if stages could do any number of things at once."""
+    """Longest paths through one mini-batch if a stage could run any number of actions at once."""
 
     def __init__(self, flows: Sequence[Flow], costs: Costs) -> None:
         self._num_stages = len(flows[0].stages)
         self._prices = prices(costs, self._num_stages)
+        # Any valid order numbers the actions so that each comes after all that it needs.
         self.actions = merge(depth_first(flows, 0, fuse=NONE), [flows])
         place: dict[object, int] = {product(action): i for i, action in enumerate(self.actions)}
         self.work = np.array([_least(self._prices[a.stage], a, flows[a.microbatch]) for a in self.actions])
         self._before = _before(self.actions, place, flows, costs)
 
     def heads(self) -> Matrix:
-        """``[action, a]``: from the start of stage a's list to the action."""
+        """Return the times from the start of stage a's list to the start of every action, ``[action, a]``."""
         heads = np.full((len(self.actions), self._num_stages), -np.inf)
         for i, action in enumerate(self.actions):
             heads[i, action.stage] = 0.0
@@ -131,7 +136,7 @@ class _Ways:
         return heads
 
     def tails(self) -> Matrix:
-        """``[action, b]``: from the end of the action to the end of stage b's list."""
+        """Return the times from the end of every action to the end of stage b's list, ``[action, b]``."""
         tails = np.full((len(self.actions), self._num_stages), -np.inf)
         for i in reversed(range(len(self.actions))):
             k = self.actions[i].stage
@@ -144,30 +149,42 @@ class _Ways:
 def _before(
     actions: Sequence[Action], place: dict[object, int], flows: Sequence[Flow], costs: Costs
 ) -> list[list[tuple[int, float]]]:
-    """Per action those that precede it: what it needs, and, as micro-batches are alike, the one before of its kind."""
+    """Return for every action its predecessors, each with the time that its result travels."""
+    # If micro-batches are alike, swapping two of them changes no time. So actions of one kind run in their order, without
+    # loss of generality, and each also comes after the one before it.
     sizes = [size / costs.bandwidth for size in costs.of("message_bytes", len(flows[0].stages))]
     alike = all(flow == flows[0] for flow in flows)
     last: dict[tuple[Kind, int, int | None], int] = {}
     before: list[list[tuple[int, float]]] = []
     for i, action in enumerate(actions):
         k = action.stage
-        found = []
+        earlier = []
         for key in needs(action, [flows]):
             lag = 0.0 if key[1] == k else costs.latency + (sizes[k - 1] if key[1] < k else sizes[k])
-            found.append((place[key], lag))
+            earlier.append((place[key], lag))
         kind = (action.kind, k, action.message)
         if alike and kind in last:
-            found.append((last[kind], 0.0))
+            earlier.append((last[kind], 0.0))
         last[kind] = i
-        before.append(found)
+        before.append(earlier)
     return before
 
 
 def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
-    """For each end b the largest of: least head + work + least tail, over sets of one stage's actions.
+    """Return for each end b the largest sum (least head + work + least tail) over all sets of one stage's actions.
 
-    A set that matters holds every action whose head and tail are at least two given numbers.
+    Args:
+        heads: time before each action, ``[action]``.
+        work: duration of each action, ``[action]``.
+        tails: time after each action until the end of every b, ``[action, b]``.
     """
+    # Only sets {head >= h, tail >= t} matter: any other set gains work, and loses nothing, by adding the missing actions.
+    # Sorted by falling head, such a set is a prefix of the actions without those of a smaller tail:
+    #
+    #     action, by falling head    0    1    2    3    4
+    #     tail                       5    2    7    3    6     t = 3, the tail of action 3
+    #     inside                     x    .    x    x    x
+    #     load                       w0   w0   +w2  +w3  +w4   the work of every prefix, in one cumulative sum
     known = heads > -np.inf
     if not known.any():
         return np.full(tails.shape[1], -np.inf)
@@ -180,8 +197,9 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
 
 
 def _longest_cycle(matrix: Matrix) -> float:
-    """The largest mean of a cycle (Karp's theorem, with a start that reaches everything)."""
+    """Return the largest mean of a cycle, by Karp's theorem."""
     size = len(matrix)
+    # walks[i][v] is the heaviest walk of i arcs to v from an added start with an arc of weight 0 to every stage.
     walks = [np.zeros(size)]
     for _ in range(size):
         walks.append((walks[-1][:, None] + matrix).max(axis=0))

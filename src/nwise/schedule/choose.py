@@ -1,4 +1,4 @@
-"""The schedule that a pipeline runs: one of the caller's own, a named order, or the best of the orders for typical costs."""
+"""The schedule that a pipeline runs: a custom one, a named order, or the best of the orders for typical costs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Order: TypeAlias = "str | Schedule | Timed"
 
 ORDERS = ("best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zb-h1")
 
-# What orders are chosen for when nobody has measured: a head of half a stage, messages that are short but not free.
+# Costs for the choice of an order without measurements: a head of half a stage, messages that are short but not free.
 TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05)
 
 
 def check_order(order: object) -> None:
-    """Refuse what is no order."""
+    """Raise ValueError or TypeError unless `order` is a schedule or one of `ORDERS`."""
     order = current_name(order)
     if isinstance(order, Schedule | Timed) or order in ORDERS:
         return
@@ -35,16 +35,16 @@ def check_order(order: object) -> None:
 
 
 def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
-    """A schedule that does what the flows ask for.
+    """Return a schedule for the flows.
 
     Args:
         order: a schedule for these flows (`nwise.schedule.best` with measured costs gives the best one), or one of `ORDERS`.
-            ``gpipe`` (which is ``phase``), ``1f1b`` and ``zb-h1`` are meant for end-to-end training and run
+            ``gpipe`` (the same as ``phase``), ``1f1b`` and ``zb-h1`` are made for end-to-end training and run
             any strategy.
-        flows: of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[turns][M]``.
 
     Raises:
-        ValueError: the schedule is for other flows, or could not run.
+        ValueError: the order is unknown, or the schedule is for other flows or cannot run.
     """
     order = current_name(order)
     check_order(order)
@@ -53,7 +53,7 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
     if isinstance(order, Schedule):
         if order.flows != tuple(map(tuple, flows)):
             raise ValueError(
-                "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one of "
+                "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one for "
                 f"{order.num_stages} stages and {order.num_microbatches} micro-batches whose heads or messages differ."
             )
         validate(order)

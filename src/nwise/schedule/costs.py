@@ -1,4 +1,4 @@
-"""Costs: how long each action takes, in any unit of time (a *slot* is one forward of the paper's model)."""
+"""Costs: the time of each action, in any unit (a *slot* is one forward of the paper's model)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from nwise._errors import hint
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
 
-# How a W costs that follows an I of the same cotangent: "stored", the I has kept the cotangent of every layer;
-# "walked", W walks the chain of layers once more, as plain autograd does.
+# The price of a W that follows an I of the same cotangent. "stored": the I has kept the cotangent of every layer.
+# "walked": W walks the chain of layers once more, as plain autograd does.
+#
+#     I            output --> layer 3 --> layer 2 --> layer 1 --> input
+#     W, stored                 |           |           |                 weights only: `weight_grad`
+#     W, walked    output --> layer 3 --> layer 2 --> layer 1             and the arrows: + `chain_share` of an I
 Chains = Literal["stored", "walked"]
 Scalars = float | Sequence[float]
 
@@ -39,21 +43,21 @@ class Costs:
     """Times of one micro-batch, each a number or one per stage.
 
     Args:
-        forward: F.
-        head: H, forward, loss and backward of the head; follows its forward.
-        input_grad: I, the gradient to a stage's input, through all of its layers.
-        weight_grad: W, the gradient to the weights, given the cotangent at every layer.
-        chain_share: share of I that a chain costs when it ends inside the stage ((L - 1) / L for L equal
-            layers), which a W pays whose cotangent no message has: lambda, default 1, the honest value for
-            stages of several layers.
-        update: U, once a mini-batch.
-        latency: of every message; occupies no stage.
-        overhead: added to every F, I, W and B (the paper's c0 per slot); a head follows its forward and pays none.
-        bandwidth: bytes per unit of time of each link and direction; messages of one direction queue up.
-        message_bytes: of the activation that a stage sends, and of each gradient that comes back for it;
-            the default 1 lets `bandwidth` count messages.
-        activation_bytes: what a stage keeps of one micro-batch between its forward and its last pass.
-        fixed_bytes: what a stage keeps always (parameters, their gradients, optimizer state).
+        forward: time of F.
+        head: time of H: forward, loss and backward of the head.
+        input_grad: time of I: the gradient to a stage's input, through all of its layers.
+        weight_grad: time of W: the gradient to the weights, given the cotangent at every layer.
+        chain_share: share of an I (lambda) that a W costs besides if it walks the chain of layers itself: (L - 1) / L for
+            L equal layers, because it ends at the first one. Default: 1, the conservative value for stages of several
+            layers.
+        update: time of U, once per mini-batch; default: 0.
+        latency: latency of every message, which occupies no stage; default: 0.
+        overhead: time added to every F, I, W and B (the paper's c0 per slot), not to H, which follows its F; default: 0.
+        bandwidth: bytes per unit of time of each link and direction, on which messages queue up; default: no limit.
+        message_bytes: size of the activation that a stage sends, and of each gradient that comes back for it;
+            with the default 1, `bandwidth` counts messages.
+        activation_bytes: memory of one micro-batch between its forward and its last pass; default: 1.
+        fixed_bytes: memory that is always in use (parameters, their gradients, optimizer state); default: 0.
 
     Raises:
         ValueError: a cost is negative or not a number.
@@ -94,10 +98,10 @@ class Costs:
         if max(shares, default=0) > 1:
             raise ValueError(f"`chain_share` should be from 0 to 1. Found {max(shares)}.")
         if self.bandwidth == 0:
-            raise ValueError("`bandwidth` should be above 0 (inf for links that cost nothing). Found 0.")
+            raise ValueError("`bandwidth` should be above 0 (inf for links without cost). Found 0.")
 
     def of(self, name: str, num_stages: int) -> tuple[float, ...]:
-        """One value per stage."""
+        """Return one value per stage."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (float(value),) * num_stages
@@ -106,10 +110,9 @@ class Costs:
         return tuple(map(float, value))
 
     def split_in(self, num_microbatches: int) -> Costs:
-        """From the costs of a whole mini-batch to those of one of its micro-batches.
+        """Return the costs of a micro-batch, given those of a whole mini-batch.
 
-        Everything is divided but what is paid once an action (`overhead`, `latency`), once an update
-        (`update`), or kept always.
+        Costs per action (`overhead`, `latency`), per update (`update`) and of fixed memory are not divided.
         """
         divided = ("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes")
         check_counts(num_microbatches=num_microbatches)
@@ -127,14 +130,14 @@ def _check(name: str, number: object) -> None:
 
 
 def check_counts(**counts: object) -> None:
-    """Refuse numbers of stages or micro-batches that cannot be."""
+    """Raise ValueError unless all counts are integers of at least 1."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(f"`{name}` should be an integer of at least 1. Found {value!r}.")
 
 
 def check_chains(chains: str) -> None:
-    """Refuse what is no way to price a chain."""
+    """Raise ValueError unless `chains` is valid."""
     if chains not in ("stored", "walked"):
         raise ValueError(f"`chains` should be 'stored' or 'walked'. Found {chains!r}.")
 
@@ -144,16 +147,16 @@ def _divide(value: Scalars, by: int) -> Scalars:
 
 
 PAPER = Costs(forward=1, head=0, input_grad=1, weight_grad=0)
-"""The paper's: one slot for a forward and one for each loss's pass through a stage; heads and messages free."""
+"""The paper's costs: one slot for a forward and for each loss's pass through a stage; heads and messages are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The time of every action of one stage.
+    """Times of every action of one stage.
 
     Args:
-        forward, head, input_grad, weight_grad, update, overhead: as in `Costs`.
-        chain: what W pays beyond `weight_grad` when it walks the chain itself.
+        forward, head, input_grad, weight_grad, update, overhead: times as in `Costs`.
+        chain: time of W beyond `weight_grad` if it walks the chain itself.
     """
 
     forward: float
@@ -165,7 +168,7 @@ class Prices:
     overhead: float
 
     def of(self, action: Action, stage: StageFlow, chains: Chains) -> float:
-        """Time of a computation or an update."""
+        """Return the time of a computation or an update."""
         kind = action.kind
         if kind is Kind.FORWARD:
             return self.forward + self.overhead
@@ -182,29 +185,29 @@ class Prices:
 
 
 def prices(costs: Costs, num_stages: int) -> list[Prices]:
-    """The prices of every stage."""
+    """Return the prices of every stage."""
     names = ("forward", "head", "input_grad", "weight_grad", "update", "chain_share")
     columns = zip(*(costs.of(name, num_stages) for name in names), strict=True)
     return [Prices(f, h, i, w, u, chain=share * i, overhead=costs.overhead) for f, h, i, w, u, share in columns]
 
 
 TRANSFORMER = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, overhead=0.02)
-"""Of a whole mini-batch of a Transformer: I and W as long as F, a head of half a stage (the paper's own are larger), and the
-paper's c0 / c1 = 0.02."""
+"""Costs of a whole mini-batch of a Transformer: I and W as long as F, a head of half a stage (the paper's are larger), and
+the paper's c0 / c1 = 0.02."""
 
 PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
 
 
 def costs_of_text(text: str) -> Costs:
-    """Costs from a text, as on the command line.
+    """Parse costs from a text, as on the command line.
 
     Args:
-        text: ``"paper"``, ``"transformer"``; ``"forward=1,head=0.5,input_grad=1,weight_grad=1"``, with values of stages
-            separated by colons, as in ``head=0:0.5:0.5``, the names of leading ones left out if all are (``"1,0.5,1,1"``);
-            JSON of such names, or a file of it.
+        text: ``"paper"`` or ``"transformer"``; pairs like ``"forward=1,head=0.5,input_grad=1,weight_grad=1"``, with colons
+            between the values of stages, as in ``head=0:0.5:0.5``; the leading values without any names, ``"1,0.5,1,1"``;
+            a JSON object; or the path of a JSON file.
 
     Raises:
-        ValueError: the text is none of them.
+        ValueError: the text is invalid.
 
     >>> costs_of_text("forward=1:2,head=0.5,input_grad=1,weight_grad=1").forward
     (1.0, 2.0)
@@ -220,11 +223,11 @@ def costs_of_text(text: str) -> Costs:
         values = _from_pairs(text, names)
     for name in values:
         if name not in names:
-            raise ValueError(f"Costs should be among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
+            raise ValueError(f"Costs should have names among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
     missing = [name for name in names[:4] if name not in values]
     if missing:
         raise ValueError(
-            f"Costs should give {', '.join(names[:4])}, or be one of {', '.join(PRESETS)}. Found no {missing[0]} in {text!r}."
+            f"Costs should have {', '.join(names[:4])}, or be one of {', '.join(PRESETS)}. Found no {missing[0]} in {text!r}."
         )
     return Costs(**values)
 
@@ -237,15 +240,15 @@ def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
     for part, place in zip(parts, names, strict=False):
         name, _, numbers = part.partition("=") if "=" in text else (place, "", part)
         try:
-            found = [float(number) for number in numbers.split(":")]
+            times = [float(number) for number in numbers.split(":")]
         except ValueError as error:
             raise ValueError(
                 f"Costs should be {', '.join(PRESETS)}, or like forward=1,head=0.5,input_grad=1,weight_grad=1. Found {part!r}."
                 f"{hint(text, PRESETS)}"
             ) from error
         if name.strip() in values:
-            raise ValueError(f"Costs should give {name.strip()} once. Found it twice in {text!r}.")
-        values[name.strip()] = found if len(found) > 1 else found[0]
+            raise ValueError(f"Costs should have {name.strip()} once. Found it twice in {text!r}.")
+        values[name.strip()] = times if len(times) > 1 else times[0]
     return values
 
 
@@ -259,7 +262,7 @@ def _from_json(where: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} should hold JSON. Found {error}.") from error
+        raise ValueError(f"{where} should contain JSON. Found {error}.") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{where} should hold one JSON object of costs. Found {type(values).__name__}.")
+        raise ValueError(f"{where} should contain one JSON object of costs. Found {type(values).__name__}.")
     return values

@@ -1,4 +1,4 @@
-"""List scheduling: a stage that is free takes the most urgent of what is ready."""
+"""List scheduling: a free stage takes the most urgent action that is ready."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def nearest_first(
     chains: Chains,
     pace: float = 0.0,
 ) -> list[Word]:
-    """Own head first, then passes of the nearest loss, then forwards; weight gradients where nothing else is ready.
+    """Run the own head first, then passes of the nearest loss, then forwards, then weight gradients.
 
     Args:
-        flows: of every micro-batch.
-        turn: of the cycle.
-        fuse: stages that fuse I and W where these share a cotangent.
-        cap: most micro-batches in flight per stage.
-        costs: times, which decide what is ready when.
+        flows: flow of every micro-batch.
+        turn: index of the mini-batch in the cycle.
+        fuse: stages that fuse I and W if these share a cotangent.
+        cap: largest number of micro-batches in flight per stage.
+        costs: costs of one micro-batch, which decide when actions are ready.
         chains: see `nwise.schedule.best`.
-        pace: time between two forwards of the first stage at the least.
+        pace: least time between two forwards of the first stage; default: 0.
     """
 
     def urgency(action: Action) -> tuple[float, float]:
@@ -50,12 +50,12 @@ def nearest_first(
 def list_schedule(
     flows: Sequence[Flow], turn: int, urgency: Urgency, *, fuse: Collection[int], cap: int, costs: Costs, chains: Chains
 ) -> list[Word]:
-    """Whenever a stage is free it takes, of what is ready, what has the smallest `urgency`; see `nearest_first`."""
+    """Give every free stage the ready action with the smallest `urgency`; for the arguments see `nearest_first`."""
     return _Greedy(flows, turn, urgency, fuse, cap, costs, chains).words()
 
 
 class _Greedy:
-    """One mini-batch by events."""
+    """An event-driven simulation of one mini-batch that decides the order as it goes."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class _Greedy:
         self._chains: Chains = chains
         self._in_flight = [0] * num_stages
         self._words: list[list[Action]] = [[] for _ in range(num_stages)]
-        # Per stage one queue for each kind of action, which runs in the order of the micro-batches.
+        # Per stage one queue for each kind of action, in the order of the micro-batches; the next one is at the end. So a
+        # stage has only one candidate per kind to compare.
         self._queues: list[dict[tuple[Kind, int | None], list[Action]]] = [{} for _ in range(num_stages)]
         self._left = [[0] * len(flows) for _ in range(num_stages)]
         for k, queues in enumerate(self._queues):
@@ -91,13 +92,15 @@ class _Greedy:
                     queues.setdefault((action.kind, action.message), []).append(action)
 
     def words(self) -> list[Word]:
-        """Run everything."""
+        """Run all actions and return their order on each stage."""
         arrival: dict[Product, float] = {}
+        # Times at which a stage may find something to do: it becomes free, a message arrives, the pace lets a forward start.
         events = [(0.0, k) for k in range(len(self._words))]
         if self._pace:
             events += [(m * self._pace, 0) for m in range(1, len(self._flows))]
         free = [0.0] * len(self._words)
         while events:
+            # All events of one time come before any choice, so a stage sees everything that has arrived by then.
             now = events[0][0]
             awake = set()
             while events and events[0][0] <= now:
@@ -118,6 +121,7 @@ class _Greedy:
         return [tuple(word) for word in self._words]
 
     def _take(self, k: int, now: float, arrival: dict[Product, float]) -> Action | None:
+        """Remove the most urgent ready action of a stage from its queue and return it; None if none is ready."""
         heads = [queue[-1] for queue in self._queues[k].values() if queue]
         ready = [action for action in heads if self._ready(action, now, arrival)]
         if not ready:
@@ -131,6 +135,7 @@ class _Greedy:
         return action
 
     def _ready(self, action: Action, now: float, arrival: dict[Product, float]) -> bool:
+        """Tell whether a stage may start an action now."""
         k = action.stage
         full = self._in_flight[k] >= self._cap
         early = k == 0 and action.microbatch * self._pace > now

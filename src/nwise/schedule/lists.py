@@ -1,4 +1,4 @@
-"""Schedules: one ordered list of actions per stage, the value that runtimes execute and simulators time."""
+"""Schedules: one ordered list of actions per stage, which runtimes execute and simulators time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind
 
 Word = tuple[Action, ...]
-# What an action makes and others wait for: (what, stage, micro-batch, turn); what is a letter or a message's index.
+# The result of an action, for which others wait: (what, stage, micro-batch, turn), with "F", "H" or the index of a message.
 Product = tuple[str | int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does in one mini-batch, or in one cycle of mini-batches of a rotating strategy.
+    """The work of every stage in one mini-batch, or in one cycle of mini-batches of a rotating strategy.
 
     Args:
         order: name of the rule that made it.
-        flows: the flow of every micro-batch, ``[turns][M]``.
-        words: per stage its computations in order, each turn closed by its update.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        words: computations of every stage in order, with an update at the end of each turn.
     """
 
     order: str
@@ -32,72 +32,76 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """A."""
+        """Number of stages, A."""
         return len(self.words)
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
+        """Number of micro-batches per mini-batch, M."""
         return len(self.flows[0])
 
     @cached_property
     def lists(self) -> tuple[Word, ...]:
-        """Per stage everything that it does: receives right before first use, sends as soon as there is something
-        to send, one message per loss, drops after last use, the update last."""
+        """All actions of every stage, in order.
+
+        A receive comes right before the first use, a send right after its computation, a drop after the last use, and
+        an update at the end of its turn.
+        """
         return tuple(tuple(_with_messages(word, self.flows, len(self.words))) for word in self.words)
 
     @cached_property
     def digest(self) -> str:
-        """A text that is the same for equal lists, in other processes too."""
+        """Hash of the lists, the same in every process."""
         return sha256(repr(self.lists).encode()).hexdigest()
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage the most micro-batches whose forward has run and that are still needed."""
+        """For every stage the largest number of micro-batches in flight: forward done, last use still to come."""
         return tuple(_most_in_flight(word) for word in self.words)
 
     @cached_property
     def first_in_first_out(self) -> bool:
-        """Whether every boundary's gradients are used in the order they are sent, so that no message needs a tag."""
+        """Whether gradients are used in the order in which they are sent, at every boundary."""
         sent = [[(a.microbatch, a.message) for a in word if a.kind is Kind.SEND_GRADIENT] for word in self.lists]
         used = [[(a.microbatch, a.message) for a in word if a.kind is Kind.RECEIVE_GRADIENT] for word in self.lists]
         return all(here == above for here, above in zip(used, sent[1:], strict=False))
 
     @cached_property
     def one_process_turns(self) -> tuple[Word, ...]:
-        """For each mini-batch of the cycle, all its computations in an order that one process can run."""
+        """For each mini-batch of the cycle, all its computations in an order for one process."""
         order = self.one_process()
         return tuple(tuple(action for action in order if action.turn == turn) for turn in range(len(self.flows)))
 
     def one_process(self) -> list[Action]:
-        """All computations in one order that respects every list, as one process runs them.
+        """Return all computations in one order that respects every list, for one process.
 
         Raises:
-            ValueError: the lists wait for each other; it names the actions that are stuck.
+            ValueError: the lists are in a deadlock; the message names the actions that are stuck.
         """
         return merge(self.words, self.flows)
 
 
 def counted(flows: Sequence[Sequence[Flow]]) -> list[tuple[Flow, int]]:
-    """The different flows and how many micro-batches have each; told apart by identity, since they are large."""
-    found: dict[int, tuple[Flow, int]] = {}
+    """Return the different flows, each with its number of micro-batches."""
+    # By identity, because flows are large and equal ones usually come from one cached object.
+    counts: dict[int, tuple[Flow, int]] = {}
     for flow in (flow for batch in flows for flow in batch):
-        found[id(flow)] = flow, found.get(id(flow), (flow, 0))[1] + 1
-    return list(found.values())
+        counts[id(flow)] = flow, counts.get(id(flow), (flow, 0))[1] + 1
+    return list(counts.values())
 
 
 def held_back(flows: Sequence[Sequence[Flow]]) -> list[int]:
-    """Stages whose next one does not send a gradient back for every micro-batch.
+    """Return the stages that do not receive a gradient from the next stage for every micro-batch.
 
-    Nothing else would keep such a stage from running away, so it starts a forward only after its activation of the
-    mini-batch before has been taken.
+    Nothing else would keep such a stage from running ahead. It therefore starts a forward only after the next stage has
+    taken its activation of the previous mini-batch.
     """
     different = [flow for flow, _ in counted(flows)]
     return [k for k in range(len(flows[0][0].stages) - 1) if not all(flow.stages[k + 1].messages for flow in different)]
 
 
 def check_schedule(schedule: object) -> None:
-    """Refuse what is no schedule."""
+    """Raise TypeError unless `schedule` is a `Schedule`."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
@@ -105,7 +109,7 @@ def check_schedule(schedule: object) -> None:
 
 
 def needs(action: Action, flows: Sequence[Sequence[Flow]]) -> list[Product]:
-    """What has to exist before a computation can start."""
+    """Return the results that a computation needs before it can start."""
     kind, k, m, q, turn = action
     if kind is Kind.UPDATE:
         return []
@@ -115,17 +119,18 @@ def needs(action: Action, flows: Sequence[Sequence[Flow]]) -> list[Product]:
         return [("F", k, m, turn)]
     stage = flows[turn][m].stages[k]
     cotangent = stage.cotangent(q)
-    found: list[Product] = [("F", k, m, turn)]
+    results: list[Product] = [("F", k, m, turn)]
     if cotangent.own:
-        found.append(("H", k, m, turn))
-    found += [(p, k + 1, m, turn) for p in cotangent.needed]
+        results.append(("H", k, m, turn))
+    results += [(p, k + 1, m, turn) for p in cotangent.needed]
+    # A separate W comes after the I of the same cotangent, which may have kept the cotangent of every layer for it.
     if kind is Kind.WEIGHT_GRAD and stage.fused is not None:
-        found.append((stage.fused, k, m, turn))
-    return found
+        results.append((stage.fused, k, m, turn))
+    return results
 
 
 def product(action: Action) -> Product | None:
-    """What others can wait for once a computation is done; None for weight gradients and updates."""
+    """Return the result of a computation for which others may wait; None for weight gradients and updates."""
     kind, k, m, q, turn = action
     if kind is Kind.FORWARD or kind is Kind.HEAD:
         return (kind.value, k, m, turn)
@@ -133,8 +138,15 @@ def product(action: Action) -> Product | None:
 
 
 def merge(words: Sequence[Sequence[Action]], flows: Sequence[Sequence[Flow]]) -> list[Action]:
-    """One order of all computations: of what can run the earliest micro-batch first, and passes before forwards, so
-    that little is held; see `Schedule.one_process`."""
+    """Merge the words of all stages into one order that respects each of them; see `Schedule.one_process`."""
+    # Every stage offers its next action. Those that can run are in a heap, the others wait for a result. After F0(0):
+    #
+    #     stage 0   F0(1)   in the heap with key (0, 1, True, 0)
+    #     stage 1   F1(0)   in the heap with key (0, 0, True, 1), so it runs next
+    #     stage 2   F2(0)   waits for the result of F1(0)
+    #
+    # The key prefers the oldest mini-batch, then its oldest micro-batch, then passes to forwards (False < True). So few
+    # micro-batches are in flight. Each action enters the heap once.
     done: set[Product] = set()
     waiting: dict[Product, int] = {}
     left = [[a for a in reversed(word) if a.kind is not Kind.UPDATE] for word in words]
@@ -169,7 +181,7 @@ def merge(words: Sequence[Sequence[Action]], flows: Sequence[Sequence[Flow]]) ->
 
 
 def stuck_message(stuck: Sequence[Action]) -> str:
-    """What to say of lists that wait for each other."""
+    """Return the error message for lists in a deadlock."""
     names = ", ".join(map(str, stuck[:6])) + (", ..." if len(stuck) > 6 else "")
     return (
         "The lists should let every action run. Found a deadlock: each of these waits for one that comes later in another "
@@ -178,6 +190,7 @@ def stuck_message(stuck: Sequence[Action]) -> str:
 
 
 def _with_messages(word: Word, flows: Sequence[Sequence[Flow]], num_stages: int) -> Iterator[Action]:
+    """Insert the receives, sends and drops around a stage's computations."""
     last = {(a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
     received: set[tuple[int, int, int]] = set()
     for i, action in enumerate(word):
@@ -206,6 +219,7 @@ def _with_messages(word: Word, flows: Sequence[Sequence[Flow]], num_stages: int)
 
 
 def _most_in_flight(word: Word) -> int:
+    """Return the largest number of micro-batches between their forward and their last action."""
     last = {(a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
     now = most = 0
     for i, action in enumerate(word):

@@ -1,14 +1,15 @@
 """Orders: rules that put a stage's computations into a list.
 
-Micro-batches are alike, so every kind of action may take them in order 0, 1, 2, ...; what a rule decides is how the
-kinds are interleaved.
+Micro-batches are alike, so every kind of action takes them in the order 0, 1, 2, ... A rule decides how the kinds
+alternate.
 
     phase     all forwards, then all passes loss by loss, nearest first, then all weight gradients
-    skewed    depth first in rounds, the pass of a loss at distance d running `stride * d` rounds behind its forward
-    1f1b      some forwards first, fewer the later the stage, then backward and forward in turn
-    hogwild   passes before forwards, mini-batches not kept apart
+    skewed    depth first in rounds; the pass of a loss at distance d runs `stride * d` rounds after its forward
+    1f1b      some forwards first, fewer on later stages, then backward and forward in turn
+    hogwild   passes before forwards, across the borders of mini-batches
 
-List scheduling is in `nwise.schedule.greedy`. All take the stages that fuse I and W into B where these share a cotangent.
+List scheduling is in `nwise.schedule.greedy`. The argument `fuse` names the stages on which one B replaces an I and a W of
+the same cotangent.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from nwise.schedule.lists import Schedule, Word, counted
 
 Flows = Sequence[Flow]
 
-# Stages that fuse, as many as there may be.
+# All stages fuse, however many there are; or none does.
 ALL: Collection[int] = range(sys.maxsize)
 NONE: Collection[int] = ()
 
 
 def schedule_of(order: str, flows: Sequence[Sequence[Flow]], words_of: Callable[[Flows, int], list[Word]]) -> Schedule:
-    """The schedule of a cycle of mini-batches, each in an order of its own, updates between them.
+    """Return the schedule of a cycle of mini-batches, with an update after each.
 
     Args:
-        order: its name.
-        flows: of every micro-batch, ``[turns][M]``.
-        words_of: the words of one mini-batch, given its flows and its turn.
+        order: name of the order.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        words_of: function from the flows and the turn of a mini-batch to its words.
     """
     by_turn = [words_of(batch, turn) for turn, batch in enumerate(flows)]
     words = []
@@ -47,7 +48,7 @@ def schedule_of(order: str, flows: Sequence[Sequence[Flow]], words_of: Callable[
 
 
 def phase(flows: Flows, turn: int, *, fuse: Collection[int]) -> list[Word]:
-    """All forwards, then loss by loss; for one loss GPipe. Needs no asynchronous sends."""
+    """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
     words = []
     for k in range(len(flows[0].stages)):
         word = [a for m, flow in enumerate(flows) for a in forwards(flow.stages[k], k, m, turn)]
@@ -62,7 +63,12 @@ def phase(flows: Flows, turn: int, *, fuse: Collection[int]) -> list[Word]:
 
 
 def skewed(flows: Flows, turn: int, *, fuse: Collection[int], stride: int) -> list[Word]:
-    """Rounds r: F(r), H(r), the pass of a loss at distance d for micro-batch r - stride d, W for the largest distance."""
+    """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
+    # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
+    #
+    #     round 0   F(0) H(0) I(0.0)                     I(m.q) makes message q of micro-batch m; the own loss is q = 0
+    #     round 1   F(1) H(1) I(1.0) I(0.1)
+    #     round 2   F(2) H(2) I(2.0) I(1.1) W(0)
     farthest = max(reach(flow) for flow, _ in counted([flows]))
     words = []
     for k in range(len(flows[0].stages)):
@@ -79,12 +85,12 @@ def skewed(flows: Flows, turn: int, *, fuse: Collection[int], stride: int) -> li
 
 
 def reach(flow: Flow) -> int:
-    """The largest distance that a gradient travels."""
+    """Return the largest distance that a gradient travels, in stages."""
     return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
 def depth_first(flows: Flows, turn: int, *, fuse: Collection[int] = ALL) -> list[Word]:
-    """One micro-batch at a time: the least memory, and what one process runs."""
+    """Run one micro-batch at a time, which needs the least memory; the default with one process."""
     return [
         tuple(
             a
@@ -96,7 +102,12 @@ def depth_first(flows: Flows, turn: int, *, fuse: Collection[int] = ALL) -> list
 
 
 def one_forward_one_backward(flows: Flows, turn: int) -> list[Word]:
-    """1F1B: stage k begins with A - k forwards (or all there are), then backward and forward take turns."""
+    """Run 1F1B: stage k begins with A - k forwards (at most M), then backward and forward take turns."""
+    # 3 stages, M = 4, heads left out; stage 0 needs no gradient to its input, so it runs W instead of B:
+    #
+    #     stage 0   F(0) F(1) F(2) W(0) F(3) W(1) W(2) W(3)
+    #     stage 1   F(0) F(1) B(0) F(2) B(1) F(3) B(2) B(3)
+    #     stage 2   F(0) B(0) F(1) B(1) F(2) B(2) F(3) B(3)
     num_stages = len(flows[0].stages)
     words = []
     for k in range(num_stages):
@@ -112,16 +123,16 @@ def one_forward_one_backward(flows: Flows, turn: int) -> list[Word]:
 
 
 def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains, pace: float) -> Schedule:
-    """Greedy asynchronous training: nobody waits for an update; the first mini-batches of a run, enough to be steady.
+    """Return the schedule of greedy asynchronous training: the first mini-batches of a run, up to the steady state.
 
-    Every stage takes passes before forwards, and updates with the last weight gradient of a mini-batch, while
-    forwards of later ones have already run.
+    Every stage runs passes before forwards, and updates with the last weight gradient of a mini-batch, when forwards of
+    later mini-batches have already run.
 
     Args:
-        flows: of every micro-batch, ``[turns][M]``.
-        costs: times, which decide what is ready when.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        costs: costs of one micro-batch, which decide when actions are ready.
         chains: see `nwise.schedule.best`.
-        pace: time of a micro-batch at the busiest stage; forwards that come faster would only pile up.
+        pace: time of a micro-batch on the busiest stage; faster forwards would only pile up.
     """
     num_stages, size = len(flows[0][0].stages), len(flows[0])
     batches = -(-3 * num_stages // size) + 2
@@ -136,7 +147,7 @@ def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains, pace: float) -
 
 
 def _with_updates(word: Word, k: int, size: int) -> Iterator[Action]:
-    """Micro-batches numbered within their mini-batch, whose update comes with its last action."""
+    """Number micro-batches within their mini-batch, and insert its update after its last action."""
     left = Counter(action.microbatch // size for action in word)
     for action in word:
         turn, m = divmod(action.microbatch, size)

@@ -1,6 +1,6 @@
 """The paper's timing model (section T): T(A, M, N) slots of c(M) = c0 + c1 / M seconds.
 
-The costs are the paper's: one slot for a forward and one for each loss's pass through a stage, heads and messages free.
+A forward takes one slot, and so does each loss's pass through a stage; heads and messages are free.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from nwise.schedule.costs import check_counts
 
-# Of the paper's Transformers, seconds.
+# Seconds, for the paper's Transformers.
 C0, C1 = 0.025, 1.279
 POWERS = (1, 2, 4, 8, 16, 32)
 
-# As printed, for A = 2, 3, 4, 5, 6-11 and 12-30; nine cells with n >= 3 do not follow from the formula.
+# The best M as printed, for A = 2, 3, 4, 5, 6-11 and 12-30. Nine cells with n >= 3 do not follow from the formula.
 PRINTED_BEST = {
     "end-to-end": (8, 8, 16, 16, 16, 32),
     "1-wise": (1, 1, 1, 1, 1, 1),
@@ -29,12 +29,12 @@ PRINTED_STAGES = (range(2, 3), range(3, 4), range(4, 5), range(5, 6), range(6, 1
 
 
 def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:
-    """T(A, M, N), slots per mini-batch of N-wise training in the steady state.
+    """Return T(A, M, N): the slots per mini-batch of N-wise training in the steady state.
 
     Args:
-        num_stages: A.
-        num_microbatches: M.
-        n: the window N; more than A is read as A.
+        num_stages: number of stages, A.
+        num_microbatches: number of micro-batches, M.
+        n: the window N; a value above A means A.
 
     >>> paper_time(4, 1, 2), paper_time(4, 2, 2), paper_time(4, 4, 4)
     (4, 6, 14)
@@ -53,9 +53,9 @@ class Slot:
     """Length of a slot: ``c(M) = c0 + c1 / M``.
 
     Args:
-        c0: seconds that every action takes, however small.
-        c1: seconds of a whole mini-batch's forward through one stage.
-        error: root mean square of measured over modelled time, minus one; 0 if given, not fitted.
+        c0: overhead of every action, in seconds; default: the paper's.
+        c1: forward of a whole mini-batch through one stage, in seconds; default: the paper's.
+        error: root mean square relative error of the fit; 0 (default) without a fit.
 
     >>> round(Slot().seconds(4), 3)
     0.345
@@ -66,19 +66,19 @@ class Slot:
     error: float = 0.0
 
     def seconds(self, num_microbatches: int) -> float:
-        """Of one slot."""
+        """Return the length of one slot, in seconds."""
         return self.c0 + self.c1 / num_microbatches
 
     def batch_seconds(self, num_stages: int, num_microbatches: int, n: int) -> float:
-        """Of one mini-batch, ``T(A, M, N) c(M)``."""
+        """Return the time of one mini-batch, ``T(A, M, N) c(M)``, in seconds."""
         return paper_time(num_stages, num_microbatches, n) * self.seconds(num_microbatches)
 
     def best_microbatches(self, num_stages: int, n: int, among: Sequence[int] = POWERS) -> int:
-        """The fastest M; the smaller of two that are equal."""
+        """Return the fastest M, the smallest of equal ones."""
         return min(among, key=lambda m: (self.batch_seconds(num_stages, m, n), m))
 
     def speedup(self, num_stages: int, n: int, among: Sequence[int] = POWERS) -> float:
-        """Time of GPipe over time of N-wise, each at its best M.
+        """Return the time of GPipe over the time of N-wise, each at its best M.
 
         >>> round(Slot().speedup(15, 2), 4)
         1.4992
@@ -90,28 +90,30 @@ class Slot:
 
 
 def fit_slot(measured: Mapping[tuple[int, int, int], float]) -> Slot:
-    """The slot that explains measured times best, by least squares of relative errors with c0, c1 >= 0.
+    """Fit a slot to measured times, by least squares of the relative errors with c0, c1 >= 0.
 
     Args:
-        measured: seconds per mini-batch by (A, M, N), at least two with different M.
+        measured: seconds per mini-batch by (A, M, N), with at least two different M.
 
     Raises:
-        ValueError: too little to fit, or a time that is not above 0.
+        ValueError: there are too few different M, or a time is not above 0.
 
     >>> found = fit_slot({(4, m, 2): Slot(0.01, 2.0).batch_seconds(4, m, 2) for m in (1, 2, 4)})
     >>> round(found.c0, 6), round(found.c1, 6), round(found.error, 6)
     (0.01, 2.0, 0.0)
     """
     if len({m for _, m, _ in measured}) < 2:
-        raise ValueError("`measured` should hold times of at least two different M, to tell c0 from c1. Found fewer.")
+        raise ValueError("`measured` should have times of at least two different M, to tell c0 from c1. Found fewer.")
     for cell, seconds in measured.items():
         if not 0 < seconds < np.inf:
-            raise ValueError(f"`measured` should hold finite times above 0. Found {seconds} at A, M, N = {cell}.")
+            raise ValueError(f"`measured` should have finite times above 0. Found {seconds} at A, M, N = {cell}.")
     slots = np.array([paper_time(*cell) for cell in measured])
+    # Each row is divided by its measured time, so the right side is 1 and errors are relative: a slow run counts no more than
+    # a fast one.
     rows = np.array([[1.0, 1.0 / m] for _, m, _ in measured])
     rows = rows * (slots / np.array(list(measured.values())))[:, None]
     options = []
-    for columns in ([0, 1], [0], [1]):  # a negative part is set to 0, and the other one fitted alone
+    for columns in ([0, 1], [0], [1]):  # if one of the two is negative, it is set to 0 and the other one fitted alone
         values = np.zeros(2)
         values[columns] = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
         if (values >= 0).all():
@@ -125,11 +127,11 @@ class BestCell:
     """A cell of the paper's table of the best M.
 
     Args:
-        method: its row.
-        num_stages: A.
+        method: name of the row.
+        num_stages: number of stages, A.
         printed: M in the paper.
-        formula: M by the formula, among powers of two.
-        loss: how much longer the printed M takes by the formula, as a share.
+        formula: M from the formula, among powers of two.
+        loss: time by the formula with the printed M over that with the formula's M, minus 1.
     """
 
     method: str
@@ -140,7 +142,7 @@ class BestCell:
 
 
 def best_table(slot: Slot = Slot()) -> list[BestCell]:
-    """The paper's table of the best M beside the formula's, for every A from 2 to 30."""
+    """Return the paper's table of the best M beside the formula's, for every A from 2 to 30."""
     cells = []
     for method, row in PRINTED_BEST.items():
         for printed, stages in zip(row, PRINTED_STAGES, strict=True):

@@ -1,4 +1,4 @@
-"""Partition: pieces of a network, each with its measured costs, put into stages of equal work, heads counted."""
+"""Partition: assign the pieces of a network, by their measured costs, to stages of equal work, heads included."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Piece:
     """Costs of one piece of the network for one micro-batch; times in one unit, sizes in bytes.
 
     Args:
-        name: of the piece.
-        forward: F.
-        input_grad: gradient to its input alone.
-        weight_grad: what the gradient to its weights adds to that.
-        chain: what the gradient to its weights costs alone, less `weight_grad`; at most `input_grad`.
-        head: forward, loss and backward of a head behind it; behind the last piece of the loss alone.
-        update: of its parameters.
-        message_bytes: of its output.
-        activation_bytes: what it keeps from its forward to its last pass.
-        fixed_bytes: parameters, their gradients and optimizer state.
-        head_bytes: the same of a head behind it.
+        name: name of the piece.
+        forward: time of F.
+        input_grad: time of the gradient to its input alone.
+        weight_grad: additional time of the gradient to its weights.
+        chain: time of the gradient to its weights alone, minus `weight_grad`; at most `input_grad`.
+        head: time of forward, loss and backward of a head after the piece; for the last piece, of the loss.
+        update: time of the update of its parameters; default: 0.
+        message_bytes: size of its output; default: 0.
+        activation_bytes: memory from its forward to its last pass; default: 0.
+        fixed_bytes: size of parameters, their gradients and optimizer state; default: 0.
+        head_bytes: the same size for a head after the piece; default: 0.
     """
 
     name: str
@@ -42,14 +42,17 @@ class Piece:
 
 
 def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
-    """Where stages begin so that the largest work of a stage is as small as can be.
+    """Choose where stages begin, such that the largest work of a stage is smallest.
 
     Args:
-        pieces: in order, at least as many as stages.
-        flows: what each stage has to do; of several (turns of a rotating strategy) the most.
+        pieces: pieces in order, at least as many as stages.
+        flows: work of every stage; of several flows (turns of a rotating strategy) the largest counts.
 
     Returns:
         The index of the first piece of every stage.
+
+    Raises:
+        ValueError: there are fewer pieces than stages.
 
     >>> from nwise import NWise, flow_of
     >>> pieces = [Piece(str(i), 1, 1, 1, 0, 1) for i in range(7)]
@@ -65,7 +68,7 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
 
     @cache
     def best(k: int, first: int) -> tuple[float, tuple[int, ...]]:
-        """The least largest work of stages k, k + 1, ... on the pieces from `first` on."""
+        """Return the smallest largest work of stages k, k + 1, ... on the pieces from `first` on, and their starts."""
         left = num_stages - k
         if left == 1:
             return work(pieces[first:], [f.stages[k] for f in flows]), (first,)
@@ -74,7 +77,7 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
             stages = [f.stages[k] for f in flows]
             here = work(pieces[first:end], stages)
             if options and here - pieces[end - 1].head > min(options)[0]:
-                break  # more pieces only add to it, but for the head, which is that of the last one
+                break  # more pieces mean more work, except for the head, which is always that of the last piece
             later, starts = best(k + 1, end)
             options.append((max(here, later), (first, *starts)))
         return min(options)
@@ -83,7 +86,9 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
 
 
 def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> float:
-    """Time that a stage of these pieces works for one micro-batch: F + h + r I + (rho - r) chain + W."""
+    """Return the work of a stage of these pieces for one micro-batch: F + h + r I + (rho - r) chain + W."""
+    # r is the number of messages, rho that of all passes (`StageFlow.passes`): one more than r if W is not fused, and then
+    # W walks the chain itself.
     forward = sum(piece.forward for piece in pieces)
     through = sum(piece.input_grad for piece in pieces)
     weights = sum(piece.weight_grad for piece in pieces)
@@ -97,12 +102,12 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> float:
 
 
 def costs_of(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[Flow], **links: float) -> Costs:
-    """The costs of the stages that begin at `starts`.
+    """Return the costs of the stages that begin at `starts`.
 
     Args:
-        pieces: in order.
-        starts: from `partition`.
-        flows: which heads there are.
+        pieces: pieces in order.
+        starts: index of the first piece of every stage, from `partition`.
+        flows: flows that determine which heads run.
         links: ``latency``, ``bandwidth`` or ``overhead`` of `Costs`.
     """
     ends = [*starts[1:], len(pieces)]
@@ -127,5 +132,5 @@ def costs_of(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[Flo
 
 
 def _chain(pieces: Sequence[Piece]) -> float:
-    """From the output to the first piece's weights: through all others, and through part of the first."""
+    """Return the time of the chain from the output to the first piece's weights: through all others and part of the first."""
     return pieces[0].chain + sum(piece.input_grad for piece in pieces[1:])

@@ -1,7 +1,7 @@
-"""Plan: which strategy and how many micro-batches are fastest, against the best end-to-end pipelines.
+"""Plan: the fastest strategy and number of micro-batches, compared with the best end-to-end pipelines.
 
-A W that follows an I of the same cotangent costs less if the I keeps the cotangent of every layer, as zero-bubble
-pipelines do; nwise's own stages walk the chain again. Where that makes a method slower, it is listed in both prices.
+A W that follows an I of the same cotangent costs less if the I keeps the cotangent of every layer, as in zero-bubble
+pipelines. nwise's own stages walk the chain again. If that makes a method slower, it is listed at both prices.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
 from nwise.strategies import EndToEnd, Local, Strategy, Switch
-from nwise.strategies import strategy as strategy_of
+from nwise.strategies import strategy as parse
 
 STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "5-wise")
-# Flows of a method, and M, to the costs of one micro-batch.
+# A function from the flows of a method and M to the costs of one micro-batch.
 CostsOf = Callable[[Sequence[Flow], int], Costs]
 
 
 @dataclass(frozen=True)
 class Option:
-    """A method at a number of micro-batches.
+    """A method with a number of micro-batches.
 
     Args:
-        name: a strategy's or a baseline's.
-        num_microbatches: M.
-        timed: its schedule.
-        walked: whether it is slower because chains are walked again.
+        name: name of a strategy or baseline.
+        num_microbatches: number of micro-batches, M.
+        timed: the schedule with its period.
+        walked: whether it is slower because W walks the chain again (default: False).
     """
 
     name: str
@@ -45,7 +45,7 @@ class Option:
 
     @property
     def method(self) -> str:
-        """Its name, with how it is priced if that matters."""
+        """Name of the method, with its price if there are two."""
         return self.name + (" (walked)" if self.walked else "")
 
     @property
@@ -60,16 +60,16 @@ class Option:
 
     @property
     def comparable(self) -> bool:
-        """Whether its gradients cross borders and are not stale, so that steps may be compared with end-to-end's."""
-        return self.name != "local" and (self.end_to_end or not strategy_of(self.name).asynchronous)
+        """Whether gradients cross borders and are not stale, so a step is comparable with an end-to-end one."""
+        return self.name != "local" and (self.end_to_end or not parse(self.name).asynchronous)
 
     @property
     def runs(self) -> bool:
-        """Whether nwise's own stages can run it at this price."""
+        """Whether nwise's own stages can run the method at this price."""
         return not self.timed.stores_cotangents
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the option as plain values."""
         return {
             "method": self.method,
             "microbatches": self.num_microbatches,
@@ -85,13 +85,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """The compared methods, and the recommended one.
 
     Args:
-        num_stages: A.
-        microbatches: numbers M that were tried.
+        num_stages: number of stages, A.
+        microbatches: numbers of micro-batches that were tried.
         options: every method at its best M, the fastest first.
-        skipped: methods that do not fit the memory at any M, with the bytes a stage that they would need.
+        skipped: methods that do not fit the memory at any M, with the bytes that they need per stage.
     """
 
     num_stages: int
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def baseline(self) -> Option | None:
-        """The fastest end-to-end pipeline; of equal ones one that nwise runs, with the fewest micro-batches in flight."""
+        """The fastest end-to-end pipeline; of equal ones one that nwise runs, then one with few micro-batches in flight."""
         return min((option for option in self.options if option.end_to_end), key=_preference, default=None)
 
     @property
@@ -113,22 +113,22 @@ class Plan:
 
     @property
     def recommended(self) -> Option:
-        """The fastest step among end-to-end pipelines and strategies whose gradients cross borders.
+        """The method with the fastest step among end-to-end pipelines and strategies whose gradients cross borders.
 
-        End-to-end needs the fewest steps, so it is recommended wherever it is not slower; strategies only at the price at
-        which nwise runs them. Local training and Hogwild are left out: their steps are nearly always the fastest, and
+        End-to-end needs the fewest steps, so it is recommended unless it is slower. Strategies count only at the price at
+        which nwise runs them. Local training and Hogwild do not count: their steps are nearly always the fastest, and
         whether their quality is enough is not a question of time.
         """
         crossing = [option for option in self.options if option.end_to_end or (option.runs and option.comparable)]
         return min(crossing or self.options, key=_preference)
 
     def speedup(self, option: Option) -> float:
-        """Time of the fastest end-to-end pipeline over the option's; nan if there is none."""
+        """Return the time of the fastest end-to-end pipeline over that of an option; nan without such a pipeline."""
         return float("nan") if self.baseline is None else ratio(self.baseline.period, option.period)
 
 
 def ratio(time: float, other: float) -> float:
-    """How many times as long; 1 for two that take no time."""
+    """Return the ratio of two times; 1 if both are 0."""
     return time / other if other else 1.0 if not time else float("inf")
 
 
@@ -141,18 +141,19 @@ def plan(
     memory: float | None = None,
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Plan:
-    """Try every method at every number of micro-batches.
+    """Time every method with every number of micro-batches.
 
     Args:
-        costs_of: the costs of one micro-batch, given a method's flows (for its heads and its cut) and M.
-        num_stages: A.
-        microbatches: numbers M to try.
-        strategies: names; windows of all stages and more are end-to-end and left out.
-        memory: bytes that every stage may use at most; default: any.
-        progress: wraps the list of things to try.
+        costs_of: function from the flows of a method (for its heads and its cut) and M to the costs of one micro-batch.
+        num_stages: number of stages, A.
+        microbatches: numbers of micro-batches to try.
+        strategies: names of strategies; those that are end-to-end at this depth are left out.
+        memory: limit per stage in bytes; default: none.
+        progress: wrapper of the list of tasks, such as a progress bar; default: none.
 
     Raises:
-        DoesNotFit: nothing fits the memory; a ValueError too.
+        ValueError: a number is out of range, or a strategy is unknown or a `Switch`.
+        DoesNotFit: no method fits the memory; a ValueError too.
 
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
     >>> found = plan(lambda flows, m: costs.split_in(m), 8, microbatches=(1, 2, 4, 8, 16))
@@ -160,39 +161,37 @@ def plan(
     ('zero-bubble', 16)
     """
     if not microbatches:
-        raise ValueError("`microbatches` should hold at least one number to try. Found none.")
+        raise ValueError("`microbatches` should contain at least one number to try. Found none.")
     check_counts(num_stages=num_stages)
     check_memory(memory)
-    found: dict[tuple[str, Chains], list[Option]] = {}
-    least: dict[str, float] = {}
+    options: dict[tuple[str, Chains], list[Option]] = {}
+    least: dict[str, float] = {}  # bytes per stage that the methods need that do not fit
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
-        flows = flows_for(EndToEnd() if name in BASELINES else strategy_of(name), num_stages, m)
+        flows = flows_for(EndToEnd() if name in BASELINES else parse(name), num_stages, m)
         costs = costs_of([batch[0] for batch in flows], m)
-        known = min((option.period for option in found.get((name, chains), [])), default=float("inf"))
+        known = min((option.period for option in options.get((name, chains), [])), default=float("inf"))
         if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):
-            continue  # whatever the order, it is not faster than the same with another M
+            continue  # no order with this M can be faster than the known one with another M
         timed = _time(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains, memory=memory)
         if isinstance(timed, DoesNotFit):
             least[name] = min(timed.least, least.get(name, timed.least))
         else:
-            found.setdefault((name, chains), []).append(Option(name, m, timed))
-    if not found:
+            options.setdefault((name, chains), []).append(Option(name, m, timed))
+    if not options:
         name, needed = min(least.items(), key=lambda item: item[1])
         raise DoesNotFit(f"{name}, the smallest of all methods,", needed, memory or 0.0)
-    fastest = {
-        key: min(options, key=lambda o: (rounded(o.period), o.num_microbatches)) for key, options in found.items()
-    }
-    ranked = sorted(_told_apart(fastest), key=_preference)
+    fastest = {key: min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for key, group in options.items()}
+    ranked = sorted(_distinct(fastest), key=_preference)
     skipped = {name: size for name, size in least.items() if not any(option.name == name for option in ranked)}
     return Plan(num_stages, tuple(microbatches), tuple(ranked), skipped)
 
 
 def _methods(strategies: Sequence[str], num_stages: int) -> list[tuple[str, Chains]]:
-    """Rivals, nwise's own end-to-end, and strategies that are not end-to-end at this depth, in both prices."""
+    """Return baselines, nwise's own end-to-end, and the strategies that are not end-to-end at this depth, with prices."""
     methods: list[tuple[str, Chains]] = [(name, "stored") for name in BASELINES]
     methods += [("zero-bubble", "walked"), ("end-to-end", "walked")]
-    for rule in dict.fromkeys(map(strategy_of, strategies)):
+    for rule in dict.fromkeys(map(parse, strategies)):
         if not _computes(rule, EndToEnd(), num_stages):
             local = _computes(rule, Local(), num_stages)
             methods += [("local", "walked")] if local else [(rule.name, "stored"), (rule.name, "walked")]
@@ -200,19 +199,20 @@ def _methods(strategies: Sequence[str], num_stages: int) -> list[tuple[str, Chai
 
 
 def _computes(rule: Strategy, other: Strategy, num_stages: int) -> bool:
-    """Whether two strategies are the same at this number of stages."""
+    """Tell whether two strategies have the same credit at this number of stages."""
     if isinstance(rule, Switch):
         raise ValueError(
-            f"`strategies` should each hold at every step. Found {rule.name!r}, which switches; give its parts, one by one."
+            f"`strategies` should each be the same at every step. Found {rule.name!r}, which switches; pass its parts one by "
+            "one."
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of windows longer than the network
+        warnings.simplefilter("ignore")  # windows longer than the network
         credits = [rule.credit(num_stages, turn) for turn in range(rule.turns)]
     return not rule.asynchronous and all(torch.equal(credit, other.credit(num_stages)) for credit in credits)
 
 
-def _told_apart(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
-    """In one price what nwise runs as fast as anybody could, in both what it does not."""
+def _distinct(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
+    """Iterate over the options, leaving out the stored price if it is not faster than the walked one."""
     for (name, chains), option in fastest.items():
         other = fastest.get((name, "walked" if chains == "stored" else "stored"))
         if other is None:
@@ -224,7 +224,7 @@ def _told_apart(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
 
 
 def _preference(option: Option) -> tuple[float, bool, bool, int]:
-    """The smallest is the best: the fastest; then end-to-end, what nwise runs, and little in flight."""
+    """Return a key that is smallest for the best option: fast, then end-to-end, run by nwise, with little in flight."""
     return (rounded(option.period), not option.end_to_end, not option.runs, max(option.timed.in_flight))
 
 

@@ -1,4 +1,4 @@
-"""Search: the closed-form orders and list schedules that are tried."""
+"""Search: the candidates for the best schedule, closed-form orders and list schedules."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule, Word, counted
 from nwise.schedule.timed import Timed, peak_bytes, timed
 
-# From the stages that fuse I and W to a schedule.
+# A function from the stages that fuse I and W to a schedule.
 Rule = Callable[[Collection[int]], Schedule]
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is known while a schedule is looked for.
+    """The problem for which a schedule is sought.
 
     Args:
-        flows: of every micro-batch, ``[turns][M]``.
-        costs: of one micro-batch.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        costs: costs of one micro-batch.
         chains: see `nwise.schedule.best`.
-        memory: bytes that a stage may use; default: any.
+        memory: limit per stage in bytes; default: none.
     """
 
     flows: Sequence[Sequence[Flow]]
@@ -34,42 +34,45 @@ class Search:
     memory: float | None = None
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether every stage has memory enough."""
+        """Tell whether a schedule fits the memory of every stage."""
         return self.memory is None or max(peak_bytes(schedule.in_flight, self.costs)) <= self.memory
 
     def timed(self, schedule: Schedule) -> Timed:
-        """With its exact period."""
+        """Return a schedule with its exact period."""
         return timed(schedule, self.costs, self.chains)
 
     @property
     def fuses(self) -> tuple[Collection[int], ...]:
-        """One pass in the place of two saves an overhead, or a walk; else the split can do all that it can."""
+        """The sets of fusing stages to try."""
+        # One pass instead of two saves an overhead or a walk of the chain. Without either, split passes are never slower.
         helps = self.chains == "walked" or self.costs.overhead > 0
         return (orders.NONE, orders.ALL) if helps else (orders.NONE,)
 
     def rules(self) -> list[Rule]:
-        """Orders that are tried first; of equal ones the first is preferred."""
+        """Return the candidates; of equal ones the first is preferred."""
         size = len(self.flows[0])
+        # In the skewed order with stride 1 or 2, reach + 1 or 2 reach + 1 micro-batches are in flight: these caps give list
+        # schedules with the same memory.
         reach = max(orders.reach(flow) for flow, _ in counted(self.flows))
         caps = sorted({min(size, cap) for cap in (reach + 1, 2 * reach + 1, size)})
         return [
-            lambda fuse: self._of("skewed", partial(orders.skewed, fuse=fuse, stride=1)),
-            lambda fuse: self._of("skewed-2", partial(orders.skewed, fuse=fuse, stride=2)),
+            lambda fuse: self._schedule("skewed", partial(orders.skewed, fuse=fuse, stride=1)),
+            lambda fuse: self._schedule("skewed-2", partial(orders.skewed, fuse=fuse, stride=2)),
             *map(self._nearest, caps),
-            lambda fuse: self._of("phase", partial(orders.phase, fuse=fuse)),
+            lambda fuse: self._schedule("phase", partial(orders.phase, fuse=fuse)),
             *([] if self.memory is None else self._small_rules()),
         ]
 
     def _small_rules(self) -> list[Rule]:
-        """Orders for little memory, with one micro-batch in flight and more."""
+        """Return candidates for little memory, with one or more micro-batches in flight."""
         return [
-            lambda fuse: self._of("depth-first", partial(orders.depth_first, fuse=fuse)),
+            lambda fuse: self._schedule("depth-first", partial(orders.depth_first, fuse=fuse)),
             *map(self._nearest, range(1, len(self.flows[0]) + 1)),
         ]
 
-    def _of(self, name: str, words_of: Callable[[Sequence[Flow], int], list[Word]]) -> Schedule:
+    def _schedule(self, name: str, words_of: Callable[[Sequence[Flow], int], list[Word]]) -> Schedule:
         return orders.schedule_of(name, self.flows, words_of)
 
     def _nearest(self, cap: int) -> Rule:
         rule = partial(nearest_first, cap=cap, costs=self.costs, chains=self.chains)
-        return lambda fuse: self._of(f"nearest-first-{cap}", partial(rule, fuse=fuse))
+        return lambda fuse: self._schedule(f"nearest-first-{cap}", partial(rule, fuse=fuse))

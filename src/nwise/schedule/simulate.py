@@ -1,7 +1,7 @@
-"""Simulation: when every action of some mini-batches starts and ends, and what that means.
+"""Simulation: the start and end of every action of some mini-batches, and numbers that follow from them.
 
-Stages work through their lists as early as they can. Messages need a latency and, on links of finite bandwidth, queue
-up behind each other. With jitter every computation takes a random factor longer or shorter, drawn from a seed.
+Stages run their lists as early as possible. Messages take a latency and, on links of finite bandwidth, queue up. Jitter
+multiplies the time of every computation by a random factor, drawn from a seed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Event:
     """A computation or an update with its times.
 
     Args:
-        action: what was done.
-        cycle: which pass through the lists, from 0; with one turn it is the mini-batch.
-        start, end: in the unit of the costs.
+        action: the computation or update.
+        cycle: index of the pass through the lists, from 0; with one turn that of the mini-batch.
+        start, end: times in the unit of the costs.
     """
 
     action: Action
@@ -40,13 +40,13 @@ class Message:
     """A tensor on its way from one stage to the next or the previous.
 
     Args:
-        sender, receiver: stages.
-        sent: when its producer has ended.
-        arrives: when it can be used.
-        used: when the first action that waits for it starts.
+        sender, receiver: indices of the stages.
+        sent: time at which its producer ends.
+        arrives: time from which it can be used.
+        used: start of the first action that needs it.
         producer, consumer: the actions at both ends.
         cycle: see `Event`.
-        size: in bytes.
+        size: size in bytes.
     """
 
     sender: int
@@ -62,12 +62,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation found.
+    """The result of a simulation.
 
     Args:
-        schedule: what was run.
-        costs: its costs.
-        net: the network that was run.
+        schedule: the schedule that was run.
+        costs: costs of one micro-batch.
+        net: the network of the schedule.
         runs: times of its nodes, for each pass through the lists.
     """
 
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def cycles(self) -> int:
-        """Passes through the lists."""
+        """Number of passes through the lists."""
         return len(self.runs)
 
     @cached_property
@@ -86,75 +86,80 @@ class Timeline:
         """Computations and updates, in order of their start."""
         nodes = [node for word in self.net.words[: self.net.num_stages] for node in word]
         events = [
-            Event(self.net.actions[node], cycle, found.start[node], found.end[node])
-            for cycle, found in enumerate(self.runs)
+            Event(self.net.actions[node], cycle, times.start[node], times.end[node])
+            for cycle, times in enumerate(self.runs)
             for node in nodes
         ]
         return sorted(events, key=lambda e: (e.start, e.end, e.action.stage))
 
     @cached_property
     def messages(self) -> list[Message]:
-        """Between stages, each once."""
-        return [message for cycle, found in enumerate(self.runs) for message in self._messages(cycle, found)]
+        """All messages between stages."""
+        return [message for cycle, times in enumerate(self.runs) for message in self._messages(cycle, times)]
 
     @property
     def length(self) -> float:
-        """When the last action ends."""
-        return max(max(found.end) for found in self.runs)
+        """End of the last action."""
+        return max(max(times.end) for times in self.runs)
 
     @cached_property
     def period(self) -> float:
         """Time per mini-batch in the second half of the run, at the stage that ends last."""
-        ends = [0.0, *(max(found.end) for found in self.runs)]
+        # Without the first half, in which the pipeline fills.
+        ends = [0.0, *(max(times.end) for times in self.runs)]
         half = len(self.runs) // 2
         return (ends[-1] - ends[half]) / ((len(self.runs) - half) * len(self.schedule.flows))
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """Share of the second half of the run that each stage works, from the end of one of its lists to the end of
-        another."""
+        """Share of the second half of the run in which each stage works, between two ends of its list."""
         half, shares = len(self.runs) // 2, []
         for word in self.net.words[: self.net.num_stages]:
             begin = self.runs[half - 1].end[word[-1]] if half else 0.0
             length = self.runs[-1].end[word[-1]] - begin
-            busy = sum(found.end[node] - found.start[node] for found in self.runs[half:] for node in word)
+            busy = sum(times.end[node] - times.start[node] for times in self.runs[half:] for node in word)
             shares.append(busy / length if length else 0.0)
         return tuple(shares)
 
     @property
     def bubble(self) -> float:
-        """Share of the second half of the run that stages wait, the mean over stages."""
+        """Share of the second half of the run in which stages wait, the mean over stages."""
         return 1.0 - sum(self.utilisation) / len(self.utilisation)
 
     @cached_property
     def bytes_sent(self) -> dict[tuple[int, int], float]:
-        """Per link (sender, receiver) and mini-batch."""
-        found: dict[tuple[int, int], float] = defaultdict(float)
+        """Bytes per mini-batch over every link (sender, receiver)."""
+        sizes: dict[tuple[int, int], float] = defaultdict(float)
         for message in self.messages:
-            found[message.sender, message.receiver] += message.size / (self.cycles * len(self.schedule.flows))
-        return dict(found)
+            sizes[message.sender, message.receiver] += message.size / (self.cycles * len(self.schedule.flows))
+        return dict(sizes)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage the most micro-batches between the start of their forward and the end of their last action."""
+        """For every stage the largest number of micro-batches between their forward and the end of their last action."""
         return tuple(round(most) for most in self._most(1.0, 0.0))
 
     @cached_property
     def waiting(self) -> dict[tuple[int, int], int]:
-        """Per link the most messages that had been sent and were not used yet."""
+        """For every link the largest number of messages that were sent and not used yet."""
         changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for message in self.messages:
             changes[message.sender, message.receiver] += [(message.sent, 1), (message.used, -1)]
-        return {link: round(_peak([(t, float(d)) for t, d in found])) for link, found in changes.items()}
+        return {link: round(_peak([(t, float(d)) for t, d in times])) for link, times in changes.items()}
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per stage: what it keeps always, its micro-batches in flight, and messages that wait to be used."""
+        """Peak memory of every stage: its fixed memory, micro-batches in flight, and messages that wait to be used."""
         fixed = self.costs.of("fixed_bytes", self.schedule.num_stages)
         return tuple(a + b for a, b in zip(fixed, self._most(None, 1.0), strict=True))
 
     def _most(self, each: float | None, message: float) -> list[float]:
-        """The peak over time per stage, in micro-batches of `each` (None: their bytes) and messages of their bytes."""
+        """Return every stage's peak over time of a sum over micro-batches in flight and waiting messages.
+
+        Args:
+            each: value of a micro-batch; None for its bytes.
+            message: value of each byte of a message.
+        """
         sizes = self.costs.of("activation_bytes", self.schedule.num_stages)
         changes: list[list[tuple[float, float]]] = [[] for _ in sizes]
         spans: dict[tuple[int, int, int, int], list[float]] = {}
@@ -169,14 +174,16 @@ class Timeline:
         if message:
             for sent in self.messages:
                 changes[sent.receiver] += [(sent.arrives, message * sent.size), (sent.used, -message * sent.size)]
-        return [_peak(found) for found in changes]
+        return [_peak(times) for times in changes]
 
-    def _messages(self, cycle: int, found: Run) -> Iterator[Message]:
-        """Each is used by the first action that waits for it."""
+    def _messages(self, cycle: int, times: Run) -> Iterator[Message]:
+        """Iterate over the messages of one pass through the lists, each with the first action that uses it."""
         net = self.net
         sizes = self.costs.of("message_bytes", net.num_stages)
-        first: dict[tuple[int, int], int] = {}  # by producer and receiving stage
-        leaves: dict[tuple[int, int], int] = {}  # the node whose end puts it on its way: the producer, or a link
+        first: dict[tuple[int, int], int] = {}  # the first consumer, by producer and receiving stage
+        leaves: dict[
+            tuple[int, int], int
+        ] = {}  # the node at whose end the latency begins: the producer, or one of a link
         for node in (node for word in net.words[: net.num_stages] for node in word):
             k = net.actions[node].stage
             for other, _ in net.needs[node]:
@@ -185,16 +192,16 @@ class Timeline:
                 if net.actions[producer].stage == k:
                     continue
                 leaves[producer, k] = other
-                if (producer, k) not in first or found.start[node] < found.start[first[producer, k]]:
+                if (producer, k) not in first or times.start[node] < times.start[first[producer, k]]:
                     first[producer, k] = node
         for (producer, k), node in first.items():
             sender = net.actions[producer].stage
             yield Message(
                 sender=sender,
                 receiver=k,
-                sent=found.end[producer],
-                arrives=found.end[leaves[producer, k]] + self.costs.latency,
-                used=found.start[node],
+                sent=times.end[producer],
+                arrives=times.end[leaves[producer, k]] + self.costs.latency,
+                used=times.start[node],
                 producer=net.actions[producer],
                 consumer=net.actions[node],
                 cycle=cycle,
@@ -211,15 +218,20 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Timeline:
-    """Run a schedule for some mini-batches.
+    """Simulate some mini-batches of a schedule.
 
     Args:
-        schedule: the lists.
-        costs: of one micro-batch.
-        chains: see `nwise.schedule.best`.
-        cycles: passes through the lists; a mini-batch each, for a rotating strategy one of every turn.
-        jitter: every computation takes ``exp(jitter z)`` times as long, z normal.
-        seed: of the jitter.
+        schedule: the schedule.
+        costs: costs of one micro-batch.
+        chains: see `nwise.schedule.best`; default: ``"stored"``.
+        cycles: number of passes through the lists, each one mini-batch, or one of every turn for a rotating strategy;
+            default: 4.
+        jitter: size of the random factor ``exp(jitter z)`` of every computation, z standard normal; default: 0.
+        seed: seed of the jitter; default: 0.
+
+    Raises:
+        ValueError: `jitter` or `cycles` is out of range, or the lists are in a deadlock.
+        TypeError: `schedule` is not a `Schedule`.
 
     >>> from nwise.schedule import PAPER, best
     >>> found = best("2-wise", num_stages=4, num_microbatches=2, costs=PAPER)
@@ -240,17 +252,17 @@ def simulate(
         if jitter:
             for node in (node for word in net.words[: net.num_stages] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        found = run(net, free, taken, times)
-        free = [found.end[word[-1]] if word else 0.0 for word in net.words]
-        taken = {node: found.start[taker] for node, taker in net.taken.items()}
-        runs.append(found)
+        batch = run(net, free, taken, times)
+        free = [batch.end[word[-1]] if word else 0.0 for word in net.words]
+        taken = {node: batch.start[taker] for node, taker in net.taken.items()}
+        runs.append(batch)
     return Timeline(schedule, costs, net, runs)
 
 
 def _peak(changes: list[tuple[float, float]]) -> float:
-    """The largest sum; what ends at a time makes room for what begins then."""
+    """Return the largest running sum of changes over time."""
     now = most = 0.0
-    for _, change in sorted(changes):
+    for _, change in sorted(changes):  # at equal times the negative ones first: an end makes room for a start
         now += change
         most = max(most, now)
     return most

@@ -20,10 +20,10 @@ class Timed:
     """A schedule with its costs and its period.
 
     Args:
-        schedule: what every stage does.
-        costs: of a micro-batch.
-        chains: what a W costs that follows an I of the same cotangent.
-        period: time per mini-batch in the steady state, exact; of a rotating strategy the mean over its cycle.
+        schedule: the schedule.
+        costs: costs of one micro-batch.
+        chains: price of a W that follows an I of the same cotangent; see `nwise.schedule.best`.
+        period: exact time per mini-batch in the steady state; the mean over the cycle for a rotating strategy.
     """
 
     schedule: Schedule
@@ -38,17 +38,17 @@ class Timed:
 
     @property
     def lists(self) -> tuple[Word, ...]:
-        """Per stage everything that it does, in order."""
+        """All actions of every stage, in order."""
         return self.schedule.lists
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage the most micro-batches whose forward has run and that are still needed."""
+        """For every stage the largest number of micro-batches in flight: forward done, last use still to come."""
         return self.schedule.in_flight
 
     @cached_property
     def lower_bound(self) -> float:
-        """Time per mini-batch that no order of these actions can be shorter than."""
+        """Lower bound on the time per mini-batch, for any order of these actions."""
         flows = self.schedule.flows
         bound = resource_bound(flows, self.costs)
         if self.period * len(flows) > bound * (1 + CLOSE):
@@ -62,13 +62,12 @@ class Timed:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per stage what it keeps always and what its micro-batches in flight need."""
+        """Bytes of fixed memory and of the micro-batches in flight, for every stage."""
         return peak_bytes(self.in_flight, self.costs)
 
     @cached_property
     def stores_cotangents(self) -> bool:
-        """Whether it is only so fast if an I keeps the cotangent of every layer for a W, which nwise's own stages do not
-        (they walk the chain again)."""
+        """Whether the period needs an I to keep the cotangent of every layer for a W, which nwise's own stages do not."""
         if self.chains == "walked":
             return False
         walked = period(network(self.schedule, self.costs, "walked")) / len(self.schedule.flows)
@@ -76,29 +75,28 @@ class Timed:
 
     @property
     def rank(self) -> tuple[float, int, bool, int]:
-        """The smallest is the best: by period, then by the most micro-batches in flight on a stage, then by
-        first-in-first-out messages, then by the number of actions."""
+        """Sort key, smallest for the best schedule: period, micro-batches in flight, message order, number of actions."""
         actions = sum(map(len, self.schedule.words))
         return (rounded(self.period), max(self.in_flight), not self.schedule.first_in_first_out, actions)
 
 
 def timed(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Timed:
-    """A schedule with its exact period."""
+    """Return a schedule with its exact period."""
     return Timed(schedule, costs, chains, period(network(schedule, costs, chains)) / len(schedule.flows))
 
 
 def peak_bytes(in_flight: Sequence[int], costs: Costs) -> tuple[float, ...]:
-    """Per stage the bytes it keeps always and those of its micro-batches in flight."""
+    """Return every stage's bytes of fixed memory and of its micro-batches in flight."""
     sizes = zip(*(costs.of(n, len(in_flight)) for n in ("fixed_bytes", "activation_bytes")), strict=True)
     return tuple(fixed + each * count for (fixed, each), count in zip(sizes, in_flight, strict=True))
 
 
 def check_memory(memory: float | None) -> None:
-    """Refuse what is no amount of memory."""
+    """Raise ValueError unless `memory` is None or above 0."""
     if memory is not None and not memory > 0:
         raise ValueError(f"`memory` should be a number of bytes above 0. Found {memory!r}.")
 
 
 def rounded(time: float) -> float:
-    """A time without what is rounding, to compare."""
+    """Return a time without its last digits, so times that differ only by rounding compare as equal."""
     return float(f"{time:.9e}")

@@ -1,10 +1,9 @@
-"""Validation: what has to be true of lists before anything runs.
+"""Validation: the conditions that lists must meet before anything runs.
 
-1. complete: every stage's list holds each of its actions once, and no other. As the flow says what crosses each boundary,
-   every receive then has one send, and the other way round;
-2. in order: nothing is used before it is there or after it is dropped, an update comes last, and no lists wait for each
-   other;
-3. bounded: no link ever holds more than a known number of messages;
+1. complete: every stage's list contains each of its actions exactly once. The flow determines what crosses each boundary,
+   so every receive then has one send, and every send one receive;
+2. in order: nothing is used before it exists or after it is dropped, updates come last, and there is no deadlock;
+3. bounded: the number of messages on every link is limited;
 4. within memory.
 """
 
@@ -36,13 +35,13 @@ _RECEIVES = frozenset(SENDS.values())
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What may wait at one boundary at most.
+    """The largest number of messages that may wait at one boundary.
 
     Args:
-        activations: on their way from stage k - 1 to stage k.
-        gradients: on their way from stage k to stage k - 1.
-        limited: whether not every micro-batch has a gradient that flows back over the boundary, so that the sender has
-            to be held back (it starts no forward before its activation of the mini-batch before has been taken).
+        activations: activations on their way from stage k - 1 to stage k.
+        gradients: gradients on their way from stage k to stage k - 1.
+        limited: whether some micro-batch has no gradient that flows back over the boundary. Such a sender is held back:
+            it starts a forward only after its activation of the previous mini-batch has been taken.
     """
 
     activations: int
@@ -53,20 +52,20 @@ class Buffer:
 def validate(
     schedule: Schedule, *, lists: Sequence[Word] | None = None, costs: Costs | None = None, memory: float | None = None
 ) -> list[Buffer]:
-    """Refuse a schedule that could not run.
+    """Check that a schedule can run.
 
     Args:
-        schedule: with its flows and words.
-        lists: lists to look at in the place of the schedule's own, such as hand-written ones.
-        costs: whose bytes decide how much memory is needed; needed with `memory`.
-        memory: bytes that every stage may use at most.
+        schedule: the schedule.
+        lists: lists to check instead of the schedule's own, such as hand-written ones; default: the schedule's.
+        costs: costs whose bytes determine the memory; required with `memory`.
+        memory: limit per stage in bytes; default: none.
 
     Returns:
         The buffers that boundaries 1 .. A-1 need.
 
     Raises:
-        ValueError: the first thing that is wrong, with the actions it is about.
-        TypeError: `schedule` is none.
+        ValueError: the schedule cannot run; the message names the first error and its actions.
+        TypeError: `schedule` is not a `Schedule`.
     """
     check_schedule(schedule)
     lists = schedule.lists if lists is None else lists
@@ -80,72 +79,78 @@ def validate(
     if memory is not None:
         if costs is None:
             raise ValueError(
-                "`costs` should be given with `memory`, since they say what a micro-batch needs. Found none."
+                "`costs` should be given with `memory`, because they determine the size of a micro-batch. Found none."
             )
         check_memory(memory)
-        in_flight = [_most_held(word) for word in lists]
+        in_flight = [_most_in_flight(word) for word in lists]
         for k, needed in enumerate(peak_bytes(in_flight, costs)):
             if needed > memory:
                 raise ValueError(
                     f"Stage {k} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with {in_flight[k]} "
-                    "micro-batches in flight; choose an order with fewer, or smaller micro-batches."
+                    "micro-batches in flight; choose an order with fewer in flight, or smaller micro-batches."
                 )
     return buffers(schedule)
 
 
 def buffers(schedule: Schedule) -> list[Buffer]:
-    """What may wait at the boundaries 1 .. A-1 at most, whatever the times are."""
+    """Return limits of what may wait at the boundaries 1 .. A-1, for any times of the actions."""
+    # One cycle's messages at most: a sender waits for the same message of the cycle before (`nwise.runtime.channel`).
     size = len(schedule.flows) * schedule.num_microbatches
     limited = set(held_back(schedule.flows))
-    found = []
+    limits = []
     for k in range(1, schedule.num_stages):
         gradients = sum(count * len(flow.stages[k].messages) for flow, count in counted(schedule.flows))
-        found.append(Buffer(activations=size, gradients=gradients, limited=k - 1 in limited))
-    return found
+        limits.append(Buffer(activations=size, gradients=gradients, limited=k - 1 in limited))
+    return limits
 
 
-def _most_held(word: Word) -> int:
-    """The most micro-batches between their forward and their drop."""
+def _most_in_flight(word: Word) -> int:
+    """Return the largest number of micro-batches between their forward and their drop."""
     changes = ((action.kind is Kind.FORWARD) - (action.kind is Kind.DROP) for action in word)
     return max(accumulate(changes), default=0)
 
 
 def _expected(k: int, flows: Sequence[Sequence[Flow]], fused: set[tuple[int, int]]) -> Counter[Action]:
-    """All actions of a stage; micro-batches of which turns fuse I and W is left to the list."""
-    found: Counter[Action] = Counter()
+    """Return all actions of a stage, given the (micro-batch, turn) pairs whose list fuses I and W."""
+    expected: Counter[Action] = Counter()
     for turn, batch in enumerate(flows):
-        found[Action(Kind.UPDATE, k, 0, None, turn)] += 1
+        expected[Action(Kind.UPDATE, k, 0, None, turn)] += 1
         for m, flow in enumerate(batch):
             stage = flow.stages[k]
             computed = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=(m, turn) in fused, turn=turn)]
             last = k == len(flow.stages) - 1
             above = [] if last else range(len(flow.stages[k + 1].messages))
-            found.update(computed)
-            found.update(Action(Kind.SEND_GRADIENT, k, m, a.message, turn) for a in computed if a.message is not None)
-            found.update(Action(Kind.RECEIVE_GRADIENT, k, m, p, turn) for p in above)
-            found[Action(Kind.DROP, k, m, None, turn)] += 1
+            expected.update(computed)
+            expected.update(
+                Action(Kind.SEND_GRADIENT, k, m, a.message, turn) for a in computed if a.message is not None
+            )
+            expected.update(Action(Kind.RECEIVE_GRADIENT, k, m, p, turn) for p in above)
+            expected[Action(Kind.DROP, k, m, None, turn)] += 1
             if k:
-                found[Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn)] += 1
+                expected[Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn)] += 1
             if not last:
-                found[Action(Kind.SEND_ACTIVATION, k, m, None, turn)] += 1
-    return found
+                expected[Action(Kind.SEND_ACTIVATION, k, m, None, turn)] += 1
+    return expected
 
 
 def _check_complete(k: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None:
-    found = Counter(word)
+    """Raise ValueError unless a list has each action of its stage once."""
+    counts = Counter(word)
     expected = _expected(k, flows, {(a.microbatch, a.turn) for a in word if a.kind is Kind.BOTH})
-    if found == expected:
+    if counts == expected:
         return
-    missing, extra = expected - found, found - expected
-    problem = f"no {next(iter(missing))}" if missing else f"{next(iter(extra))} too often or unasked for"
+    missing, extra = expected - counts, counts - expected
+    problem = f"no {next(iter(missing))}" if missing else f"{next(iter(extra))} too often or unneeded"
     raise ValueError(
-        f"The list of stage {k} should hold each of its {expected.total()} actions once. Found {problem} "
+        f"The list of stage {k} should contain each of its {expected.total()} actions once. Found {problem} "
         f"({missing.total()} missing, {extra.total()} too many)."
     )
 
 
 def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None:
-    """Run the lists without times: sends wait for nobody, receives for their send."""
+    """Run the lists without times, and raise ValueError for a wrong order or a deadlock."""
+    # Sends never wait, and a receive waits for its send only. So the sequence of stages does not matter: if one sequence
+    # reaches the end of all lists, every sequence does.
     sent: set[Action] = set()
     waiting: dict[Action, int] = {}
     place = [0] * len(lists)
@@ -172,17 +177,17 @@ def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None
 
 
 class _Holdings:
-    """What a stage holds of each micro-batch while it runs its list."""
+    """The results that a stage holds of each micro-batch while it runs its list."""
 
     def __init__(self, stage: int, flows: Sequence[Sequence[Flow]]) -> None:
         self._stage = stage
         self._flows = flows
-        self._held: dict[tuple[int, int], set[Product] | None] = {}  # None for what has been dropped
+        self._held: dict[tuple[int, int], set[Product] | None] = {}  # by (micro-batch, turn); None after the drop
         self._to_drop = [len(batch) for batch in flows]
         self._updates = 0
 
     def run(self, action: Action) -> None:
-        """Take notice of an action, or refuse it for what is not there or comes too late."""
+        """Record an action; raise ValueError if it needs a result that the stage does not hold, or comes too late."""
         kind, k, m, q, turn = action
         if kind is Kind.UPDATE:
             self._update(action)
@@ -214,7 +219,7 @@ class _Holdings:
         left = self._to_drop[action.turn]
         if left or action.turn != self._updates:
             raise ValueError(
-                f"The list of stage {self._stage} should update after all else of a mini-batch, turn after turn. Found "
+                f"The list of stage {self._stage} should update after all other actions of a mini-batch, turn by turn. Found "
                 f"{action} before {left} of its micro-batches were dropped, after {self._updates} updates."
             )
         self._updates += 1
@@ -224,6 +229,6 @@ class _Holdings:
             what, stage = key[0], key[1]
             thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
             raise ValueError(
-                f"The list of stage {self._stage} should make or receive what an action needs before it, and drop it only "
-                f"afterwards. Found {action} without {thing} of stage {stage}."
+                f"The list of stage {self._stage} should compute or receive what an action needs before the action, and drop "
+                f"it only afterwards. Found {action} without {thing} of stage {stage}."
             )

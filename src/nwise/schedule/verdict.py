@@ -1,7 +1,7 @@
-"""Verdict: what a plan means, in sentences.
+"""Verdict: the meaning of a plan, in sentences.
 
-Times are per step. End-to-end needs the fewest steps, so a strategy is worth its time only if its step is shorter by more
-than the factor by which it needs more of them; that factor nobody can know but who has tried.
+Times are per step. End-to-end needs the fewest steps, so a strategy saves time only if its step is shorter by more than the
+factor by which it needs more steps. Only an experiment can measure that factor.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Show = Callable[[float], str]
 
 
 def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
-    """Who wins, by how much, and what has to be true for the others to be worth it.
+    """Describe the recommended method, its advantage, and the conditions under which the others save time.
 
     Args:
-        plan: from `nwise.schedule.plan.plan`.
-        show: a time as text.
+        plan: result of `nwise.schedule.plan.plan`.
+        show: function that formats a time; default: four digits.
 
     >>> from nwise.schedule import TRANSFORMER
     >>> from nwise.schedule.plan import plan
@@ -29,7 +29,7 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
     """
     baseline, own, chosen = plan.baseline, plan.own_baseline, plan.recommended
     if baseline is None:
-        return [f"No end-to-end pipeline fits the memory; of what does, {_named(chosen)} is the fastest."]
+        return [f"No end-to-end pipeline fits the memory; of the methods that fit, {_named(chosen)} is the fastest."]
     if chosen.end_to_end:
         lines = [
             f"Use {_named(chosen)}: {show(chosen.period)} a step. No strategy between local and end-to-end has a shorter one."
@@ -48,7 +48,7 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
         )
     largest = max(plan.microbatches)
     lines += [
-        f"M = {largest} is the largest that was tried for {option.method}; more may be faster."
+        f"M = {largest} is the largest M that was tried for {option.method}; a larger one may be faster."
         for option in dict.fromkeys((chosen, baseline))
         if option.num_microbatches == largest > 1
     ]
@@ -56,7 +56,7 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
 
 
 def _worth(plan: Plan, option: Option) -> str:
-    """Compared with the best end-to-end pipeline, and with the best that nwise runs itself."""
+    """Compare a strategy with the best end-to-end pipeline, and with the best one that nwise runs itself."""
     baselines = [r for r in dict.fromkeys((plan.baseline, plan.own_baseline)) if r is not None]
     compared = ", ".join(f"{_faster(ratio(r.period, option.period))} {r.method}" for r in baselines)
     worth = [
@@ -70,7 +70,7 @@ def _worth(plan: Plan, option: Option) -> str:
 
 
 def _faster(speed: float) -> str:
-    """How a step compares, given the other's time over its own."""
+    """Describe how a step compares, given the other's time over its own."""
     percent = 100 * (max(speed, 1 / speed) - 1) if speed else math.inf
     if percent < 0.5:
         return "as long as that of"
