@@ -19,6 +19,7 @@ from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
 from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
+from nwise.schedule.choose import ORDERS, check_order
 from nwise.strategies import Heads, strategy
 
 
@@ -230,7 +231,7 @@ class Recipe:
     ignore it."""
     stage_lr: tuple[float, ...] = ()
     """Factors of the learning rates of the stages and their heads, separated by spaces; empty: all 1."""
-    schedule: Literal["best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zb-h1"] = "best"
+    schedule: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ORDERS) + "}")] = "best"
     """Order of work with a process for each stage. In one process it affects only memory, and best is depth-first."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16 runs forwards under autocast."""
@@ -275,6 +276,7 @@ class Recipe:
             )
         if self.channels_last and isinstance(self.data, EmbeddedText | TextSource):
             raise ValueError("`channels_last` needs image data. Found text.")
+        check_order(self.schedule)
         self.strategy_for(1)
 
     def strategy_for(self, steps_per_epoch: int) -> Any:

@@ -18,10 +18,26 @@ from nwise.schedule.validate import validate
 
 Order: TypeAlias = "str | Schedule | Timed"
 
-ORDERS = ("best", "depth-first", "phase", "skewed", "gpipe", "1f1b", "zb-h1")
-
 # Costs for the choice of an order without measurements: a head of half a stage, messages that are short but not free.
 TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05)
+
+
+def _zb_h1(flows: orders.Flows, turn: int) -> list[Word]:
+    cap = min(len(flows[0].stages), len(flows))
+    return nearest_first(flows, turn, fuse=orders.NONE, cap=cap, costs=TYPICAL, chains="walked")
+
+
+# The rule of every named order: from the flow of each micro-batch and the mini-batch's place in the cycle to the order of each
+# stage. An order that is added here is checked, run and offered on the command line under its name.
+RULES: dict[str, Callable[[orders.Flows, int], list[Word]]] = {
+    "depth-first": orders.depth_first,
+    "phase": partial(orders.phase, fuse=orders.ALL),
+    "skewed": partial(orders.skewed, fuse=orders.ALL, stride=1),
+    "gpipe": partial(orders.phase, fuse=orders.ALL),
+    "1f1b": orders.one_forward_one_backward,
+    "zb-h1": _zb_h1,
+}
+ORDERS = ("best", *RULES)
 
 
 def check_order(order: object) -> None:
@@ -58,17 +74,6 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
             )
         validate(order)
         return order
-    num_stages = len(flows[0][0].stages)
     if order == "best":
         return best_order(flows, TYPICAL).schedule
-    rules: dict[str, Callable[[orders.Flows, int], list[Word]]] = {
-        "depth-first": orders.depth_first,
-        "phase": partial(orders.phase, fuse=orders.ALL),
-        "gpipe": partial(orders.phase, fuse=orders.ALL),
-        "skewed": partial(orders.skewed, fuse=orders.ALL, stride=1),
-        "1f1b": orders.one_forward_one_backward,
-        "zb-h1": partial(
-            nearest_first, fuse=orders.NONE, cap=min(num_stages, len(flows[0])), costs=TYPICAL, chains="walked"
-        ),
-    }
-    return orders.schedule_of(order, flows, rules[order])
+    return orders.schedule_of(order, flows, RULES[order])
