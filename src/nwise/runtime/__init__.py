@@ -1,1 +1,1 @@
-"""What executes an order of actions."""
+"""Runtimes: they execute schedules, in one process or in one process per stage."""

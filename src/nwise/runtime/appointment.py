@@ -1,8 +1,8 @@
-"""The appointment: a step before which all ranks do what one of them has asked for.
+"""The appointment: a step before which all ranks do what one of them has requested.
 
-Ranks are at different steps, and whoever waited for the others at one might keep them from reaching it. So the threads of
-the watch agree: each says how many steps its rank has begun, and lets it begin no more until all have said so; the largest
-of these numbers is a step that nobody has begun, and that all can reach.
+Ranks are at different steps, and a rank that blocks at one may be the one that others need to reach it. So the threads of
+the watch agree on a step. Each publishes the number of steps that its rank has begun, and lets it begin no more until all
+have published theirs. The largest of these numbers is a step that no rank has begun and every rank can reach.
 """
 
 from __future__ import annotations
@@ -15,40 +15,42 @@ from nwise.runtime.team import Team
 
 
 class Appointment:
-    """Of all ranks, or of the one there is; before each step all of them should call `due`.
+    """Agrees with all ranks on a step; before each step every rank calls `due`.
 
     Args:
-        team: of the pipeline; None for one process.
+        team: the team of the pipeline; None for one process.
     """
 
     def __init__(self, team: Team | None) -> None:
         self._team = team
         self._asked: list[str] = []
+        # A round, seen from a rank: `_limit` is None until a request comes up. Then it is the number of steps begun, which
+        # the rank publishes and does not exceed. `_agreed` is None until the numbers of all ranks are there.
         self._round = 0
         self._begun = 0
-        self._limit: int | None = None  # the steps that had been begun when this round came up
+        self._limit: int | None = None
         self._agreed: tuple[int, str] | None = None
         self._changed = threading.Condition()
         if team is not None:
             team.watch.on_beat = self._look
 
     def ask(self, what: str) -> None:
-        """Have all ranks do something before one of the next steps; safe in a signal handler.
+        """Request something of all ranks before one of the next steps; safe in a signal handler.
 
         Args:
-            what: that `due` returns then.
+            what: the text that `due` will return.
         """
         if what not in self._asked:
             self._asked.append(what)
 
     def due(self, step: int) -> str | None:
-        """What is to be done before a step, on all ranks; else it has been begun.
+        """Return the request that is due on all ranks before a step; otherwise begin the step and return None.
 
         Args:
-            step: its number; each one more than that of the call before, unless something was due.
+            step: number of the step, one more than at the last call unless that returned a request.
 
         Raises:
-            RankError: something went wrong on another rank, while this one waited for it.
+            RankError: another rank failed while this one waited for it.
         """
         if self._team is None:
             return self._asked.pop(0) if self._asked else None
@@ -66,7 +68,7 @@ class Appointment:
         return None
 
     def _look(self, store: Any) -> None:
-        """Say what this rank knows, and hear what the others say; in the watch's thread."""
+        """Publish this rank's number of steps and read those of the others; runs in the watch's thread."""
         assert self._team is not None
         with self._changed:
             key = f"appointment/{self._round}"
@@ -75,8 +77,8 @@ class Appointment:
             if self._limit is None and store.check([f"{key}/what"]):
                 self._limit = self._begun
                 store.set(f"{key}/{self._team.world.rank}", json.dumps(self._begun))
-            everyone = [f"{key}/{rank}" for rank in range(self._team.world.size)]
-            if self._limit is not None and self._agreed is None and store.check(everyone):
-                step = max(json.loads(store.get(name)) for name in everyone)
+            keys = [f"{key}/{rank}" for rank in range(self._team.world.size)]
+            if self._limit is not None and self._agreed is None and store.check(keys):
+                step = max(json.loads(store.get(name)) for name in keys)
                 self._agreed = step, store.get(f"{key}/what").decode()
                 self._changed.notify_all()

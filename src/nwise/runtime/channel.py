@@ -1,13 +1,24 @@
 """Channels: one direction between two neighbours, activations forward or gradients back.
 
-A channel carries, mini-batch after mini-batch, the messages of its plan in the order in which they are sent; so nothing
-has to be tagged, which nccl could not. The receiver always has its next receive posted, over the end of a mini-batch too,
-so that what is sent travels at once while both sides compute. Posting one takes as long as a small message does, so that
-two are posted when nobody waits, right after a send, and what has come is taken without posting another. A sender does not
-wait, but for the same message of the cycle of mini-batches before, so that no more than a cycle of them is ever kept.
+In every mini-batch a channel carries the messages of its plan in the order of their sends. So messages need no tags, which
+nccl does not have. The receiver always has its next receive posted, across mini-batches too, so a message travels at once
+while both sides compute. Posting takes as long as a small message. Two receives are therefore posted right after a send,
+when no rank waits, and a message that has arrived is taken without another post:
 
-When the plan changes (another batch size, another strategy), the receives that were posted too early are filled by messages
-that nobody looks at.
+    receiver              posted receives
+    start                 0  1
+    take message 0           1
+    own send, `post`         1  2
+    take message 1              2
+    take message 2                 3       posted before the wait, because none was left
+
+A sender waits only for its same message of the previous cycle of mini-batches, so it never keeps more than one cycle of them.
+
+When the plan changes (another batch size, another strategy), the receives already posted for the old plan are completed with
+dummy messages and discarded:
+
+    receiver    posts up to 2 (old plan)                     takes 2, discards them, posts 2 (new plan)
+    sender                                 sends 2 zeros, waits for all sends
 """
 
 from __future__ import annotations
@@ -25,53 +36,53 @@ from torch.distributed import ProcessGroup
 
 from nwise.microbatch import Tensors
 
-# Which message: micro-batch, message (None for an activation), turn.
+# The name of a message: micro-batch, message (None for an activation), turn.
 Key = tuple[int, int | None, int]
 
-_TAG = 0x6E77  # of gloo's messages, so that others can travel through the same group; nccl has none
-_AHEAD = 2  # receives that are posted before anybody asks for them
+_TAG = 0x6E77  # separates these messages from others of the same gloo group; nccl has no tags
+_AHEAD = 2  # receives posted in advance
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor without its values."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Size of its values."""
+        """Size of the values, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Allocate the tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """The spec of a tensor."""
+    """Return the spec of a tensor."""
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What travels over a channel in one pass through the lists, in the order it is sent."""
+    """The messages of a channel in one pass through the lists, in the order of their sends."""
 
     keys: tuple[Key, ...] = ()
     specs: tuple[tuple[Spec, ...], ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of every message."""
+        """Size of every message, in bytes."""
         return tuple(sum(spec.num_bytes for spec in specs) for specs in self.specs)
 
     def num_bytes(self, turn: int) -> int:
-        """What is sent in a mini-batch."""
+        """Return the bytes that are sent in a mini-batch."""
         return sum(size for key, size in zip(self.keys, self.sizes, strict=True) if key[2] == turn)
 
     def first_of(self, turn: int) -> int:
-        """Place of the first message of a turn."""
+        """Return the place of the first message of a turn."""
         return next((i for i, key in enumerate(self.keys) if key[2] >= turn), 0)
 
 
@@ -83,9 +94,9 @@ class Link:
     """One end of a channel.
 
     Args:
-        group: the process group of one direction.
+        group: process group of one direction.
         peer: rank of the other end.
-        device: where tensors are.
+        device: device of the tensors.
     """
 
     group: ProcessGroup
@@ -94,8 +105,9 @@ class Link:
 
     @property
     def early(self) -> bool:
-        """Whether a receive is posted before anybody asks for it. With nccl it is a kernel that waits on the device, and whoever
-        synchronizes the device would wait for a message that may need this very process."""
+        """Whether receives are posted in advance: on CPUs only."""
+        # A receive of nccl is a kernel that waits on the device. Synchronising the device would wait for a message whose
+        # sender may in turn need this process.
         return self.device.type == "cpu"
 
 
@@ -103,8 +115,8 @@ class LostPeer(RuntimeError):
     """The other end of a channel cannot be reached any more.
 
     Args:
-        peer: its rank.
-        why: what the transport says.
+        peer: rank of the other end.
+        why: error message of the transport.
     """
 
     def __init__(self, peer: int, why: str) -> None:
@@ -113,15 +125,15 @@ class LostPeer(RuntimeError):
 
 
 class _End:
-    """What both ends keep: where they are in which plan."""
+    """The state of both kinds of ends: the plan and the place in it."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._plan = NOTHING
-        self._place = 0  # of the next message
+        self._place = 0  # place of the next message in the plan
 
     def follows(self, plan: Plan, turn: int) -> bool:
-        """Whether a mini-batch is the next one of the plan that this end is at."""
+        """Tell whether this end is at the beginning of a turn of a plan."""
         return (self._plan, self._place) == (plan, plan.first_of(turn))
 
     def _set(self, plan: Plan, place: int) -> None:
@@ -135,11 +147,11 @@ class Sender(_End):
     """The end that sends.
 
     Args:
-        link: where to.
-        depth: cycles of mini-batches whose messages are kept at most when it does not wait.
+        link: the end's group, peer and device.
+        depth: largest number of cycles of mini-batches whose messages are kept without waiting; default: 1.
 
     Attributes:
-        num_bytes: sent so far.
+        num_bytes: number of bytes sent so far.
     """
 
     def __init__(self, link: Link, depth: int = 1) -> None:
@@ -155,10 +167,10 @@ class Sender(_End):
             self._set(plan, plan.first_of(turn))
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Send the next message of the plan, and wait for the one of `depth` cycles before."""
+        """Send the next message of the plan, and wait for the same one of `depth` cycles before."""
         place = self._place
         expected, specs = self._plan.keys[place], self._plan.specs[place]
-        # No specs are made of the tensors: the other end is waiting.
+        # Compare without making specs of the tensors: the other end is waiting.
         fits = len(tensors) == len(specs) and all(
             t.shape == s.shape and t.dtype is s.dtype for t, s in zip(tensors, specs, strict=True)
         )
@@ -173,16 +185,16 @@ class Sender(_End):
     def _send(self, tensors: Sequence[Tensor]) -> None:
         link = self._link
         kept = tuple(t.contiguous() for t in tensors if t.numel())
-        # The group's own call, since `dist.isend` looks up again what is known here.
-        works = [_reach(link.peer, link.group.send, [t], link.peer, _TAG) for t in kept]
+        # The group's own call, because `dist.isend` would look up the group and the peer again.
+        works = [_transport(link.peer, link.group.send, [t], link.peer, _TAG) for t in kept]
         self._on_the_way.append((kept, works))
         self._advance()
-        # Only now, since the other end may be waiting for this one.
+        # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one.
         if len(self._on_the_way) > self._depth * len(self._plan.keys):
             _wait(self._on_the_way.popleft()[1], link.peer)
 
     def flush(self) -> None:
-        """Fill the receives that the other end has posted, and wait until everything has been taken over."""
+        """Fill the receives that the other end has posted, and wait until the transport has taken all messages."""
         for _ in range(_AHEAD if self._plan.keys and self._link.early else 0):
             specs = self._plan.specs[self._place]
             self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
@@ -208,7 +220,7 @@ class Receiver(_End):
             self.post()
 
     def post(self, count: int = _AHEAD) -> None:
-        """Post the next receives, until so many are."""
+        """Post the next receives until `count` are posted."""
         if self._link.early and self._plan.keys:
             while len(self._posted) < count:
                 self._posted.append(self._post())
@@ -216,10 +228,10 @@ class Receiver(_End):
     def _post(self) -> tuple[Tensors, list[Any]]:
         link, specs = self._link, self._plan.specs
         tensors = tuple(spec.empty(link.device) for spec in specs[(self._place + len(self._posted)) % len(specs)])
-        return tensors, [_reach(link.peer, link.group.recv, [t], link.peer, _TAG) for t in tensors if t.numel()]
+        return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, _TAG) for t in tensors if t.numel()]
 
     def take(self, key: Key) -> Tensors:
-        """A message, once it is there; others that were sent before it are kept for later."""
+        """Wait for a message and return it; those that were sent before it are kept for later."""
         while key not in self._arrived:
             tensors, works = self._posted.popleft() if self._posted else self._post()
             due = self._plan.keys[self._place]
@@ -230,7 +242,7 @@ class Receiver(_End):
         return self._arrived.pop(key)
 
     def flush(self) -> None:
-        """Wait for what is posted, and throw it away."""
+        """Wait for the posted receives and discard them."""
         while self._posted:
             _wait(self._posted.popleft()[1], self._link.peer)
         self._arrived.clear()
@@ -240,8 +252,9 @@ class Receiver(_End):
 def start_all(
     outgoing: Iterable[tuple[Sender | None, Plan]], incoming: Sequence[tuple[Receiver | None, Plan]], turn: int
 ) -> None:
-    """Begin a mini-batch on channels. Where plans change, what was asked for too early is filled before anybody waits for it,
-    and all of it is asked for before somebody waits for having filled it."""
+    """Begin a mini-batch on all channels of a rank."""
+    # If plans change: first post the receives that the peers will fill, then fill those of the peers, then wait for the own
+    # ones. So every receive is posted before any rank waits.
     for receiver, plan in incoming:
         if receiver is not None and not receiver.follows(plan, turn):
             receiver.post()
@@ -254,29 +267,30 @@ def start_all(
 
 
 def introduce(group: ProcessGroup, before: int | None, after: int | None, device: torch.device) -> None:
-    """Send a number through all ranks of one direction. A connection of nccl is made when it is first used and waits for the
-    other end, so that two neighbours whose first uses are of different directions would wait for each other for ever.
+    """Connect all ranks of one direction by a number that each passes on to the next.
 
     Args:
-        group: of the direction.
-        before, after: ranks that this one receives from and sends to.
-        device: of the tensors that will be sent.
+        group: process group of the direction.
+        before, after: ranks from which this one receives and to which it sends; None without a neighbour.
+        device: device of the tensors that will be sent.
     """
+    # nccl connects at the first use and waits for the other end. Two neighbours that first use different directions would
+    # wait for each other forever.
     number = torch.zeros(1, device=device)
     for peer, call in ((before, group.recv), (after, group.send)):
         if peer is not None:
-            _reach(peer, _reach(peer, call, [number], peer, _TAG).wait)
+            _transport(peer, _transport(peer, call, [number], peer, _TAG).wait)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _wait(works: list[Any], peer: int) -> None:
     for work in works:
-        _reach(peer, work.wait)
+        _transport(peer, work.wait)
 
 
-def _reach(peer: int, call: Callable[..., Any], *args: Any) -> Any:
-    """A call of the transport, whose errors are those of the other end."""
+def _transport(peer: int, call: Callable[..., Any], *args: Any) -> Any:
+    """Call the transport, and turn its errors into a lost peer."""
     try:
         return call(*args)
     except RuntimeError as error:

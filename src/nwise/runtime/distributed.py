@@ -1,6 +1,6 @@
-"""The runtime of many processes: each executes its own list, and what crosses a boundary goes through a channel.
+"""The runtime of many processes: each executes its own list, and messages cross boundaries through channels.
 
-Nothing but messages makes a rank wait: it begins its next mini-batch as soon as its own list is done.
+A rank waits only for messages: it begins its next mini-batch as soon as its own list is done.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from nwise.schedule.lists import Schedule
 from nwise.stage import Cotangents
 
 Specs = tuple[Spec, ...]
-# Shapes of a stage's outputs, from those of its inputs.
+# A function from the shapes of a stage's inputs to those of its outputs.
 Shapes = Callable[[Specs], Specs]
-# Called after each action of this rank with the step, and its begin and end, in seconds of `time.perf_counter`.
+# Called after each action of this rank with the step, the action, and its begin and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
 EndT = TypeVar("EndT", Sender, Receiver)
 
-_MOST_SCRIPTS = 256  # a batch of another shape needs another one
+_MOST_SCRIPTS = 256  # every shape of a batch needs a script
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a rank does in one mini-batch.
+    """The work of a rank in one mini-batch.
 
     Args:
-        word: its actions, in order.
-        passes: backward passes by (stage, micro-batch).
-        plans: what the channels carry.
+        word: the rank's actions, in order.
+        passes: number of backward passes by (stage, micro-batch).
+        plans: plans of the rank's channels.
         inputs, outputs: shapes of the stage's inputs and outputs, per micro-batch.
-        num_bytes: that it sends, as activations and as gradients.
-        final: places of those actions after which no other adds to the gradients of the main part, or of the head.
+        num_bytes: bytes that the rank sends as activations and as gradients.
+        final: places of the last action that adds to the gradients of the main part, and of the last that adds to those of
+            the head.
     """
 
     word: tuple[Action, ...]
@@ -62,7 +63,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """Of the four channels of a rank."""
+    """The plans of a rank's four channels."""
 
     activations_in: Plan = NOTHING
     activations_out: Plan = NOTHING
@@ -75,17 +76,17 @@ class Distributed:
 
     Args:
         world: this process and its neighbours.
-        watch: told what the rank is at.
-        stage: its stage.
-        shapes: gives the shapes of the stage's outputs.
-        device: where its tensors are.
-        kept: gives the tensors that may change before a message has left: parameters and buffers.
-        replicas: sums gradients over the replicas of the stage, if there are any.
+        watch: the watch, which the runtime tells its present action.
+        stage: the rank's stage.
+        shapes: function that returns the shapes of the stage's outputs.
+        device: device of the stage's tensors.
+        kept: function that returns the tensors that may change before a message has left: parameters and buffers.
+        replicas: sums of gradients over the replicas of the stage; None without replicas.
 
     Attributes:
-        device: see above.
-        recorder: None, or told when every action began and ended.
-        bytes_of_last_step: sent, activations and gradients, measured and predicted.
+        device: device of the stage's tensors.
+        recorder: None, or a function called with the begin and end of every action.
+        bytes_of_last_step: bytes sent as activations and as gradients, measured and predicted.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Distributed:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Sent so far: activations forward and gradients back."""
+        """Bytes sent so far, as activations and as gradients."""
         forward, back = self._ends.activations_out, self._ends.gradients_out
         return forward.num_bytes if forward else 0, back.num_bytes if back else 0
 
@@ -121,20 +122,20 @@ class Distributed:
         step: int,
         on_action: Callable[[Action], None] | None = None,
     ) -> Worker:
-        """One mini-batch: fill every ``.grad`` of this rank.
+        """Run one mini-batch and fill every ``.grad`` of this rank.
 
         Args:
-            schedule: the lists of all stages.
-            turn: which mini-batch of the cycle.
-            batch: the data; of `inputs` only the first stage uses more than the shapes.
+            schedule: the schedule of all stages.
+            turn: index of the mini-batch in the cycle.
+            batch: the data; only the first stage uses the values of `inputs`, the others their shapes.
             step: number of the mini-batch.
-            on_action: called after each action.
+            on_action: function called after each action, or None.
 
         Returns:
-            The stage with its loss.
+            The worker with the stage's loss.
 
         Raises:
-            RankError: something went wrong here or on another rank.
+            RankError: this or another rank failed.
         """
         with self.watched():
             script = self._script(schedule, turn, batch.inputs)
@@ -152,12 +153,12 @@ class Distributed:
         return worker
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
-        """A forward alone, which is a schedule of its own: receive, forward, send.
+        """Run a forward alone: receive, forward, send.
 
         Args:
-            inputs: of the first stage; others look at the shapes.
-            step: number of the mini-batch before it.
-            call: makes this stage's outputs of its inputs.
+            inputs: inputs of the first stage; the other stages use their shapes.
+            step: number of the previous mini-batch.
+            call: function from the inputs of this stage to its outputs.
         """
         with self.watched():
             self.start_forwards([inputs])
@@ -166,35 +167,35 @@ class Distributed:
             self.send(0, tuple(y.detach() for y in call(hidden)))
 
     def start_forwards(self, inputs: Sequence[Tensors]) -> Script:
-        """Begin a mini-batch of forwards alone; the shapes of its inputs and outputs."""
+        """Begin a mini-batch of forwards alone, and return its script."""
         script = self._script(None, 0, inputs)
         self._start(script.plans, 0, inputs)
         return script
 
     def receive(self, microbatch: int, inputs: Tensors, step: int) -> Tensors:
-        """The input of this stage in a mini-batch of forwards; of the first stage it is `inputs`."""
+        """Receive the input of this stage in a mini-batch of forwards; the first stage returns `inputs`."""
         self.at(step, Kind.RECEIVE_ACTIVATION, microbatch)
         source = self._ends.activations_in
         return inputs if source is None else source.take((microbatch, None, 0))
 
     def send(self, microbatch: int, outputs: Tensors) -> None:
-        """The output of this stage in a mini-batch of forwards to the next stage, if there is one."""
+        """Send the output of this stage in a mini-batch of forwards to the next stage, if there is one."""
         if self._ends.activations_out is not None:
             self._ends.activations_out.send((microbatch, None, 0), self._apart(outputs))
         self._post()
 
     def at(self, step: int, kind: Kind, microbatch: int, message: int | None = None) -> None:
-        """Say what this rank begins to do."""
+        """Tell the watch the action that this rank begins."""
         self._watch.doing = Doing(step, Action(kind, self._world.stage, microbatch, message), time.perf_counter())
 
     def close(self) -> None:
-        """Wait until the neighbours have everything; after the last step, on all ranks."""
+        """Wait until the neighbours have all messages; all ranks call it after the last step."""
         with self.watched():
             self._start(Plans(), 0, ())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Whatever goes wrong inside goes wrong on all ranks."""
+        """End all ranks if the body raises."""
         self._watch.check()
         try:
             yield
@@ -215,19 +216,19 @@ class Distributed:
         outgoing = [(ends.activations_out, plans.activations_out), (ends.gradients_out, plans.gradients_out)]
         start_all(outgoing, incoming, turn)
         if ends.activations_out is not None:
-            # Memory that a message should not share: an optimizer changes parameters, the caller may fill a batch anew.
+            # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch.
             tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
             self._owned = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
 
     def _post(self) -> None:
-        """Ask the neighbours for what comes next, now that they have what they may be waiting for."""
+        """Post the next receives; this rank's own sends have been issued, so no neighbour is blocked on it."""
         for receiver in (self._ends.activations_in, self._ends.gradients_in):
             if receiver is not None:
                 receiver.post()
 
     def _apart(self, tensors: Tensors) -> Tensors:
-        """Copies of those that lie in memory that may change before they have left, or are no plain tensors (tensor
-        parallelism gives promises of one)."""
+        """Copy tensors whose memory may change before they have left, and tensors of other types."""
+        # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
         owned = self._owned
         plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in owned for t in tensors]
         return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
@@ -239,6 +240,14 @@ class Distributed:
         step: int,
         on_action: Callable[[Action], None] | None,
     ) -> None:
+        """Execute this rank's list, action by action."""
+        # The list alone decides the order. A receive blocks until its message is there, a computation puts its result into
+        # `outbox`, and the send that follows in the list takes it from there:
+        #
+        #     RX(m)  previous stage -> worker.inputs[m]             F(m)    -> outbox -> SX(m)    next stage
+        #     RG(m.q)    next stage -> worker.messages[m][q]        I(m.q)  -> outbox -> SG(m.q)  previous stage
+        #
+        # `watch.doing` is set before every action, so the other ranks learn where this one stalls.
         ends, watch, replicas = self._ends, self._watch, self._replicas
         outbox: dict[Key, Tensors] = {}
         if replicas is not None:
@@ -248,21 +257,23 @@ class Distributed:
             begin = time.perf_counter()
             watch.doing = Doing(step, action, begin)
             if kind is Kind.RECEIVE_ACTIVATION:
-                worker.inputs[m] = _of(ends.activations_in).take((m, None, turn))
+                worker.inputs[m] = _existing(ends.activations_in).take((m, None, turn))
             elif kind is Kind.RECEIVE_GRADIENT:
                 assert q is not None
-                message = _of(ends.gradients_in).take((m, q, turn))
+                message = _existing(ends.gradients_in).take((m, q, turn))
                 worker.messages.setdefault(m, {})[q] = unpacked(message, script.outputs[m])
             elif kind is Kind.SEND_ACTIVATION:
-                _of(ends.activations_out).send((m, None, turn), outbox.pop((m, None, turn)))
-                self._post()
+                _existing(ends.activations_out).send((m, None, turn), outbox.pop((m, None, turn)))
+                self._post()  # now that the neighbour has its message
             elif kind is Kind.SEND_GRADIENT:
-                _of(ends.gradients_out).send((m, q, turn), outbox.pop((m, q, turn)))
+                _existing(ends.gradients_out).send((m, q, turn), outbox.pop((m, q, turn)))
                 self._post()
             elif kind is Kind.UPDATE:
                 if replicas is not None:
                     replicas.finish()
             elif kind is not Kind.DROP:
+                # The gradients are complete after the last action that adds to them, so their sums over replicas begin
+                # during it, and overlap with what follows until the update.
                 if replicas is not None and i in script.final:
                     with replicas.summing(head=kind is Kind.HEAD):
                         made = worker.run(action)
@@ -273,7 +284,7 @@ class Distributed:
                 elif kind is Kind.FORWARD and ends.activations_out is not None:
                     outbox[m, None, turn] = self._apart(cast(Tensors, made))
                 elif kind is Kind.FORWARD:
-                    self._post()
+                    self._post()  # the last stage sends nothing after a forward
             if self.recorder is not None:
                 self.recorder(step, action, begin, time.perf_counter())
             if on_action is not None:
@@ -281,7 +292,7 @@ class Distributed:
                 on_action(action)
 
     def _script(self, schedule: Schedule | None, turn: int, inputs: Sequence[Tensors]) -> Script:
-        """Made once for every schedule and all shapes; all ranks come to a new one at the same step."""
+        """Return the script of a mini-batch, made once per schedule, turn and shapes, on all ranks at the same step."""
         shapes = tuple(tuple(map(spec_of, microbatch)) for microbatch in inputs)
         device = inputs[0][0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -293,14 +304,15 @@ class Distributed:
         return self._scripts[key]
 
     def _new_script(self, schedule: Schedule | None, turn: int, shapes: Sequence[Specs]) -> Script:
-        here: list[tuple[Specs, ...]] = []
+        """Make a script; every stage receives the shapes of its inputs from the stage before."""
+        here: list[tuple[Specs, ...]] = []  # the shapes of the stage's inputs, then those of its outputs
         lists_here = "" if schedule is None else schedule.digest
 
         def outputs(before: Any) -> Any:
             if before is not None and before["lists"] != lists_here:
                 raise ValueError(
-                    "Every rank should have the same schedule. Found other lists than on the rank before; were they made of "
-                    "costs that each rank has measured for itself?"
+                    "Every rank should have the same schedule. Found other lists than on the rank before; were they made from "
+                    "costs that each rank has measured separately?"
                 )
             here.append(tuple(shapes) if before is None else tuple(map(from_json, before["shapes"])))
             made = {specs: self._shapes(specs) for specs in dict.fromkeys(here[0])}
@@ -322,27 +334,30 @@ class Distributed:
         )
         word = tuple(a for a in lists[k] if a.turn == turn)
         num_bytes = plans.activations_out.num_bytes(turn), plans.gradients_out.num_bytes(turn)
+        # The last head action (key True) and the last W or B (key False): later places replace earlier ones.
         final = {a.kind is Kind.HEAD: i for i, a in enumerate(word) if a.kind in _LEARNING}
         return Script(word, count_passes(word), plans, here[0], here[1], num_bytes, frozenset(final.values()))
 
 
 def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:
+    """Return the plan of a channel, given the sender's list, the kind of its sends, and their shapes per micro-batch."""
     sent = [a for a in sender if a.kind is kind]
     return Plan(tuple((a.microbatch, a.message, a.turn) for a in sent), tuple(specs[a.microbatch] for a in sent))
 
 
-def _of(end: EndT | None) -> EndT:
-    assert end is not None, "validated lists send and receive over boundaries that are there"
+def _existing(end: EndT | None) -> EndT:
+    """Return an end of a channel that must exist."""
+    assert end is not None, "validated lists send and receive only over existing boundaries"
     return end
 
 
 def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:
-    """What is sent back of a gradient: a tensor for every input that can carry one, zeros where none has come."""
+    """Return the tensors to send back: a gradient for every input that can carry one, zeros where there is none."""
     carried = [(g, s) for g, s in zip(message, inputs, strict=True) if carrying((s,))]
     return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in carried)
 
 
 def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:
-    """A received gradient for each output, None for those that carry none."""
+    """Return the received gradient of each output, None for outputs that carry none."""
     parts = iter(tensors)
     return tuple(next(parts) if carrying((spec,)) else None for spec in outputs)
