@@ -23,6 +23,7 @@ RANKS = [
         "_errors",
         "_machine",
         "_modes",
+        "_process",
         "_records",
         "batchnorm",
         "_compiled",
@@ -127,3 +128,11 @@ def test_readme_paths_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
         assert (ROOT / path).exists(), path
+
+
+def test_effects_on_the_process_are_in_one_module() -> None:
+    effects = r"mallopt|excepthook =|os\._exit|os\.kill|set_num_threads|os\.environ(\.setdefault|\[[^]]+\] =)|donated_buffer ="
+    effects += r"|^ *warnings\.filterwarnings"
+    text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
+    offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
+    assert offenders == {"_process.py", "cli/dispatch.py"}, "the command line resets its filter when it ends"

@@ -65,7 +65,7 @@ def faulty(kind: str, rank: int, after: int, folder: Path) -> tuple[list[str], f
 @pytest.mark.parametrize("kind", FAULTS)
 def test_rank_fault_ends_all_ranks_with_the_same_error(kind: str, tmp_path: Path) -> None:
     said, seconds = faulty(kind, 2, 40, tmp_path)
-    assert seconds < 10
+    assert seconds < 60, "not the default limit of five minutes"
     assert len({line.split(" stops: ")[1] for line in said}) == 1, "all say the same, which is the first error"
     assert re.search(sentence_of(kind, 2, r"\d"), said[0]), said[0]
     assert len(said) >= (4 if kind in ("raise", "stall") else 3)
@@ -80,7 +80,7 @@ def test_error_between_steps_ends_all_ranks(tmp_path: Path) -> None:
 def test_waiting_ranks_name_the_stalled_rank(tmp_path: Path) -> None:
     """Regression: when rank 0's loader stalled, with no known time limit, only the waiting ranks were blamed."""
     said, seconds = faulty("stall", 0, -1, tmp_path)
-    assert seconds < 10
+    assert seconds < 60, "not the default limit of five minutes"
     assert len(said) == 4
     waits = r"Rank [1-3] .* has been at .* \(waiting for .*\) of step \d for more than 4 seconds; "
     assert re.search(waits + "rank 0, which waits for nobody, was last seen between steps$", said[0]), said[0]
@@ -96,7 +96,7 @@ def test_stall_in_on_action_is_not_taken_for_a_wait(tmp_path: Path) -> None:
 def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
     """Regression: a leaving rank's last sends were read as its next messages, and training continued with zeros."""
     said, seconds = faulty("leave", 1, -1, tmp_path)
-    assert seconds < 10
+    assert seconds < 60, "not the default limit of five minutes"
     assert len(said) == 4
     assert "waits for rank 1, which has left after 3 steps" in said[0]
 

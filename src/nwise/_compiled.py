@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nwise._process import keep_buffers
+
 
 def allow_several_passes(modules: Iterable[nn.Module]) -> None:
     """Call `keep_buffers` if a module is compiled."""
@@ -39,17 +41,3 @@ def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "induc
         return module._call_impl(*args, **kwargs)
 
     module._compiled_call_impl = torch.compile(call, backend=backend)
-
-
-def keep_buffers() -> None:
-    """Make compiled graphs keep their buffers after a backward pass, for the whole process.
-
-    By default a compiled backward reuses saved activations as scratch memory ("donated buffers"),
-    which forbids a second pass over the same graph (pytorch issue 161904). The setting acts when a graph
-    is compiled, so those compiled before are thrown away and compiled again at their next call.
-    """
-    import torch._functorch.config as functorch
-
-    if functorch.donated_buffer:
-        torch.compiler.reset()
-        functorch.donated_buffer = False

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nwise._dtensor import is_dtensor
+from nwise._process import exit_at_once, on_uncaught_error
 from nwise.flow import Flow
 from nwise.microbatch import Batch, Tensors
 from nwise.randomness import derive, seeded
@@ -67,13 +68,7 @@ def tell_all(error: BaseException) -> None:
 @cache
 def _report_crashes() -> None:
     """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        before(kind, error, traceback)
-        tell_all(error)
-
-    sys.excepthook = hook
+    on_uncaught_error(tell_all)
 
 
 class Team:
@@ -330,13 +325,13 @@ class Team:
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        """What is raised while an interpreter ends, it prints and forgets: a launcher would take this process for a good one."""
+        """Close, and exit with 1 after an error: exceptions raised in exit handlers do not change the exit code."""
         try:
             self.close()
         except RankError:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            exit_at_once()
 
 
 def time_limit(timeout: float | None) -> float:

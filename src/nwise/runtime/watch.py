@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import platform
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from nwise._process import end_stalled, exit_at_once
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind
 
@@ -155,8 +155,7 @@ class Watch:
             self._failure = store.compare_set("error", "", sentence).decode()
         _say(f"nwise: {self._name} stops: {self._failure}")
         if kill is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(kill, signal.SIGKILL)
+            end_stalled(kill)
         # A launcher stops all ranks as soon as one has ended.
         with suppress(RuntimeError):
             told, deadline = store.add("told", 1), time.monotonic() + _GRACE
@@ -186,7 +185,7 @@ class Watch:
                 self._ears.add("told", 1)
         # The main thread may be waiting for somebody who is gone.
         if not self._closed.wait(_GRACE):
-            os._exit(1)
+            exit_at_once()
 
     def _live(self) -> None:
         """Give signs of life, and look out for those of others."""

@@ -8,18 +8,13 @@ a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Fact
 from __future__ import annotations
 
 import atexit
-import ctypes
 import itertools
 import json
 import os
-import platform
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from nwise._machine import num_cores
+from nwise._process import prepare_rank
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 
 DIMENSIONS = ("pp", "dp", "tp")
@@ -255,14 +250,11 @@ def start(timeout: float = 300.0) -> bool:
     """
     if dist.is_initialized():
         return False
-    # On one machine the loopback device is always there; a name from the network may not even resolve.
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    _keep_memory()
-    _share_cores()
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    prepare_rank(variable("LOCAL_WORLD_SIZE", 1), one_machine=one_machine)
     limit = timedelta(seconds=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+    if attempt == "0" or not one_machine:
         dist.init_process_group(timeout=limit)
     else:
         # torchrun keeps its store when it starts processes again, and with it the addresses of those that are gone.
@@ -272,38 +264,6 @@ def start(timeout: float = 300.0) -> bool:
         )
     atexit.register(dist.destroy_process_group)
     return True
-
-
-def _keep_memory() -> None:
-    """Have glibc keep freed memory: by default every large buffer that is received is fresh from the kernel, page by page,
-    which takes longer than half of the transfer (`benchmarks/runtime`)."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-
-
-def _share_cores() -> None:
-    """Give this process its share of the machine's cores as threads, unless the user has said how many there should be.
-
-    torchrun says 1 where nobody has, however many cores there are; what its own user said, the system remembers.
-    """
-    said = os.environ.get("OMP_NUM_THREADS")
-    if said is not None and not (said == "1" and _said_by_torchrun()):
-        return
-    share = max(1, num_cores() // variable("LOCAL_WORLD_SIZE", 1))
-    if said is not None or torch.get_num_threads() > share:
-        torch.set_num_threads(share)
-
-
-def _said_by_torchrun() -> bool:
-    """Whether ``OMP_NUM_THREADS`` comes from torchrun and not from the one who started it."""
-    path = Path(f"/proc/{os.getppid()}/environ")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not path.exists():
-        return False
-    with suppress(OSError):
-        return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in path.read_bytes().split(b"\0"))
-    return False
 
 
 def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nwise._process import ignore_no_dist
 from nwise._records import PARTIAL
 
 # `torch.distributed.checkpoint` takes a second to import, so the functions below import it when they need it.
@@ -61,7 +61,7 @@ def write(
     try:
         together(group, lambda: _make_empty(partial) if _rank(group) == 0 else None)
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        _ignore_no_dist()
+        ignore_no_dist()
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
         fingerprints = together(group, lambda: {p.name: _fingerprint(p) for p in _my_files(partial, group)})
         together(group, lambda: _complete(partial, folder, fingerprints, facts) if _rank(group) == 0 else None)
@@ -143,7 +143,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    _ignore_no_dist()
+    ignore_no_dist()
     reader = HuggingFaceStorageReader(str(folder))
     try:
         load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
@@ -276,8 +276,3 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
-
-
-def _ignore_no_dist() -> None:
-    # torch announces every save of one process. The filter stays, because a writer may be a thread.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

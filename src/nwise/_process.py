@@ -1,0 +1,120 @@
+"""Every change that nwise makes to the process it runs in.
+
+A library should leave its process alone; these are the exceptions, and no other module may add one (`tests/test_house.py`).
+
+    change                              when                                 why
+    ----------------------------------  -----------------------------------  -------------------------------------
+    GLOO_SOCKET_IFNAME=lo, if not set   all ranks are on one machine         a host name may not resolve
+    glibc keeps up to 1 GiB it freed    several processes, on Linux          fresh pages take half of a transfer
+    threads = cores / processes         several, OMP_NUM_THREADS not set     ranks would compete for cores
+    sys.excepthook tells all ranks too  several processes                    the others would wait for this one
+    exit code 1 from an exit handler    an error while the last rank closes  Python would exit with 0
+    os._exit(1) from a thread           another rank failed                  the main thread waits in a collective
+    SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
+    no donated buffers in torch         a module is compiled                 a graph has several backward passes
+    one warning of torch is ignored     a checkpoint is written or read      torch announces every save
+
+The command line also handles SIGTERM and SIGINT while it trains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from nwise._machine import num_cores
+
+
+def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
+    """Prepare this process to be one of several ranks.
+
+    Args:
+        local_ranks: number of ranks on this machine.
+        one_machine: whether they are all ranks.
+    """
+    if one_machine:
+        # The loopback device is always there; a name from the network may not even resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        # By default every large buffer that is received is fresh from the kernel, page by page (`benchmarks/runtime`).
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+    _share_cores(local_ranks)
+
+
+def _share_cores(local_ranks: int) -> None:
+    """Use a fair share of the cores as threads, unless the user chose a number.
+
+    torchrun sets ``OMP_NUM_THREADS`` to 1 if nobody has, however many cores there are.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is not None and not (chosen == "1" and _chosen_by_torchrun()):
+        return
+    share = max(1, num_cores() // local_ranks)
+    if chosen is not None or torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+
+
+def _chosen_by_torchrun() -> bool:
+    """Tell whether ``OMP_NUM_THREADS`` comes from torchrun: its own environment then lacks it."""
+    path = Path(f"/proc/{os.getppid()}/environ")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not path.exists():
+        return False
+    with suppress(OSError):
+        return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in path.read_bytes().split(b"\0"))
+    return False
+
+
+def on_uncaught_error(report: Callable[[BaseException], None]) -> None:
+    """Call a function with an error that ends the process, after the traceback is printed."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        before(kind, error, traceback)
+        report(error)
+
+    sys.excepthook = hook
+
+
+def exit_at_once() -> NoReturn:
+    """Exit with code 1 from a thread or an exit handler, whose exceptions would not change the exit code.
+
+    Output is not flushed: the main thread may hold its lock.
+    """
+    os._exit(1)
+
+
+def end_stalled(process: int) -> None:
+    """End a stalled rank of this machine that cannot end by itself."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process, signal.SIGKILL)
+
+
+def keep_buffers() -> None:
+    """Make compiled graphs keep their buffers after a backward pass.
+
+    By default a compiled backward reuses saved activations as scratch memory ("donated buffers"), which forbids a second pass
+    over the same graph (pytorch issue 161904). The setting acts when a graph is compiled, so earlier graphs are discarded and
+    compiled again at their next call.
+    """
+    import torch._functorch.config as functorch
+
+    if functorch.donated_buffer:
+        torch.compiler.reset()
+        functorch.donated_buffer = False
+
+
+def ignore_no_dist() -> None:
+    """Ignore the warning by which torch announces every save of one process, for good, because a writer may be a thread."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
