@@ -95,7 +95,8 @@ class Watch:
         self._name = f"rank {rank} (stage {stage})"
         self._heard: tuple[dict[str, Any], float] = ({}, time.monotonic())
         self._failure = ""
-        self._tells = False  # whether this rank has an error of its own to tell
+        self._tells = False  # whether this rank has an error of its own to report
+        self._reported = threading.Lock()  # held from the first report on: three threads may want to make it
         self._closed = threading.Event()
         self.calls = 0
         # Called with every sign of life, in the watch's thread, with a store that only this thread uses.
@@ -153,15 +154,22 @@ class Watch:
         self._failure = sentence
         with suppress(RuntimeError):  # the store is gone, and with it all other ranks
             self._failure = store.compare_set("error", "", sentence).decode()
-        _say(f"nwise: {self._name} stops: {self._failure}")
+        first = self._report()
         if kill is not None:
             end_stalled(kill)
         # A launcher stops all ranks as soon as one has ended.
         with suppress(RuntimeError):
-            told, deadline = store.add("told", 1), time.monotonic() + _GRACE
+            told, deadline = store.add("told", int(first)), time.monotonic() + _GRACE
             while told < self._size and time.monotonic() < deadline:
                 time.sleep(0.02)
                 told = store.add("told", 0)
+
+    def _report(self) -> bool:
+        """Print the failure, once; return whether this call did."""
+        first = self._reported.acquire(blocking=False)
+        if first:
+            _say(f"nwise: {self._name} stops: {self._failure}")
+        return first
 
     def _last_seen(self, rank: int) -> str:
         with suppress(RuntimeError):
@@ -180,9 +188,9 @@ class Watch:
             return
         if not self._tells:
             self._failure = failure
-            _say(f"nwise: {self._name} stops: {failure}")
-            with suppress(RuntimeError):
-                self._ears.add("told", 1)
+            if self._report():
+                with suppress(RuntimeError):
+                    self._ears.add("told", 1)
         # The main thread may be waiting for somebody who is gone.
         if not self._closed.wait(_GRACE):
             exit_at_once()
