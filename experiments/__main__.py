@@ -34,8 +34,10 @@ from nwise.cli.output import INTERRUPTED, OK, PARSING, print_json
 class Reproduce:
     """Run an experiment of the paper again: tables, figures and verdicts from records; what has a record is not run again."""
 
-    experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")] = ""
-    """e1 to e7, t, stale-gradients, flow, timing-grid, microbatch-grid, or all (an hour in the small size)."""
+    experiment: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="{" + ",".join([*EXPERIMENTS, "all"]) + "}")
+    ] = ""
+    """One experiment, or all (an hour in the small size)."""
     size: Literal["small", "full"] = "small"
     """small: two cores, an hour for all with two seeds each; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
@@ -78,7 +80,7 @@ class Reproduce:
                 ran = [name for name in names if _reproduce(name, job, alone=len(names) == 1)]
         except KeyboardInterrupt:
             Console(stderr=True).print(
-                f"Interrupted. The records so far are in {self.folder}; the same command goes on."
+                f"Interrupted. The records so far are in {self.folder}; the same command continues."
             )
             return INTERRUPTED
         if not ran:

@@ -15,7 +15,7 @@ from nwise._errors import hint
 
 
 def _in_folders() -> list[Experiment]:
-    """What the folders beside this file have as `EXPERIMENT`: the timing model first, and last what looks at others' runs."""
+    """Import `EXPERIMENT` of every folder beside this file: the timing model first, experiments that reuse others' runs last."""
     names = [
         path.parent.name for path in Path(__file__).parent.glob("*/experiment.py") if path.parent.name != "harness"
     ]

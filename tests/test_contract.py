@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import re
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import ZOO, Net, perceptron
+from nwise.strategies.base import example_names
 from test_flow import Matrix, matrices
 
 STRATEGIES = [
@@ -42,6 +44,8 @@ STRATEGIES = [
     "rotating-3",
     "rotating-2-microbatch",
 ]
+# A new strategy is tested by its examples; a matrix has a size, and strategies over time have tests of their own.
+STRATEGIES += [name for name in example_names() if name not in STRATEGIES and not re.search("credit|hogwild|@", name)]
 
 
 def pipeline(net: Net, strategy: str | nwise.Strategy, num_microbatches: int = 1, **options: Any) -> nwise.Pipeline:

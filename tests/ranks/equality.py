@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nwise.schedule.choose import RULES
 from ranks.common import batches, closed, digests, pipeline, trained, write
 
 STRATEGIES = (
@@ -20,8 +21,9 @@ STRATEGIES = (
     "local@4,2-wise",
 )
 CASES = [*((name, m, optimizer, "best") for name in STRATEGIES for m, optimizer in ((1, "sgd"), (4, "adam")))]
-CASES += [("2-wise", 4, "sgd", order) for order in ("depth-first", "skewed", "phase")]
-CASES += [("end-to-end", 4, "adam", order) for order in ("gpipe", "1f1b", "zb-h1")]
+CASES += [
+    ("2-wise" if order in ("depth-first", "skewed", "phase") else "end-to-end", 4, "adam", order) for order in RULES
+]
 
 
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: str) -> Any:

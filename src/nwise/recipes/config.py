@@ -21,6 +21,7 @@ from nwise.models import StagedModel
 from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
 from nwise.schedule.choose import ORDERS, check_order
 from nwise.strategies import Heads, strategy
+from nwise.strategies.base import example_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,10 @@ class Gpt:
 _FLAT = tyro.conf.arg(name="")
 
 
+_STRATEGY_HELP = f"""Which loss trains which stage: {", ".join(example_names())}. credit- has the rows of a custom matrix.
+local@500,end-to-end switches after step 500, local@3epochs,end-to-end after epoch 3."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A complete configuration: everything that decides what a run computes."""
@@ -204,10 +209,7 @@ class Recipe:
     """Optimizer of every stage and head."""
     then: Sgd | Adam | None = None
     """Settings of the new optimizer after a switch of strategy; None keeps those of `optimizer`."""
-    strategy: str = "2-wise"
-    """Which loss trains which stage: local, 2-wise, 3-wise-mean, ..., end-to-end, deep-supervision, geometric-0.5,
-    blocks-2, rotating-2, rotating-2-microbatch, credit-1,0;1,1 (the rows of a custom matrix), hogwild, 2-wise-hogwild.
-    local@500,end-to-end switches after step 500, local@3epochs,end-to-end after epoch 3."""
+    strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "2-wise"
     heads: Heads = "live"
     """Heads to run: live, those whose loss trains a stage; all, the others too, as probes that train themselves only."""
     microbatches: int = 1

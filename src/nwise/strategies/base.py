@@ -104,11 +104,8 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
     """Parse the name of a strategy.
 
     Args:
-        text: one of ``local``, ``<n>-wise``, ``<n>-wise-mean``, ``end-to-end``, ``deep-supervision``,
-            ``geometric-<decay>``, ``blocks-<size>``, ``rotating-<size>[-microbatch]``,
-            ``credit-<row>;<row>...`` (numbers separated by commas), ``hogwild``,
-            ``<strategy>-hogwild``, ``<strategy>@<step>,<strategy>`` (a `Switch`); a name that matches the `Strategy.pattern` of
-            a custom class; or a `Strategy`.
+        text: a `Strategy`, or a name that matches the `pattern` of a strategy's class; `example_names` lists one or more of each.
+            Numbers may differ: ``3-wise``, ``geometric-0.9``, ``local@20,2-wise``.
         options: keyword options of the class, such as ``heads="all"``.
 
     Raises:
@@ -127,13 +124,22 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
             "`strategy` should be a text or a `nwise.Strategy`, such as `nwise.Credit(matrix)`. "
             f"Found {type(text).__name__}."
         )
-    known = list(_with_names(Strategy))  # type: ignore[type-abstract]  # only its subclasses are made
-    for kind in known:
+    for kind in _with_names(Strategy):  # type: ignore[type-abstract]  # only its subclasses are made
         match = re.fullmatch(kind.pattern, text)
         if match:
             return kind.from_match(match, **options)
-    examples = [name for kind in known for name in kind.examples]
+    examples = example_names()
     raise ValueError(f"`strategy` should be one like {', '.join(examples)}. Found {text!r}.{hint(text, examples)}")
+
+
+def example_names() -> list[str]:
+    """Return an example name or more of every strategy, including those of custom classes.
+
+    >>> example_names()[:3]
+    ['end-to-end', 'local', '2-wise']
+    """
+    kinds = _with_names(Strategy)  # type: ignore[type-abstract]
+    return [name for kind in kinds for name in kind.examples]
 
 
 def _with_names(kind: type[Strategy]) -> Iterator[type[Strategy]]:
