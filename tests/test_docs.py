@@ -41,7 +41,7 @@ _SKETCHES = (
     "for x, y in batches",
     "batch(step)",
     "init_device_mesh",
-    "found.period",
+    "result.period",
     "ages = nwise.staleness",
     "next_tokens",
 )
