@@ -188,9 +188,10 @@ class Gpt:
 # The command line has `--lr`, not `--optimizer.lr`.
 _FLAT = tyro.conf.arg(name="")
 
-
-_STRATEGY_HELP = f"""Which loss trains which stage: {", ".join(example_names())}. credit- has the rows of a custom matrix.
-local@500,end-to-end switches after step 500, local@3epochs,end-to-end after epoch 3."""
+_STRATEGY_HELP = (
+    f"Which loss trains which stage: {', '.join(example_names())}. credit- has the rows of a custom matrix. "
+    "local@500,end-to-end switches after step 500, local@3epochs,end-to-end after epoch 3."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
