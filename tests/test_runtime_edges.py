@@ -103,7 +103,9 @@ def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
     )
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
-    assert re.search(r"All ranks should make as many steps. Found \[3, 2\]|has left after 2 steps", done.stderr)
+    assert re.search(
+        r"All ranks should make the same number of steps. Found \[3, 2\]|has left after 2 steps", done.stderr
+    )
 
 
 def test_rank_leaving_before_ragged_batch_ends_all_ranks(tmp_path: Path) -> None:

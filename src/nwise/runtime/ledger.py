@@ -1,4 +1,4 @@
-"""The ledger: numbers of all ranks on rank 0, without anybody waiting for them."""
+"""The ledger: collects numbers of all ranks on rank 0 without making a rank wait."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from torch import Tensor
 
 from nwise.runtime.world import World
 
-_KEPT = 8  # columns on their way before a rank waits for the oldest
+_KEPT = 8  # number of columns on their way before a rank waits for the oldest
 
 
 class Ledger:
-    """A column of every rank, now and then.
+    """Gathers a column of numbers from every rank at chosen steps.
 
-    All ranks make one, and put columns of the same length in at the same steps.
+    All ranks make one, and put in columns of the same length at the same steps.
 
     Args:
         world: the processes.
     """
 
     def __init__(self, world: World) -> None:
-        self._group = world.new_group(backend="gloo")  # of its own, so that it meets no other messages
+        self._group = world.new_group(backend="gloo")  # a separate group: no other messages mix in
         self._under_way: deque[tuple[int, list[Tensor], Any]] = deque()
 
     def put(self, step: int, column: list[float]) -> None:
-        """This rank's numbers of a step."""
+        """Send this rank's numbers of a step to rank 0."""
         values = torch.tensor(column, dtype=torch.float64)
         rows = None if dist.get_rank() else [torch.zeros_like(values) for _ in range(dist.get_world_size())]
-        # A collective, since gloo's receives do not say that they are done until somebody waits for them.
+        # A collective, because gloo's receives do not report that they are done until a thread waits for them.
         work = dist.gather(values, rows, 0, group=self._group, async_op=True)
         self._under_way.append((step, rows or [values], work))
 
     def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
-        """What has come from all ranks since the last call: steps with their tables, ``[ranks, length]``; on rank 0.
+        """Return the columns that have arrived on rank 0 since the last call.
 
         Args:
-            wait: until everything is there; else only what is there already. Other ranks wait until theirs has left.
+            wait: whether to wait until every column has arrived on rank 0, and left on other ranks; default: False.
+
+        Returns:
+            On rank 0 steps with their tables, ``[ranks, length]``; nothing on other ranks.
         """
-        found = []
+        tables = []
         while self._under_way and (wait or len(self._under_way) > _KEPT or self._under_way[0][2].is_completed()):
             step, rows, work = self._under_way.popleft()
             work.wait()
             if not dist.get_rank():
-                found.append((step, torch.stack(rows)))
-        return found
+                tables.append((step, torch.stack(rows)))
+        return tables

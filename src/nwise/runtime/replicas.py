@@ -1,4 +1,4 @@
-"""Replicas: sums a stage's gradients over all that hold it (data parallel), while others are still computed."""
+"""Replicas: sum a stage's gradients over all its replicas (data parallel) while other gradients are still computed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from nwise._dtensor import is_dtensor
 
-BUCKET_BYTES = 2**22  # that travel together: enough to pay for a sum's latency, little enough to begin early
+BUCKET_BYTES = 2**22  # size of one sum: large enough to outweigh its latency, small enough to begin early
 
 
 class Replicas:
-    """The gradients of this rank's stage and head.
+    """Sums the gradients of this rank's stage and head over the replicas.
 
-    Every replica has a part of the mini-batch, whose losses are weighted by its share, so that the sum over replicas is the
-    gradient of the whole. Within the last pass that adds to them, the gradients of a layer are sent off while those of the
-    layers before it are computed; they are waited for at the update.
+    Every replica has a part of the mini-batch and weights its losses by that part's share, so the sum over the replicas is the
+    gradient of the whole mini-batch. Within the last pass that adds to a gradient, a layer's gradients are sent while the
+    gradients of the layers before it are computed. The update waits for the sums.
 
     Args:
-        group: the ranks that hold the stage.
-        main, head: give the parameters that learn.
+        group: group of the ranks that hold the stage.
+        main, head: functions that return the parameters that learn.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Replicas:
         self._begun: list[tuple[list[Tensor], Tensor, Any]] = []
 
     def make_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Before the first step, give all replicas the values of the first."""
+        """Copy the first replica's values to all replicas, before the first step."""
         first = dist.get_process_group_ranks(self._group)[0]
         for tensor in tensors:
             dist.broadcast(_local(tensor.detach()), first, group=self._group)
 
     def start(self) -> None:
-        """Put aside gradients of earlier steps, which have been summed already."""
+        """Put aside the gradients of earlier steps, which are already summed."""
         self._begun.clear()
         learns = [p for parameters in self._parameters.values() for p in parameters()]
         self._before = [(p, p.grad) for p in learns if p.grad is not None]
@@ -52,9 +52,12 @@ class Replicas:
 
     @contextmanager
     def summing(self, *, head: bool) -> Iterator[None]:
-        """Around the last pass of the main part or of the head: begin to sum its gradients, bucket after bucket.
+        """Begin to sum gradients, bucket after bucket, during the last pass of the main part or of the head.
 
-        All replicas begin them in the same order, whatever gradients one of them lacks.
+        All replicas begin the sums in the same order, even if one of them lacks some gradients.
+
+        Args:
+            head: whether the pass is the head's.
         """
         buckets = list(_buckets(self._parameters[head]()))
         missing = [len(bucket) for bucket in buckets]
@@ -78,14 +81,14 @@ class Replicas:
             self._begin(bucket)
 
     def _begin(self, parameters: list[Tensor]) -> None:
-        # Which parameters have a gradient travels with it: a sum must not wait for what one replica lacks.
+        # Flags for the parameters with a gradient travel along: a sum must not wait for a gradient that one replica lacks.
         present = [float(p.grad is not None) for p in parameters]
         parts = [_local(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
         flat = torch.cat([*parts, parts[0].new_tensor(present)])
         self._begun.append((parameters, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def finish(self) -> None:
-        """Wait for the sums, and put them where the optimizer looks."""
+        """Wait for the sums and write them to each parameter's ``.grad``."""
         for parameters, flat, work in self._begun:
             work.wait()
             place = 0
@@ -104,7 +107,7 @@ class Replicas:
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters that travel together, the last ones first, since their gradients are the first that are there."""
+    """Yield the parameters of each sum, the last parameters first because their gradients are ready first."""
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for p in reversed(list(parameters)):
@@ -117,5 +120,5 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that tensor parallelism has cut up."""
+    """Return this rank's part of a tensor; the whole tensor unless tensor parallelism has split it."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

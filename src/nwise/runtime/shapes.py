@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what a stage makes, found on fake tensors: nothing is computed, and no live buffer moves."""
+"""Shapes and dtypes of a stage's outputs, inferred on fake tensors: nothing is computed, and no live buffer changes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from nwise.runtime.channel import Spec, spec_of
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
-    """What a stage gives for inputs of these shapes.
+    """Infer the shapes of a stage's outputs from those of its inputs.
 
     Args:
         module: the stage.
-        inputs: of one micro-batch.
-        device: where it runs.
-        index: which stage it is.
+        inputs: shapes and dtypes of the inputs, for one micro-batch.
+        device: device of the stage.
+        index: index of the stage.
 
     Raises:
-        ValueError: the stage's output cannot be known without its values.
+        ValueError: the shape of the stage's output depends on the values of its input.
 
     >>> from nwise.runtime.channel import Spec
     >>> output_specs(nn.Linear(4, 2), (Spec((8, 4), torch.float32),), torch.device("cpu"), 0)[0].shape
     (8, 2)
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # A copy, since a module may keep what it computes; without memory, as fakes take the place of its tensors.
+    # Run a copy, because a module may store results; it takes no memory, because fakes replace its tensors.
     tensors = [*module.parameters(), *module.buffers()]
     double = copy.deepcopy(module, {id(t): mode.from_tensor(t) for t in tensors})
     try:
@@ -47,15 +47,15 @@ def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.devi
 
 
 def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    """Those of an activation that a gradient can travel through, which is what a message back has."""
+    """Select the tensors of an activation that can have a gradient; a message back has exactly these."""
     return tuple(s for s in specs if s.dtype.is_floating_point or s.dtype.is_complex)
 
 
 def to_json(specs: tuple[Spec, ...]) -> Any:
-    """Of JSON's types."""
+    """Convert specs to JSON values."""
     return [[list(s.shape), str(s.dtype).removeprefix("torch.")] for s in specs]
 
 
 def from_json(value: Any) -> tuple[Spec, ...]:
-    """What `to_json` made."""
+    """Convert the result of `to_json` back to specs."""
     return tuple(Spec(tuple(shape), getattr(torch, dtype)) for shape, dtype in value)

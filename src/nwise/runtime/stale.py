@@ -1,13 +1,12 @@
-"""Hogwild on many processes: nobody waits for an update, and every gradient is used when the steady timing grid has it.
+"""Hogwild on many processes: no rank waits for an update, and every gradient is used when the steady timing grid uses it.
 
-In a step a rank runs the forwards of the new mini-batch, sends on every message that needs none of others or that is due, and
-updates by the mini-batch that is as old as in the grid (`nwise.hogwild.timetable`). It does not look whether a gradient is
-there before: a loop has one update a step, so that a lead could only be had while the pipeline fills, and a run could not be
-repeated. A mini-batch computes with a copy of the parameters that its forward saw, as its gradient should be a gradient at
-that point.
+In a step a rank runs the forwards of the new mini-batch, sends every message that is due or needs no other rank's message, and
+updates by the mini-batch that is as old as in the grid (`nwise.hogwild.timetable`). It never uses a gradient that arrives
+early: there is one update per step, so the gain would be limited to the filling of the pipeline, and runs would not be
+repeatable. A mini-batch computes with a copy of the parameters that its forward saw: its gradient should be one at that point.
 
-Messages of one loss come in the order of the mini-batches, but those of different losses do not, so that each has a channel
-of its own.
+The messages of one loss arrive in the order of the mini-batches, but messages of different losses may overtake each other.
+Therefore each loss has its own channel.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from nwise.stage import Stage
 
 @dataclass(slots=True)
 class _Pending:
-    """A mini-batch whose forwards have run.
+    """A mini-batch after its forwards and before its last pass.
 
     Args:
-        step: its number.
-        turn: which mini-batch of the cycle.
-        updates: that its stage had made when its forwards ran.
-        worker: its stage.
-        left: passes that are still to be run.
+        step: number of the mini-batch.
+        turn: index of the mini-batch in the cycle.
+        updates: number of updates that the stage had made when the forwards ran.
+        worker: worker that ran the forwards and runs the passes.
+        left: remaining passes.
     """
 
     step: int
@@ -49,7 +48,7 @@ class _Pending:
 
     @property
     def learning(self) -> list[Action]:
-        """Of those that are left the ones for its update."""
+        """The remaining passes that the update needs."""
         return [action for action in self.left if action.kind is not Kind.INPUT_GRAD]
 
 
@@ -58,12 +57,12 @@ class Stale:
 
     Args:
         world: this process and its neighbours.
-        runtime: of this rank, whose forward channels are used.
-        stage: its stage.
+        runtime: this rank's runtime, which provides the forward channels.
+        stage: the rank's stage.
         cycle: flows of all mini-batches of the strategy's cycle.
 
     Attributes:
-        age: updates between forward and update of the mini-batch that was finished last.
+        age: number of updates between the forward and the update of the mini-batch finished last.
     """
 
     def __init__(self, world: World, runtime: Distributed, stage: Stage, cycle: Sequence[Sequence[Flow]]) -> None:
@@ -77,21 +76,21 @@ class Stale:
         self._updates = 0
         self._script: Script | None = None
         many = max(len(s.messages) for batch in cycle for flow in batch for s in flow.stages)
-        # A stage sends what it can before it finishes what others wait for, so that it must never have to wait for them; none is
-        # ahead of another by more mini-batches than gradients may be old.
+        # A stage sends before it finishes the passes that other stages wait for, so a send must never block. No stage is ahead of
+        # another by more mini-batches than the age of the oldest gradients, so this depth suffices.
         depth = size + 1
         self._out, self._in = world.gradient_channels(many, runtime.device, depth)
 
     def run(self, turn: int, batch: Batch, step: int) -> Worker:
-        """One mini-batch's forwards, and the gradients of the oldest one that can be finished, if there is one.
+        """Run one mini-batch's forwards, then compute the gradients of the oldest one that can be finished.
 
         Args:
-            turn: which mini-batch of the cycle.
-            batch: the data; of `inputs` only the first stage uses more than the shapes.
+            turn: index of the mini-batch in the cycle.
+            batch: the data; only the first stage uses the values of `inputs`, the others their shapes.
             step: number of the mini-batch.
 
         Returns:
-            The stage with its loss.
+            The worker with the stage's loss.
         """
         with self._runtime.watched():
             self._start(batch.inputs, turn)
@@ -106,7 +105,7 @@ class Stale:
         return entry.worker
 
     def drain(self) -> bool:
-        """Finish mini-batches until there is an update by one; whether there was."""
+        """Finish mini-batches until one leaves gradients for an update; return whether one did."""
         with self._runtime.watched():
             while self._pending:
                 if self._finish():
@@ -114,14 +113,14 @@ class Stale:
         return False
 
     def close(self) -> None:
-        """Wait until the neighbours have everything; after the last mini-batch has been finished, on all ranks."""
+        """Wait until the neighbours have every message; a call for all ranks, after the last mini-batch is finished."""
         with self._runtime.watched():
             self._change(None, 0)
 
     def _start(self, inputs: Sequence[Tensors], turn: int) -> None:
         script = self._runtime.start_forwards(inputs)
         if script is not self._script:
-            # Messages of other shapes: those on the way are used first, all in the next update.
+            # The shapes change: use the messages on their way first, all of them in the next update.
             while self._pending:
                 self._finish()
             self._change(script, turn)
@@ -134,7 +133,7 @@ class Stale:
         self._script = script
 
     def _plan(self, q: int, sender: int, specs: Sequence[tuple[Spec, ...]]) -> Plan:
-        """What goes through the channel of a message, in one cycle."""
+        """Plan one cycle of the messages that go through channel `q`."""
         keys = [
             (m, q, turn)
             for turn, batch in enumerate(self._cycle)
@@ -149,7 +148,7 @@ class Stale:
         left = [a for m in size for a in passes(flows[m].stages[k], k, m, turn=turn)]
         versions = {}
         if self._oldest:
-            if self._history.module is not self._stage.module:  # which may be replaced between two steps
+            if self._history.module is not self._stage.module:  # the module may be replaced between two steps
                 self._history = History(self._stage.module, self._oldest)
             self._history.remember()
             versions = {(k, m): self._history.newest for m in size}
@@ -164,15 +163,17 @@ class Stale:
         return _Pending(step, turn, self._updates, worker, left)
 
     def _missing(self, entry: _Pending, action: Action) -> list[int]:
-        """Messages that an action needs and that have not been taken."""
+        """Return the messages that an action needs and that are not received yet."""
         m, q = action.microbatch, action.message
         cotangent = self._cycle[entry.turn][m].stages[self._stage.index].cotangent(q)
         taken = entry.worker.messages.get(m, {})
         return [p for p in cotangent.needed if p not in taken]
 
     def _send(self, step: int) -> None:
-        """Messages for others, of all mini-batches, the oldest first, that can be sent without waiting or are due; those that
-        come with weight gradients wait for their update."""
+        """Send, oldest mini-batch first, the messages that are due or need no waiting.
+
+        A message that is computed together with weight gradients is sent at its update.
+        """
         for entry in self._pending:
             for action in [a for a in entry.left if a.kind is Kind.INPUT_GRAD]:
                 assert action.message is not None
@@ -181,11 +182,11 @@ class Stale:
                     self._run(entry, action)
 
     def _can_learn(self, entry: _Pending) -> bool:
-        """Whether it needs to wait for nobody."""
+        """Return whether a mini-batch's update needs no waiting for other ranks."""
         return all(self._is_first(entry, a) and not self._missing(entry, a) for a in entry.learning)
 
     def _is_first(self, entry: _Pending, action: Action) -> bool:
-        """Whether nothing is left that its channel should carry before it."""
+        """Return whether the action's message is the next one in its channel."""
         for other in self._pending:
             for left in other.left:
                 if left is action and other is entry:
@@ -211,14 +212,14 @@ class Stale:
                 receiver.post()
 
     def _learn(self, entry: _Pending) -> None:
-        """The gradients of a mini-batch, waiting for what is missing."""
+        """Compute the gradients of a mini-batch, waiting for missing messages."""
         for action in entry.learning:
             self._run(entry, action)
         self.age = self._updates - entry.updates
         self._updates += 1
 
     def _finish(self) -> bool:
-        """The oldest mini-batch to its end, waiting for what is missing; whether there are gradients of it."""
+        """Finish the oldest mini-batch, waiting for missing messages; return whether it left gradients."""
         entry = self._pending.popleft()
         for action in [a for a in entry.left if a.kind is Kind.INPUT_GRAD]:
             self._run(entry, action)

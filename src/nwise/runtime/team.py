@@ -1,4 +1,4 @@
-"""The team: this rank's part of a pipeline whose stages are in different processes."""
+"""The team: this rank's part of a pipeline with its stages in different processes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Elsewhere(nn.Module):
     """Stands for a stage or head that another process holds.
 
     Args:
-        what: its name.
-        rank: of the process.
+        what: name of the stage or head.
+        rank: rank of the process that holds it.
     """
 
     def __init__(self, what: str, rank: int) -> None:
@@ -48,18 +48,18 @@ class Elsewhere(nn.Module):
         self.what, self.rank = what, rank
 
     def forward(self, *inputs: Tensor) -> NoReturn:
-        """Refused."""
+        """Raise RuntimeError: only the process that holds the module can call it."""
         raise RuntimeError(f"{self.what} should be called on rank {self.rank}, which holds it. Found a call elsewhere.")
 
     def extra_repr(self) -> str:
         return f"{self.what}, on rank {self.rank}"
 
 
-_teams: list[Team] = []  # those that are open
+_teams: list[Team] = []  # the open teams
 
 
 def tell_all(error: BaseException) -> None:
-    """Tell the other processes of an error that ends this one, as a program does that catches its errors."""
+    """Report an error that ends this process to the others; for programs that catch their errors."""
     if not isinstance(error, RankError):
         for team in _teams:
             team.failed(error)
@@ -67,7 +67,7 @@ def tell_all(error: BaseException) -> None:
 
 @cache
 def _report_crashes() -> None:
-    """An error that nobody catches, in a data loader or an optimizer, ends all ranks too."""
+    """End all ranks after an uncaught error, for example in a data loader or an optimizer."""
     on_uncaught_error(tell_all)
 
 
@@ -75,13 +75,13 @@ class Team:
     """The processes of one pipeline, seen from one of them.
 
     Args:
-        num_stages: A.
-        mesh: see `World`.
-        timeout: seconds that an action may take; default: the environment's ``NWISE_TIMEOUT``, else 300.
+        num_stages: number of stages, A.
+        mesh: mesh of the processes, see `World`; None for the default.
+        timeout: limit of an action in seconds; None for the environment's ``NWISE_TIMEOUT``, else 300.
 
     Attributes:
-        recorder: None, or told when every action began and ended (`Distributed.recorder`).
-        share: of the whole mini-batch's loss that this replica's last loss is the mean of.
+        recorder: None, or a function called with the begin and end of every action (`Distributed.recorder`).
+        share: weight of this replica's last loss in the loss of the whole mini-batch.
     """
 
     def __init__(self, num_stages: int, mesh: DeviceMesh | None, timeout: float | None) -> None:
@@ -105,17 +105,16 @@ class Team:
         return self.world.stage
 
     def holder(self, stage: int) -> int:
-        """Rank of the process that holds a stage of this replica."""
+        """Return the rank of the process that holds a stage of this replica."""
         return self.world.ranks[stage]
 
     def facts(self, value: Any) -> list[Any]:
-        """What every stage says of itself."""
-        found = self.world.everyone("facts", [self.stage, value])
-        by_stage: dict[int, Any] = dict(found)
+        """Exchange a value for each stage; return them in order of the stages."""
+        by_stage: dict[int, Any] = dict(self.world.everyone("facts", [self.stage, value]))
         return [by_stage[k] for k in range(self.world.num_stages)]
 
     def same_target(self, target: Tensor | Tensors | None) -> None:
-        """Refuse loaders that differ: the first mini-batch's target should be the same on every rank that is given one."""
+        """Raise ValueError unless all ranks with a target have the same one in the first mini-batch, as from equal loaders."""
         if self._compared:
             return
         self._compared = True
@@ -123,20 +122,20 @@ class Team:
         code = "".join(
             sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for t in parts
         )
-        found = [(rank, other) for rank, other in enumerate(self.world.everyone("target", code)) if other]
-        for rank, other in found[1:]:
-            if other != found[0][1]:
+        codes = [(rank, other) for rank, other in enumerate(self.world.everyone("target", code)) if other]
+        for rank, other in codes[1:]:
+            if other != codes[0][1]:
                 raise ValueError(
                     f"Every rank should be given the same mini-batches. Found other targets on rank {rank} than on rank "
-                    f"{found[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
+                    f"{codes[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
                 )
 
     def runtime(self, stage: Stage, inputs: Tensors) -> Distributed:
-        """The runtime of this rank's stage; the first call connects, on all ranks.
+        """Return the runtime of this rank's stage; the first call connects and is one for all ranks.
 
         Args:
-            stage: whose parameters say on which device it is.
-            inputs: of the first stage; they say so where there are no parameters.
+            stage: this rank's stage; its parameters determine the device.
+            inputs: inputs of the first stage; they determine the device of a stage without parameters.
         """
         if self._runtime is None:
             device = next((p.device for p in stage.module.parameters()), inputs[0].device)
@@ -165,7 +164,7 @@ class Team:
         step: int,
         on_action: Callable[[Action], None] | None = None,
     ) -> Tensor:
-        """One mini-batch; the losses ``[A]``, of which only this rank's is a number."""
+        """Run one mini-batch; return the losses ``[A]``, NaN for the stages of other ranks."""
         self._end_stale()
         self._watch.calls += 1
         runtime = self.runtime(stage, batch.inputs[0])
@@ -177,7 +176,7 @@ class Team:
     def stale_step(
         self, stage: Stage, cycle: Sequence[Sequence[Flow]], turn: int, batch: Batch, step: int
     ) -> tuple[Tensor, int]:
-        """One mini-batch of Hogwild: the losses, and how stale the gradients are that it leaves."""
+        """Run one mini-batch of Hogwild; return the losses ``[A]`` and how many updates old its gradients are."""
         self._watch.calls += 1
         self.refuse_replicas()
         if self._stale is None or self._stale[0] is not cycle:
@@ -188,7 +187,7 @@ class Team:
         return self._losses(worker.loss), self._stale[1].age
 
     def refuse_replicas(self) -> None:
-        """As Hogwild does."""
+        """Raise ValueError unless there is one replica of every stage, as Hogwild requires."""
         if self.world.num_replicas > 1:
             raise ValueError(
                 f"Hogwild should run with one replica of every stage. Found {self.world.num_replicas}; start a process for every "
@@ -197,16 +196,16 @@ class Team:
 
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
-        """What this rank has sent in its last mini-batch: measured, and as the lists and shapes say."""
+        """Bytes that this rank sent in its last mini-batch: measured, and predicted from the lists and shapes."""
         assert self._runtime is not None, "asked after a step"
         return self._runtime.bytes_of_last_step
 
     def drain(self) -> bool:
-        """Finish the oldest mini-batch of Hogwild whose gradients are still to be used; whether there was one."""
+        """Finish the oldest mini-batch of Hogwild with unused gradients; return whether there was one."""
         return self._stale is not None and self._stale[1].drain()
 
     def _end_stale(self) -> None:
-        """Before another strategy: whatever has been sent should be received."""
+        """Receive every message that was sent, before another strategy begins."""
         if self._stale is not None:
             while self._stale[1].drain():
                 pass
@@ -219,15 +218,15 @@ class Team:
         return stack_losses(losses)
 
     def infer(self, stage: Stage, inputs: Tensors, step: int, call: Callable[[Tensors], Tensors]) -> None:
-        """A forward through all ranks, of which this one's part is `call`."""
+        """Run a forward through all ranks; `call` is this rank's part."""
         self._watch.calls += 1
         self.runtime(stage, inputs).infer(inputs, step, call)
 
     def table(self, rows: Tensor) -> Tensor:
-        """Values of all stages, ``[A, ...]``, from those of this rank's stage; a call for all ranks, which waits for all.
+        """Gather the values of all stages, ``[A, ...]``; a call for all ranks, which waits for all.
 
         Args:
-            rows: of this stage, on the CPU; the replicas' are averaged.
+            rows: values of this rank's stage, on the CPU; the replicas' values are averaged.
         """
         parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
         with self.telling():
@@ -236,11 +235,14 @@ class Team:
         return torch.stack(parts).unflatten(0, (self.world.num_stages, per_stage)).mean(1)
 
     def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
-        """Sums over groups of stages that `World.connect` knows, of all those that this rank is in at once.
+        """Sum values over all of this rank's groups of stages at once; `World.connect` has made the groups.
 
         Args:
-            rows: stages of a group, with this rank's values, on the CPU.
-            replicas: whether over all replicas, too.
+            rows: the stages of each group with this rank's values, on the CPU; the sums replace the values.
+            replicas: whether to sum over all replicas too; default: False.
+
+        Returns:
+            The sums, one for each row.
         """
         with self.telling():
             works = [
@@ -253,17 +255,20 @@ class Team:
         return [values for _, values in rows]
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all stages on rank 0, in order of the stages, on the CPU; nothing on the others. A call for all ranks.
+        """Collect the tensors of all stages on rank 0; a call for all ranks.
 
         Args:
-            tensors: of this rank's stage.
+            tensors: tensors of this rank's stage, by name.
+
+        Returns:
+            On rank 0 all tensors, on the CPU and in order of the stages; nothing on other ranks.
         """
         world = self.world
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
         header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
         with self.telling():
-            control = world.control  # also on ranks that send nothing: all of them make it
+            control = world.control  # also on ranks that send nothing: all ranks make the group
             if world.rank:
                 if world.sends_for_its_stage:
                     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -271,13 +276,13 @@ class Team:
                         if tensor.numel():
                             dist.send(tensor, 0, group=control)
                 return {}
-            found = dict(mine)
+            collected = dict(mine)
             for rank in world.ranks[1:]:
                 size = self._received(Spec((1,), torch.int64), rank)
                 text = self._received(Spec((int(size),), torch.uint8), rank)
                 for name, shape, dtype in json.loads(bytes(text.tolist())):
-                    found[name] = self._received(from_json([[shape, dtype]])[0], rank)
-        return found
+                    collected[name] = self._received(from_json([[shape, dtype]])[0], rank)
+        return collected
 
     def _received(self, spec: Spec, rank: int) -> Tensor:
         tensor = spec.empty(torch.device("cpu"))
@@ -287,12 +292,12 @@ class Team:
 
     @property
     def watch(self) -> Watch:
-        """Over this rank and the next."""
+        """Watch over this rank and the next."""
         return self._watch
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Whatever goes wrong inside goes wrong on all ranks."""
+        """Fail on all ranks if the body raises RuntimeError."""
         self._watch.check()
         try:
             yield
@@ -300,21 +305,21 @@ class Team:
             raise self._watch.failed(error) from error
 
     def failed(self, error: BaseException) -> RankError:
-        """Tell all ranks of an error outside of a step."""
+        """Report an error outside a step to all ranks; return the error to raise."""
         return self._watch.failed(error)
 
     def close(self) -> None:
-        """Wait until the neighbours have everything, and end the watch; after the last step, on all ranks."""
+        """Wait until the neighbours have every message, then end the watch; a call for all ranks, after the last step."""
         if not self._open or self._watch.has_failed:
             return
         self._open = False
         _teams.remove(self)
-        # Nothing is flushed before all ranks have come so far: who is still at a step would take it for its message.
+        # Flush only once all ranks are here: a rank still in a step would mistake the flush for its message.
         self._watch.left = self._watch.calls
         with self.telling():
             steps = self.world.everyone("calls", self._watch.calls)
         if len(set(steps)) > 1:
-            raise self._watch.failed(ValueError(f"All ranks should make as many steps. Found {steps}."))
+            raise self._watch.failed(ValueError(f"All ranks should make the same number of steps. Found {steps}."))
         self._end_stale()
         if self._runtime is not None:
             self._runtime.close()
@@ -335,7 +340,7 @@ class Team:
 
 
 def time_limit(timeout: float | None) -> float:
-    """Seconds that an action may take: those given, or the environment's."""
+    """Return the limit of an action in seconds: `timeout`, or the environment's ``NWISE_TIMEOUT`` if it is None."""
     text = os.environ.get("NWISE_TIMEOUT", "300") if timeout is None else timeout
     try:
         limit = float(text)
@@ -353,15 +358,21 @@ def _state(module: nn.Module | None) -> list[Tensor]:
 def held(
     given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, team: Team | None, seed: int
 ) -> list[nn.Module | None]:
-    """The modules that this process holds, built if they are given as functions; others' places are kept by name.
+    """Build the modules that this process holds, and put an `Elsewhere` in every other place.
 
-    Each function has random numbers of its own, so that it makes the same wherever it is called.
+    Each function draws from its own seed, so it builds the same module in every process.
+
+    Args:
+        given: one module for each stage, a function that makes it, or None.
+        what: kind of the modules, for their names and seeds, such as ``"stage"``.
+        team: the processes; None if this process holds every module.
+        seed: seed of the run.
     """
-    found: list[nn.Module | None] = []
+    modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and team is not None and k != team.stage:
-            found.append(Elsewhere(f"{what} {k}", team.holder(k)))
+            modules.append(Elsewhere(f"{what} {k}", team.holder(k)))
         else:
             with seeded(derive(seed, what, k)):
-                found.append(item if item is None or isinstance(item, nn.Module) else item())
-    return found
+                modules.append(item if item is None or isinstance(item, nn.Module) else item())
+    return modules

@@ -1,4 +1,4 @@
-"""The measured timeline: when every process did what, on the clock of rank 0."""
+"""The measured timeline: begin and end of every process's actions, on the clock of rank 0."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nwise.runtime.team import Team
 from nwise.schedule.actions import Action, Kind
 
 _PINGS = 5
-_CHUNK = 50_000  # actions that a process keeps at most; what comes later is not recorded
+_CHUNK = 50_000  # largest number of actions that a process records; later ones are dropped
 
 
 class Timeline:
-    """Records this process's actions in some steps.
+    """Records this process's actions in a range of steps.
 
     Args:
-        team: of the pipeline.
-        strategy: name of the one in force.
-        first, last: steps that are recorded, the last one not.
+        team: the pipeline's team.
+        strategy: name of the strategy in force.
+        first, last: first step that is recorded, and the step after the last one.
     """
 
     def __init__(self, team: Team, strategy: str, first: int, last: int) -> None:
@@ -34,15 +34,21 @@ class Timeline:
         team.recorder = self
 
     def __call__(self, step: int, action: Action, begin: float, end: float) -> None:
-        """An action with its begin and end, in seconds of `time.perf_counter`."""
+        """Record an action.
+
+        Args:
+            step: number of the mini-batch.
+            action: the action.
+            begin, end: begin and end in seconds of `time.perf_counter`.
+        """
         if self._first <= step < self._last and len(self._events) < _CHUNK:
             self._events.append((step, action, begin, end))
 
     def collect(self) -> dict[str, Any]:
-        """Bring all processes' actions together; a call for all ranks.
+        """Gather the actions of all processes; a call for all ranks.
 
         Returns:
-            What `load` reads, of JSON's types.
+            The timeline as JSON values, in the format that `load` reads.
         """
         offset = _clock_offset(self._team)
         mine = [
@@ -51,13 +57,13 @@ class Timeline:
         ]
         team = self._team
         ranks = team.world.everyone("timeline", {"events": mine, "bytes": team.bytes_per_step})
-        # Of several replicas, those of the one that rank 0 is in.
+        # With several replicas, keep the actions of this rank's replica.
         here = [ranks[rank] for rank in team.world.ranks]
         return {"strategy": self._strategy, **{name: [one[name] for one in here] for name in ("events", "bytes")}}
 
 
 def _clock_offset(team: Team) -> float:
-    """What has to be added to this process's clock to have rank 0's; by the quickest of some round trips."""
+    """Return the seconds to add to this process's clock to get rank 0's, from the quickest of several round trips."""
     world, control, best = team.world, team.world.control, (float("inf"), 0.0)
     for rank in range(1, dist.get_world_size()):
         for _ in range(_PINGS):
@@ -77,12 +83,12 @@ def _clock_offset(team: Team) -> float:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What `Timeline.collect` gave.
+    """A timeline that was gathered by `Timeline.collect`.
 
     Args:
-        strategy: name of the one that was in force.
-        events: per stage its actions with step, begin and end in seconds.
-        bytes_sent: per stage and step, measured and predicted, of activations and gradients.
+        strategy: name of the strategy that was in force.
+        events: for each stage its actions, with step, and begin and end in seconds.
+        bytes_sent: for each stage the bytes sent per step as activations and as gradients, measured and predicted.
     """
 
     strategy: str
@@ -91,7 +97,15 @@ class Recorded:
 
 
 def load(path: Path) -> Recorded:
-    """Read a timeline."""
+    """Read a timeline.
+
+    Args:
+        path: the timeline's file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a timeline.
+    """
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} should hold a measured timeline, as `nwise train --timeline 20` under torchrun writes. Found none."

@@ -1,7 +1,7 @@
-"""The watch: no rank outlives an error, a kill or a stall of another, and all of them say what came first.
+"""The watch: no rank outlives an error, a kill or a stall of another, and all ranks report the first error.
 
-The rank that has the first error writes it into the store. One thread on every rank waits for that; another gives signs of
-life, looks after the next rank, and after its own main thread.
+The rank with the first error writes it into the store. On every rank, one thread waits for that error. Another thread
+publishes signs of life and checks on the next rank and on its own main thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nwise.schedule.actions import SENDS, Action, Kind
 
 _WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 _BEAT = 1.0  # seconds between signs of life
-_END = "closed"  # in the place of an error, when all is well
-_GRACE = 2.0  # seconds that a main thread has to end by itself, and the others to hear of it
+_END = "closed"  # written instead of an error when training ended well
+_GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
 
 _WHAT = {
     Kind.FORWARD: "forward",
@@ -43,17 +43,17 @@ _WHAT = {
 
 
 class RankError(RuntimeError):
-    """Training ended on all ranks; says which was the first error, and where."""
+    """Training ended on all ranks; the message names the first error and its rank."""
 
 
 class Doing(NamedTuple):
-    """What a rank is at.
+    """The present action of a rank.
 
     Args:
         step: number of the mini-batch.
-        action: of the lists.
-        since: moment of `time.perf_counter` at which it began.
-        over: whether it is done, and the user's `on_action` is told of it.
+        action: the action, from the stage's list.
+        since: start of the action in seconds of `time.perf_counter`.
+        over: whether the action is done and the user's `on_action` is running; default: False.
     """
 
     step: int
@@ -63,7 +63,7 @@ class Doing(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it may be another rank that keeps this one."""
+        """Whether this rank may be waiting for another."""
         return self.action.kind in _WAITS and not self.over
 
     def __str__(self) -> str:
@@ -74,32 +74,32 @@ class Watch:
     """Watches over this rank and the next.
 
     Args:
-        store: of all ranks, `World.store`.
-        rank, world_size: of this process, and how many there are.
-        stage: that this rank holds.
-        limit: seconds that one action may take, and that a rank may be silent.
+        store: store shared by all ranks, `World.store`.
+        rank, world_size: this process's rank and the number of processes.
+        stage: index of the stage that this rank holds.
+        limit: limit in seconds of one action, and of a rank's silence.
 
     Attributes:
-        doing: set by the runtime; None between steps.
-        calls: steps and forwards that this rank has begun.
-        on_beat: None, or called every second in another thread, with a store of all ranks.
-        left: the number of calls after which this rank wants to end, set once it does.
+        doing: present action, set by the runtime; None between steps.
+        calls: number of steps and forwards that this rank has begun.
+        on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
+        left: number of calls at which this rank began to close; None before.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, stage: int, limit: float) -> None:
         self.doing: Doing | None = None
         self._main = store
-        # Connections of their own, since one that waits lets nobody else in.
-        self._store, self._ears = store.clone(), store.clone()
+        # One connection for each thread: a waiting thread blocks every other user of its connection.
+        self._store, self._error_store = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
         self._name = f"rank {rank} (stage {stage})"
         self._heard: tuple[dict[str, Any], float] = ({}, time.monotonic())
         self._failure = ""
-        self._tells = False  # whether this rank has an error of its own to report
-        self._reported = threading.Lock()  # held from the first report on: three threads may want to make it
+        self._tells = False  # whether this rank reports its own error
+        self._reported = threading.Lock()  # acquired by the first report and kept: three threads may try to report
         self._closed = threading.Event()
         self.calls = 0
-        # Called with every sign of life, in the watch's thread, with a store that only this thread uses.
+        # The store passed to it is one that only the watch's thread uses.
         self.on_beat: Callable[[Any], None] | None = None
         self.left: int | None = None
         self._beats = itertools.count()
@@ -119,40 +119,44 @@ class Watch:
             raise RankError(self._failure)
 
     def failed(self, error: BaseException) -> RankError:
-        """Tell all ranks of an error of this one, unless another came first.
+        """Report an error of this rank to all ranks, unless another came first.
+
+        Args:
+            error: the error.
 
         Returns:
-            The first error, to be raised.
+            The first error of all ranks, for the caller to raise.
         """
         if not self._failure:
             what = f"failed {_where(self.doing)}: {type(error).__name__}: {error}"
             if isinstance(error, LostPeer):
-                # Whoever ended because of an error told of it before its connections broke; so this one was killed, or told.
+                # A rank that ends after an error reports it before its connections break. So the lost rank was killed, or
+                # its report has come first and `_tell` keeps it.
                 what = f"lost rank {error.peer} (last seen {self._last_seen(error.peer)}) {_where(self.doing)}"
             self._tell(what)
         return RankError(self._failure)
 
     def close(self) -> None:
-        """End the watch, as after the last step of all ranks; its threads too, which an interpreter that ends would abort."""
+        """End the watch and its threads, after the last step of all ranks."""
         self._closed.set()
         with suppress(RuntimeError):
             self._main.compare_set("error", "", _END)
-        for thread in self._threads:
+        for thread in self._threads:  # the interpreter would abort them as it exits
             thread.join(timeout=_GRACE)
 
     def _tell(self, what: str, kill: int | None = None, store: Any = None) -> None:
-        """Make it the first error unless there is one, and give the others time to say so.
+        """Make this the first error unless there is one, and give the other ranks time to report it.
 
         Args:
-            what: that happened to this rank.
-            kill: a process of this machine that stands still; it could not end, and a launcher would wait for it.
-            store: of the thread that tells; default: the main thread's, which nobody else can use while that waits in it.
+            what: rest of the sentence that begins with this rank's name.
+            kill: id of a stalled process on this machine, which the launcher would wait for; default: None.
+            store: the calling thread's store; default: the main thread's, which blocks other threads while that thread waits.
         """
         store = store or self._main
         self._tells = True
         sentence = f"{self._name.capitalize()} {what}"
         self._failure = sentence
-        with suppress(RuntimeError):  # the store is gone, and with it all other ranks
+        with suppress(RuntimeError):  # the store has ended, and so have all other ranks
             self._failure = store.compare_set("error", "", sentence).decode()
         first = self._report()
         if kill is not None:
@@ -178,10 +182,10 @@ class Watch:
         return "nowhere yet"
 
     def _listen(self) -> None:
-        """Wait for the first error of any rank, and end with it."""
+        """Wait for the first error of any rank, then end this process."""
         try:
-            self._ears.wait(["error"], timedelta(days=365))
-            failure = self._ears.get("error").decode()
+            self._error_store.wait(["error"], timedelta(days=365))
+            failure = self._error_store.get("error").decode()
         except RuntimeError:
             failure = "The store of all ranks is gone; its process, rank 0 or the launcher, has ended."
         if self._closed.is_set() or failure == _END:
@@ -190,39 +194,39 @@ class Watch:
             self._failure = failure
             if self._report():
                 with suppress(RuntimeError):
-                    self._ears.add("told", 1)
-        # The main thread may be waiting for somebody who is gone.
+                    self._error_store.add("told", 1)
+        # The main thread may be blocked on a rank that has ended.
         if not self._closed.wait(_GRACE):
             exit_at_once()
 
     def _live(self) -> None:
-        """Give signs of life, and look out for those of others."""
-        with suppress(RuntimeError):  # the store is gone, which the other thread sees too
+        """Publish signs of life, and check on this rank and the next."""
+        with suppress(RuntimeError):  # the store has ended, which the other thread reports
             while not self._closed.wait(_BEAT) and not self._failure:
                 self._beat()
                 if self.on_beat is not None:
                     self.on_beat(self._store)
-                self._look_at_myself()
-                self._look_at_next()
+                self._check_self()
+                self._check_next()
 
     def _beat(self) -> None:
-        doing = self.doing  # once, since the main thread sets it
+        doing = self.doing  # read once: the main thread may change it meanwhile
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
         beat |= {"left": self.left, "waits": doing is not None and doing.waits}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
-    def _look_at_myself(self) -> None:
+    def _check_self(self) -> None:
         doing = self.doing
         if doing is None:
             return
-        # Whoever waits is seldom to blame, so that the one who computes has the time to say so first.
+        # A waiting rank is rarely the cause; give it twice the limit so the stalled one reports first.
         limit = 2 * self._limit if doing.waits else self._limit
         if time.perf_counter() - doing.since > limit:
-            others = self._who_waits_for_nobody() if doing.waits else ""
+            others = self._running_ranks() if doing.waits else ""
             self._tell(f"has been {doing} for more than {limit:g} seconds{others}", store=self._store)
 
-    def _who_waits_for_nobody(self) -> str:
-        """Of the other ranks; a loader that stands still on one of them, say."""
+    def _running_ranks(self) -> str:
+        """Describe the other ranks that are not waiting; a stalled loader on one of them may be the cause."""
         beats = {rank: _last_beat(self._store, rank) for rank in range(self._size) if rank != self._rank}
         return "".join(
             f"; rank {rank}, which waits for nobody, was last seen {beat['at']}"
@@ -230,11 +234,11 @@ class Watch:
             if beat and not beat["waits"]
         )
 
-    def _look_at_next(self) -> None:
+    def _check_next(self) -> None:
         other, now = (self._rank + 1) % self._size, time.monotonic()
         beat = _last_beat(self._store, other)
         left = beat.get("left")
-        if left is not None and self.calls > left:  # also where it waits before its first action
+        if left is not None and self.calls > left:  # even if this rank waits before its first action
             self._tell(
                 f"waits for rank {other}, which has left after {left} steps, {_where(self.doing)}", store=self._store
             )
@@ -248,7 +252,7 @@ class Watch:
 
 
 def describe(action: Action) -> str:
-    """An action in words.
+    """Describe an action in words.
 
     >>> describe(Action(Kind.FORWARD, 2, 1))
     'F2(1) (forward, stage 2, micro-batch 1)'
@@ -261,13 +265,13 @@ def _where(doing: Doing | None) -> str:
 
 
 def _last_beat(store: Any, rank: int) -> dict[str, Any]:
-    """The last sign of life of a rank; empty before its first."""
+    """Return a rank's last sign of life; empty before its first."""
     key = f"beat/{rank}"
-    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
-    return found
+    beat: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return beat
 
 
 def _say(sentence: str) -> None:
-    """In one piece, since all ranks write at once."""
+    """Write a line to stderr in one piece, because all ranks write at once."""
     sys.stderr.write(sentence + "\n")
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""The world: which process holds which part of which stage, and how to reach the others.
+"""The world: which process holds which part of which stage, and how the processes reach each other.
 
-Processes lie on a mesh of up to three dimensions, ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with
-a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts are exchanged through the store of
-`torch.distributed`, as JSON; tensors through channels.
+Processes lie on a mesh of up to three dimensions: ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with
+a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the store of
+`torch.distributed`, tensors through channels.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nwise._process import prepare_rank
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 
 DIMENSIONS = ("pp", "dp", "tp")
-_numbers = itertools.count()  # of worlds; the same on every rank, since all run the same script
+_numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """This rank's ends of channels; None where there is no neighbour."""
+    """This rank's ends of its channels; None where there is no neighbour."""
 
     activations_in: Receiver | None
     activations_out: Sender | None
@@ -41,29 +41,29 @@ class Ends:
 
 
 class World:
-    """This process's place among all.
+    """This process's place among all processes.
 
     Args:
-        num_stages: A.
-        mesh: of dimensions ``("pp", "dp", "tp")``, or fewer of them in this order; default: all processes, as many
-            replicas as there are.
-        timeout: seconds after which a wait is given up.
+        num_stages: number of stages, A.
+        mesh: mesh with dimensions ``("pp", "dp", "tp")``, or some of them in this order, ``"pp"`` included; default: a mesh of
+            all processes, with as many replicas as fit.
+        timeout: limit of a wait in seconds; default: 300.
 
     Attributes:
-        rank: of this process.
-        size: how many processes there are.
-        stage: index of the stage that it holds.
-        replica, num_replicas: which of how many replicas of the stage.
-        ranks: of the processes that hold the stages 0 .. A-1 of this replica.
-        store: for facts.
+        rank: this process's rank.
+        size: number of processes.
+        stage: index of the stage that this process holds.
+        replica, num_replicas: index of this replica of the stage, and the number of replicas.
+        ranks: ranks of the processes that hold the stages 0 .. A-1 of this replica.
+        store: store in which the ranks exchange facts.
 
     Raises:
-        ValueError: the processes cannot be laid out as asked.
+        ValueError: the number of processes or the mesh does not fit the stages.
     """
 
     def __init__(self, num_stages: int, mesh: DeviceMesh | None = None, timeout: float = 300.0) -> None:
         self._timeout = timedelta(seconds=timeout)
-        # Nobody else's, if it was made here.
+        # The default group is free for our own messages if it was made here.
         self._default = dist.group.WORLD if start(timeout) else None
         self.mesh = _mesh(num_stages, mesh)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -76,7 +76,7 @@ class World:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"nwise/{attempt}/{next(_numbers)}"
         self.store = PrefixStore(prefix, _get_default_store())
-        # Those of a mesh of its own are given back with the others.
+        # Destroy the groups of a mesh made here with the others; a mesh from the caller keeps its groups.
         own = self.mesh.get_all_groups() if mesh is None else []
         self._made = [group for group in own if group is not dist.group.WORLD]
         self._shared: dict[str, int] = {}
@@ -85,19 +85,22 @@ class World:
 
     @cached_property
     def control(self) -> dist.ProcessGroup:
-        """Group of all ranks, for what is on the CPU and has no hurry; the first use makes it, on all ranks.
+        """Group of all ranks for CPU tensors that are not urgent; all ranks make it at the first use.
 
-        Not before, since every group of gloo has a thread that wakes up a hundred times a second.
+        It is made late because every gloo group has a thread that wakes up a hundred times a second.
         """
         return self.new_group(backend="gloo")
 
     def gradient_channels(self, count: int, device: torch.device, depth: int) -> tuple[list[Sender], list[Receiver]]:
-        """Channels back, one for each of so many messages; ends to the stage before and from the next, if they are there.
+        """Connect to the neighbours by one channel for each gradient message; a call for all ranks.
 
         Args:
-            count: how many.
-            device: of the tensors.
-            depth: cycles of mini-batches whose messages are kept before a sender waits.
+            count: number of channels in each direction.
+            device: device of the tensors.
+            depth: number of cycles of mini-batches whose messages are kept before a sender waits.
+
+        Returns:
+            The senders to the stage before and the receivers from the next stage; empty where there is no neighbour.
         """
         groups = [self.new_group() for _ in range(count)]
         below, above = self._neighbours()
@@ -109,16 +112,16 @@ class World:
         )
 
     def _neighbours(self) -> tuple[int | None, int | None]:
-        """Ranks of the stages before and after."""
+        """Return the ranks of the stages before and after; None where there is none."""
         k = self.stage
         return self.ranks[k - 1] if k else None, self.ranks[k + 1] if k < self.num_stages - 1 else None
 
     def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-        """A process group that lives as long as the world; a call for all ranks.
+        """Make a process group that lives as long as the world; a call for all ranks.
 
         Args:
-            ranks: of its members; default: all.
-            backend: default: gloo on CPUs and nccl on GPUs.
+            ranks: the members' ranks; default: all.
+            backend: name of the backend; default: gloo on CPUs and nccl on GPUs.
         """
         group = dist.new_group(None if ranks is None else list(ranks), timeout=self._timeout, backend=backend)
         if ranks is None or self.rank in ranks:
@@ -126,22 +129,22 @@ class World:
         return group
 
     def close(self) -> None:
-        """Give its process groups back, once no rank needs them any more."""
+        """Destroy the world's process groups, once no rank needs them any more."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
-        """Make groups of stages, in the same order on all ranks; see `group_of`.
+        """Make the groups that `group_of` returns, in the same order on all ranks.
 
         Args:
-            sets: of stages.
-            replicas: whether all replicas of the stages are in one group, and not each in its own.
+            sets: sets of stages, one for each group.
+            replicas: whether all replicas of the stages share one group; default: a group for each replica.
         """
         columns = self._columns()
         for stages in sets:
             if (stages, replicas) in self._groups:
                 continue
-            # Those that are in none know of it too: a group is made by all ranks or by nobody.
+            # Ranks outside the group take part too: all ranks make a group, or none does.
             self._groups[stages, replicas] = None
             each = [[column[k] for k in stages] for column in columns]
             for ranks in [[rank for part in each for rank in part]] if replicas else each:
@@ -150,36 +153,48 @@ class World:
                     self._groups[stages, replicas] = group
 
     def group_of(self, stages: tuple[int, ...], *, replicas: bool = False) -> dist.ProcessGroup | None:
-        """The group of the processes that hold these stages of this replica, or of all; None if there is nobody else."""
+        """Return the group of the processes that hold these stages; None if this process is alone.
+
+        Args:
+            stages: indices of the stages.
+            replicas: whether the group spans all replicas; default: this replica only.
+        """
         return self._groups.get((stages, replicas))
 
     def _columns(self) -> list[list[int]]:
-        """Ranks of the processes of every replica, and every part of a stage, stage after stage."""
+        """Return one list for each replica and each part of a stage: the ranks that hold it, stage after stage."""
         ranks = self.mesh.mesh.flatten(1) if self.mesh.mesh.ndim > 1 else self.mesh.mesh.unsqueeze(1)
         return [list(map(int, column)) for column in ranks.T.tolist()]
 
     @property
     def sends_for_its_stage(self) -> bool:
-        """Whether this rank is in the same replica as rank 0, so that one rank of every stage is."""
+        """Whether this rank is in rank 0's replica, which has exactly one rank of every stage."""
         return 0 in self.ranks
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        """The values that all ranks give, in order of their ranks.
+        """Exchange a value between all ranks.
 
         Args:
-            name: what is shared; may be used again.
-            value: this rank's, of JSON's types.
+            name: name of the value; may be used again.
+            value: this rank's value, serialisable as JSON.
+
+        Returns:
+            The values of all ranks, in order of the ranks.
         """
         key = self._key(name)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
 
     def hand_on(self, name: str, value_of: Any) -> Any:
-        """Stage after stage: each makes a value from that of the stage before.
+        """Pass a value from stage to stage; each stage computes its own from the one before.
 
         Args:
-            name: what is handed on; may be used again.
-            value_of: this stage's value, from the one before (None at stage 0), both of JSON's types.
+            name: name of the value; may be used again.
+            value_of: function from the value of the stage before (None at stage 0) to this stage's; both values are
+                serialisable as JSON.
+
+        Returns:
+            This stage's value.
         """
         key = self._key(name)
         before = json.loads(self.store.get(f"{key}/{self.ranks[self.stage - 1]}")) if self.stage else None
@@ -188,12 +203,12 @@ class World:
         return value
 
     def agree(self, name: str, value: Any) -> None:
-        """Refuse to go on if the ranks have different values of what should be equal."""
-        found = self.everyone(name, value)
-        for rank, other in enumerate(found):
-            if other != found[0]:
+        """Raise ValueError unless all ranks have the same value."""
+        values = self.everyone(name, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
                 raise ValueError(
-                    f"`{name}` should be the same on every rank. Found {found[0]!r} on rank 0 and {other!r} on rank {rank}."
+                    f"`{name}` should be the same on every rank. Found {values[0]!r} on rank 0 and {other!r} on rank {rank}."
                 )
 
     def _key(self, name: str) -> str:
@@ -201,9 +216,9 @@ class World:
         return f"{name}/{self._shared[name]}"
 
     def ends(self, device: torch.device) -> Ends:
-        """The channels to the neighbours for tensors of a device; the first call connects, and all ranks should make it."""
+        """Return the channels to the neighbours for tensors of a device; the first call connects and is one for all ranks."""
         if device not in self._ends:
-            # A group of its own for each direction, so that neither waits behind the other.
+            # One group for each direction: neither waits behind the other.
             forward, back = self._group_forward(device), self.new_group()
             below, above = self._neighbours()
             introduce(forward, below, above, device)
@@ -217,13 +232,16 @@ class World:
         return self._ends[device]
 
     def _group_forward(self, device: torch.device) -> dist.ProcessGroup:
-        """The default group, once, where it was made here and is gloo's: it has a thread in any case, see `control`."""
+        """Return the group of the forward channels.
+
+        The first call on the CPU takes the default group if it was made here: its gloo thread runs anyway, see `control`.
+        """
         group, self._default = self._default, None
         return group if group is not None and device.type == "cpu" else self.new_group()
 
 
 def launched() -> bool:
-    """Whether this process is one of several of a `torchrun`, or of a process group that is already there."""
+    """Return whether this process is one of several, started by `torchrun` or joined in an existing process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     variable("RANK")
@@ -231,10 +249,14 @@ def launched() -> bool:
 
 
 def variable(name: str, default: int = 0) -> int:
-    """A number of the environment, as torchrun sets it.
+    """Return a whole number from the environment, as torchrun sets it.
+
+    Args:
+        name: name of the environment variable.
+        default: value if the variable is not set; default: 0.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the variable is not a whole number.
     """
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
@@ -243,10 +265,13 @@ def variable(name: str, default: int = 0) -> int:
 
 
 def start(timeout: float = 300.0) -> bool:
-    """Join the process group that `torchrun` describes, if this process has not yet.
+    """Join the process group that `torchrun` describes, unless this process is already in one.
+
+    Args:
+        timeout: limit of a wait in seconds; default: 300.
 
     Returns:
-        Whether it had not.
+        Whether this call joined it.
     """
     if dist.is_initialized():
         return False
@@ -257,7 +282,7 @@ def start(timeout: float = 300.0) -> bool:
     if attempt == "0" or not one_machine:
         dist.init_process_group(timeout=limit)
     else:
-        # torchrun keeps its store when it starts processes again, and with it the addresses of those that are gone.
+        # torchrun keeps its store over a restart, with the addresses of the processes that ended; a prefix hides them.
         store, rank, size = next(rendezvous("env://", timeout=limit))
         dist.init_process_group(
             store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
@@ -275,12 +300,14 @@ def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
                 f"network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start {num_stages}."
             )
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        # No replicas where there is one of each stage: they would have a group, see `World.control`.
+        # Without replicas there is no "dp" dimension: it would have a group, and so a thread, see `World.control`.
         shape = (num_stages,) if size == num_stages else (num_stages, size // num_stages)
         return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
     names: Sequence[str] = mesh.mesh_dim_names or ()
     if not names or names[0] != "pp" or list(names) != [name for name in DIMENSIONS if name in names]:
         raise ValueError(f"`mesh` should have dimensions 'pp', 'dp', 'tp', in this order. Found {tuple(names)}.")
     if mesh.shape[0] != num_stages:
-        raise ValueError(f"`mesh` should have {num_stages} ranks along 'pp', one a stage. Found {mesh.shape[0]}.")
+        raise ValueError(
+            f"`mesh` should have {num_stages} ranks along 'pp', one for each stage. Found {mesh.shape[0]}."
+        )
     return mesh
