@@ -83,7 +83,7 @@ def test_torch_error_notes_name_the_head(given: object, stage: int) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (nn.CrossEntropyLoss, r"Found the class CrossEntropyLoss; make one of it, `CrossEntropyLoss\(\)`"),
+        (nn.CrossEntropyLoss, r"Found the class CrossEntropyLoss; make an instance, `CrossEntropyLoss\(\)`"),
         ("cross_entropy", r"`loss_fn` should be callable.*Found str"),
     ],
 )

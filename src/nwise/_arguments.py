@@ -1,4 +1,4 @@
-"""What a pipeline is given, checked before any tensor work."""
+"""Checks of a pipeline's arguments, before any tensor work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.parameter import is_lazy
 from nwise.models.chain import Chain
 from nwise.stage import LossFn
 
-# A module, or a function that makes it, which is called only in the process that holds it.
+# A module, or a function that makes it; only the process that holds the module calls it.
 Given = nn.Module | Callable[[], nn.Module]
 
 
 class Heads(nn.ModuleDict):
-    """The heads there are, by the number of their stage: ``pipe.heads[2]``."""
+    """A pipeline's heads, by the index of their stage: ``pipe.heads[2]``."""
 
     def __getitem__(self, stage: int | str) -> nn.Module:
         return super().__getitem__(str(stage))
@@ -32,17 +32,30 @@ class Heads(nn.ModuleDict):
         return [self._modules.get(str(k)) for k in range(num_stages)]
 
     def of(self, stage: int) -> nn.Module | None:
-        """The head of a stage, or None."""
+        """Return the head of a stage; None if it has none."""
         return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
 
 
 def checked(
     mains: list[Given], heads: Sequence[Given | None] | None, loss_fn: LossFn | Sequence[LossFn]
 ) -> tuple[list[Given], list[Given | None], list[LossFn]]:
-    """Stages, heads (None for the last stage's) and losses, as many as there are stages."""
+    """Check the modules and losses of a pipeline, and complete the lists of heads and losses.
+
+    Args:
+        mains: the stages.
+        heads: the heads, one for every stage but the last; None for no heads.
+        loss_fn: the loss function, or one per stage.
+
+    Returns:
+        The stages, the heads (None for the last stage) and the losses, one of each per stage.
+
+    Raises:
+        TypeError: an entry is not a module or a function.
+        ValueError: a list has the wrong length, or a loss function has parameters.
+    """
     if not mains or not all(callable(stage) for stage in mains):
-        found = ", ".join(type(stage).__name__ for stage in mains) or "none"
-        raise TypeError(f"`stages` should be one or more nn.Modules, or functions that make them. Found {found}.")
+        types = ", ".join(type(stage).__name__ for stage in mains) or "none"
+        raise TypeError(f"`stages` should be one or more nn.Modules, or functions that make them. Found {types}.")
     num_stages = len(mains)
     if heads is not None and not isinstance(heads, Iterable):
         raise TypeError(f"`heads` should be a list of nn.Modules or None. Found {type(heads).__name__}.")
@@ -66,7 +79,7 @@ def checked(
     for loss in losses:
         if isinstance(loss, type):
             raise TypeError(
-                f"`loss_fn` should be a function of output and target. Found the class {loss.__name__}; make one of it, "
+                f"`loss_fn` should be a function of output and target. Found the class {loss.__name__}; make an instance, "
                 f"`{loss.__name__}()`."
             )
         if not callable(loss):
@@ -79,23 +92,23 @@ def checked(
 
 
 def check_num_microbatches(number: object) -> None:
-    """Raise ValueError unless it is a number of micro-batches."""
+    """Raise ValueError unless `number` is a valid number of micro-batches."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {number!r}.")
 
 
 def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
-    """Refuse ``step(x, y)`` where the first stage takes one input: the target is given by name."""
+    """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
     if target is None and num_inputs > 1 and not _takes(first, num_inputs):
         raise TypeError(
-            f"The first stage should be given what its forward takes, and the target by name, `pipe.step(x, target=y)`. Found "
-            f"{num_inputs} inputs and no target."
+            "The first stage should get the inputs that its forward takes; pass the target by name, "
+            f"`pipe.step(x, target=y)`. Found {num_inputs} inputs and no target."
         )
 
 
 def _takes(module: nn.Module, count: int) -> bool:
-    """Whether a module's forward can be called with so many inputs, as far as its signature tells."""
-    # What has a forward of its own, as stages of Hugging Face's networks do, says by that what it takes.
+    """Return whether a module's forward accepts `count` inputs, judged by its signature."""
+    # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
     while type(module) in (nn.Sequential, Chain):
         parts = module.pieces() if isinstance(module, Chain) else module._modules
         module = next(iter(parts.values()), None) or nn.Identity()
@@ -107,7 +120,10 @@ def _takes(module: nn.Module, count: int) -> bool:
 
 
 def refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse parameters and buffers without values, whose shapes other stages, optimizers and processes need to know.
+    """Refuse parameters and buffers without values: other stages, optimizers and processes need their shapes.
+
+    Args:
+        modules: names and modules.
 
     Raises:
         ValueError: a lazy module has not seen an input yet.
@@ -117,12 +133,17 @@ def refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
             if is_lazy(tensor):
                 raise ValueError(
                     f"Parameters and buffers should have values. Found {owner}.{name} of a lazy module without any; run the "
-                    "network once on an input before it is given to `Pipeline`."
+                    "network once on an input before you pass it to `Pipeline`."
                 )
 
 
 def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]) -> None:
-    """A parameter in two places would have two credits, and on two devices two values."""
+    """Raise ValueError if a parameter is in two places: it would have two credits, and on two devices two values.
+
+    Args:
+        mains: the stages.
+        sides: the heads, None for a stage without one.
+    """
     seen: dict[int, tuple[str, str]] = {}
     owners = [(f"stages.{k}", main) for k, main in enumerate(mains)]
     owners += [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None]
@@ -133,5 +154,5 @@ def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]
             if first[0] != owner:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head. Found {'.'.join(first)} again as {owner}.{name}; "
-                    "untie them, by `nwise.untie(model)` or a copy.deepcopy of one."
+                    "untie them by `nwise.untie(model)` or a copy.deepcopy of one."
                 )

@@ -1,7 +1,7 @@
-"""What `torch.compile` needs to know about several backward passes.
+"""Settings of `torch.compile` for several backward passes.
 
-Compile blocks, not whole stages: a compiled graph computes the gradients of its inputs and of its
-weights together, so inside it an input-gradient pass (I) costs as much as a full backward.
+Compile blocks, not whole stages: a compiled graph computes the gradients of its inputs and of its weights together, so inside
+it an input-gradient pass (I) costs as much as a full backward.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ def allow_several_passes(modules: Iterable[nn.Module]) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this module itself was compiled, by `compile_module`, ``module.compile()`` or ``torch.compile(module)``."""
+    """Return whether this module itself was compiled: `compile_module`, ``module.compile()`` or ``torch.compile(module)``."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a module in place.
 
-    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers:
-    the compiler does not trace calls that begin in torch's files. So the call begins here.
+    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers: the compiler does not
+    trace calls that begin in torch's files. So the call begins here.
 
     Args:
-        module: a block of a stage, or a head.
-        backend: of `torch.compile`.
+        module: block of a stage, or a head.
+        backend: backend of `torch.compile`; default: ``"inductor"``.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a tensor is cut up over devices, found out without importing `torch.distributed.tensor`, which takes a second."""
+"""A test for distributed tensors that does not import `torch.distributed.tensor`, an import that takes a second."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, as the parameters of a stage with tensor parallelism are.
+    """Return whether a tensor is a DTensor, like the parameters of a stage with tensor parallelism.
 
     >>> import torch
     >>> is_dtensor(torch.zeros(2))
     False
     """
-    module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # making a DTensor imports it
     return module is not None and isinstance(tensor, module.DTensor)

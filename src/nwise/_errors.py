@@ -28,11 +28,11 @@ _RENAMED = {"zero-bubble-lean": "zb-h1"}
 
 
 def hint(text: str, names: Iterable[str]) -> str:
-    """Suggest a name.
+    """Suggest the closest known name for an unknown one.
 
     Args:
-        text: that is none of the names.
-        names: the known ones.
+        text: the unknown name.
+        names: the known names.
 
     Returns:
         The end of an error sentence, empty if no name is close.
@@ -74,7 +74,7 @@ def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str],
 
 
 def current_name(name: Any) -> Any:
-    """Return the current name of what an older version called otherwise; pass on everything else.
+    """Return the current name for an old one; return every other value unchanged.
 
     Args:
         name: any value.
@@ -92,12 +92,12 @@ def current_name(name: Any) -> Any:
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import a module of a package that is not among the hard dependencies.
+    """Import a module of an optional dependency.
 
     Args:
-        module: its dotted name.
-        extra: of nwise that has the package.
-        what: needs it, for the message, such as "A figure".
+        module: dotted name of the module.
+        extra: extra of nwise that installs the package.
+        what: subject of the error message, such as "A figure".
 
     Raises:
         ImportError: the package is not installed.

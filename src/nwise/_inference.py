@@ -1,4 +1,4 @@
-"""Inference through the main network and, on the way, its heads."""
+"""Inference through the main network and the heads along the way."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from nwise._arguments import Heads
 from nwise.microbatch import Tensors, as_tuple
 from nwise.stage import unchanged
 
-# One for every stage; None where there is no head, or it is not asked for.
+# One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
 
 
 def all_outputs(stages: Sequence[nn.Module], heads: Heads, inputs: Tensors, only: Collection[int] | None) -> Outputs:
-    """Run the main network, and the heads of the stages in `only` (None for all); the last entry is the network's output."""
+    """Run the main network and its heads.
+
+    Args:
+        stages: the main network, in order.
+        heads: the heads.
+        inputs: inputs of the first stage.
+        only: indices of the stages whose heads run; None for all.
+
+    Returns:
+        The heads' outputs, None for a head that did not run; the last entry is the network's output.
+    """
     outputs: Outputs = []
     output: Any = inputs
     for k, stage in enumerate(stages):
@@ -28,7 +38,7 @@ def all_outputs(stages: Sequence[nn.Module], heads: Heads, inputs: Tensors, only
 
 
 def head_output(heads: Heads, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
-    """Run the head of a stage, if there is one and it is asked for."""
+    """Run the head of stage `k` on its output, if the stage has one and `only` includes it; see `all_outputs`."""
     head = heads.of(k) if only is None or k in only else None
     with unchanged(hidden, f"The head of stage {k}"):
         return None if head is None else head(*hidden)

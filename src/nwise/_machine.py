@@ -1,4 +1,4 @@
-"""What a number was measured on."""
+"""The machine on which a number was measured."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 
 
 def machine() -> dict[str, str]:
-    """Processor, the instructions that torch uses of it (other ones give other last digits), cores, and GPU if there is one."""
+    """Describe this machine: processor, the instruction set that torch uses, number of cores, and the GPU if there is one."""
+    # Another instruction set gives other last digits.
     instructions = torch.backends.cpu.get_cpu_capability()
-    found = {"processor": processor(), "instructions": instructions, "cores": str(num_cores())}
+    facts = {"processor": processor(), "instructions": instructions, "cores": str(num_cores())}
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """Its name."""
+    """Return the processor's name."""
     file = Path("/proc/cpuinfo")
     for line in file.read_text().splitlines() if file.exists() else []:
         if line.startswith("model name"):

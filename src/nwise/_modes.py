@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; the mode of every module inside them as before outside.
+    """Run the body in evaluation mode without gradients, then restore each module's mode.
 
     >>> layer = nn.Sequential(nn.Dropout())
     >>> with evaluating(layer):

@@ -1,4 +1,4 @@
-"""What a step changes in place, kept so that a step that raises leaves no trace."""
+"""Copies of the values that a step changes in place; a step that raises restores them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from nwise.batchnorm import DeferredBatchNorm
 
 
 class Snapshot:
-    """Gradients and the statistics of batch norm, before a step.
+    """Keeps the gradients and the statistics of batch norms from before a step.
 
     A gradient that is None costs nothing to keep, so a loop that sets gradients to None between steps pays only for the
     statistics. Other buffers that a forward changes are not kept.
 
     Args:
         modules: all modules that the step runs.
-        parameters: those whose gradients it adds to.
+        parameters: parameters to whose gradients the step adds.
     """
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
@@ -27,18 +27,18 @@ class Snapshot:
         self._gradients = [(p, g, None if g is None else g.clone()) for p in parameters for g in (p.grad,)]
         self._deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         for norm in self._deferred:
-            norm.discard()  # of inference in training mode
+            norm.discard()  # drops statistics of inference in training mode
         norms = [module for module in modules if module.training and _moves_statistics(module)]
         self._buffers = [(b, b.clone()) for norm in norms for b in norm.buffers(recurse=False)]
 
     def commit(self) -> None:
-        """After a step: move the statistics that wait for the whole mini-batch."""
+        """Move the deferred statistics, after the whole mini-batch of a step."""
         for norm in self._deferred:
             norm.commit()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """After an error: put everything back."""
+        """Restore gradients and statistics after an error."""
         for parameter, gradient, values in self._gradients:
             parameter.grad = gradient
             if gradient is not None and values is not None:
@@ -50,6 +50,6 @@ class Snapshot:
 
 
 def _moves_statistics(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):  # says no more of itself
+    if isinstance(module, torch.jit.ScriptModule):  # its layers cannot be inspected, so copy its buffers
         return True
     return isinstance(module, _NormBase) and module.track_running_stats

@@ -1,4 +1,4 @@
-"""A pipeline in words: what each stage and head costs, which losses train it, and what crosses its borders."""
+"""A pipeline in words: the cost of each stage and head, the losses that train it, and the messages that it sends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
     """Make the table that `Pipeline.summary` returns.
 
     Args:
-        title: its first line.
-        parameters: of each stage and of its head, ``[A]`` pairs.
-        flow: of a micro-batch.
-        credit: ``[A, A]``.
+        title: first line of the table.
+        parameters: numbers of parameters of each stage and its head, ``[A]`` pairs.
+        flow: flow of a micro-batch.
+        credit: credit matrix ``[A, A]``.
 
     >>> import nwise
     >>> strategy = nwise.NWise(2).credit(2)

@@ -1,9 +1,9 @@
-"""Batch normalisation whose running statistics are those of the whole mini-batch.
+"""Batch normalisation with running statistics of the whole mini-batch.
 
-With M micro-batches a batch norm normalises by each micro-batch's own statistics (as in GPipe: it is
-a different function, and cannot be helped without waiting), and moves its running statistics M times
-by what a part of the batch says. `defer_batchnorm` repairs the second: the running statistics move
-once per mini-batch, by the mean and variance of all of it (GPipe, section 2.2).
+With M micro-batches a batch norm normalises by each micro-batch's statistics, as in GPipe: a different function, which only
+waiting for the whole mini-batch could avoid. It also moves its running statistics M times, each time by the statistics of a
+part. `defer_batchnorm` repairs the latter: the running statistics move once per mini-batch, by the mean and variance of all of
+it (GPipe, section 2.2).
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm that collects statistics until `commit`; its state dict is that of the original."""
+    """A batch norm that collects statistics until `commit`; its state dict has the original's names.
+
+    Args:
+        original: the batch norm to replace; its parameters and statistics are shared.
+    """
 
     _SUMS = ("_count", "_sum", "_sum_of_squares")
     _count: Tensor
@@ -60,20 +64,20 @@ class DeferredBatchNorm(_BatchNorm):
         return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredBatchNorm:
-        """Move with the module, but stay in float64."""
+        """Move the sums with the module, but keep them in float64."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in self._SUMS:
             setattr(self, name, getattr(self, name).double())
         return self
 
     def discard(self) -> None:
-        """Forget what was collected since the last commit, as after an error."""
+        """Drop the statistics collected since the last commit, for example after an error."""
         for name in self._SUMS:
             getattr(self, name).zero_()
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Move the running statistics by all that was collected since the last call."""
+        """Move the running statistics by the statistics collected since the last call."""
         count = float(self._count)
         if not count:
             return
@@ -108,7 +112,7 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
     replacements: dict[nn.Module, nn.Module] = {}
 
     def replacement(child: nn.Module) -> nn.Module:
-        if child not in replacements:  # a module may stand in several places, and should afterwards too
+        if child not in replacements:  # a module used in several places stays shared
             replacements[child] = DeferredBatchNorm(child) if _moves(child) else child  # type: ignore[arg-type]
         return replacements[child]
 
@@ -133,13 +137,18 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
-    """Warn whoever makes a pipeline of batch norms and several micro-batches that it is another function."""
+    """Warn that batch norms with several micro-batches compute a different function than with the whole batch.
+
+    Args:
+        module: the pipeline's module.
+        num_microbatches: number of micro-batches, M.
+    """
     plain = [name for name, child in module.named_modules() if _moves(child) or _is_scripted(child)]
     if plain and num_microbatches > 1:
         warnings.warn(
             f"With {num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
-            f"which is another function than with the whole batch, and moves its running statistics with every one of "
-            f"them ({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
-            "`defer_batchnorm`, moves those once per mini-batch.",
+            "a different function than with the whole batch, and moves its running statistics with every micro-batch "
+            f"({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
+            "`defer_batchnorm`, moves the running statistics once per mini-batch.",
             stacklevel=3,  # at the caller of `Pipeline`
         )

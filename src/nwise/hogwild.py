@@ -1,14 +1,13 @@
-"""How stale gradients are when nobody waits: the steady timing grid of Hogwild.
+"""The staleness of gradients when no stage waits: the steady timing grid of Hogwild.
 
-Under the paper's costs (a forward is one slot, each loss's pass through a stage is one slot, heads
-are free) stage ``k`` starts the forward of micro-batch ``i`` in slot ``p i + k``, where ``p`` is the
-work of the busiest stage, and fills the slots between with the passes whose gradients have arrived,
-oldest first. An update is applied with the last pass of its mini-batch; the staleness of a gradient
-is the number of updates between the forward and the update it belongs to. For end-to-end credit
-and one micro-batch that is ``A - 1 - k`` at stage ``k`` (figure 1 of the paper).
+The grid assumes the paper's costs: a forward takes one slot, each loss's pass through a stage takes one slot, and heads are
+free. Stage ``k`` starts the forward of micro-batch ``i`` in slot ``p i + k``, where ``p`` is the work of the busiest stage. It
+fills the slots between with the passes whose gradients have arrived, oldest first. An update is applied with the last pass of
+its mini-batch. The staleness of a gradient is the number of updates between its forward and its own update. For end-to-end
+credit and one micro-batch that is ``A - 1 - k`` at stage ``k`` (figure 1 of the paper).
 
-What an update sees depends on those counts alone, so one process executes the grid exactly by
-computing each stage with the parameters of that many updates ago.
+The parameters behind an update depend on those counts alone, so one process executes the grid exactly by computing each stage
+with the parameters of that many updates ago.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from nwise.schedule.actions import Action, Kind, passes
 
 
 def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
-    """Updates between forward and update in the steady grid.
+    """Count the updates between each forward and its own update in the steady grid.
 
     Args:
-        flow: from the credit matrix, `nwise.flow.flow_of`.
-        num_microbatches: micro-batches in a mini-batch; updates come once a mini-batch.
+        flow: flow of the credit matrix, from `nwise.flow.flow_of`.
+        num_microbatches: number of micro-batches in a mini-batch, M; updates come once per mini-batch; default: 1.
 
     Returns:
-        ``[A][M]``, one count per stage and micro-batch.
+        The counts ``[A][M]``, one per stage and micro-batch.
 
     >>> import nwise
     >>> from nwise.flow import flow_of
@@ -46,16 +45,16 @@ def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
 @lru_cache(maxsize=256)
 def _steady(flow: Flow, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     num_stages = len(flow.stages)
-    # After 2A micro-batches every stage has seen its first gradient come back; two more mini-batches
-    # are measured so that the second shows that the grid has become steady.
+    # After 2A micro-batches every stage has received its first gradient. Then measure two mini-batches: equal counts in both
+    # show that the grid is steady.
     settled = -(-3 * num_stages // num_microbatches) + 2
     first = _ages(flow, num_microbatches, settled)
-    assert first == _ages(flow, num_microbatches, settled + 1), "the grid has not become steady"
+    assert first == _ages(flow, num_microbatches, settled + 1), "the grid is not steady yet"
     return tuple(map(tuple, first))
 
 
 def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
-    """Ages of the parameters in mini-batch ``measured``, by walking through the slots."""
+    """Return the ages of the parameters in mini-batch ``measured``, by walking through the slots."""
     num_stages = len(flow.stages)
     period = 1 + max(stage.passes for stage in flow.stages)
     waiting: list[list[tuple[int, Action]]] = [[] for _ in range(num_stages)]
@@ -78,7 +77,7 @@ def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
                 if ready is not None:
                     waiting[k].remove(ready)
                     done.append(ready[1])
-        for action in done:  # what a slot produces is seen from the next slot on
+        for action in done:  # results become visible in the next slot
             if action.message is not None:
                 arrived.add((action.stage - 1, action.microbatch, action.message))
             if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH):
@@ -95,11 +94,11 @@ def _ready(flow: Flow, action: Action, arrived: set[tuple[int, int, int]]) -> bo
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """When a stage is done with what a mini-batch has it do, in mini-batches after its forward.
+    """Deadlines of a stage's work for a mini-batch, in mini-batches after its forward.
 
     Args:
-        update: its update.
-        sends: each of its messages to the stage before.
+        update: deadline of the update.
+        sends: deadlines of its messages to the stage before.
     """
 
     update: int
@@ -107,14 +106,17 @@ class Due:
 
 
 def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
-    """For every stage, what it may wait for others with, so that nobody waits in a circle.
+    """Set each stage's deadlines, with which the stages can wait for each other without a deadlock.
 
-    Updates are as old as in the grid. Nothing is due before what it needs has been sent, and no message later than the stage
-    before needs it: whoever waits within a mini-batch waits for what the next stage sends within the same one or earlier, and
-    the last stage waits for nobody.
+    Updates are as old as in the grid. No work is due before the messages that it needs have been sent, and no message is due
+    later than the stage before needs it. So a stage waits only for messages that the next stage sends in the same mini-batch or
+    an earlier one, and the last stage never waits.
 
     Args:
-        cycle: the flows of all mini-batches of the strategy's cycle.
+        cycle: flows of all mini-batches of the strategy's cycle.
+
+    Returns:
+        The deadlines of each stage.
 
     >>> import nwise
     >>> from nwise.flow import flow_of
@@ -126,7 +128,7 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
     stages = range(len(updates))
     sends = [[0] * max(len(flow.stages[k].messages) for flow in flows) for k in stages]
     works = [[(flow.stages[k], a) for flow in flows for a in passes(flow.stages[k], k, 0)] for k in stages]
-    for k in reversed(stages):  # as soon as what they need can be there
+    for k in reversed(stages):  # as soon as the messages that they need can arrive
         for stage, action in works[k]:
             soonest = max((sends[k + 1][p] for p in stage.cotangent(action.message).needed), default=0)
             if action.kind is not Kind.INPUT_GRAD:
@@ -148,20 +150,20 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
 
 
 def _oldest(cycle: Sequence[Sequence[Flow]]) -> list[int]:
-    """For every stage, the age of its oldest gradients in the steady grid."""
+    """Return the age of each stage's oldest gradients in the steady grid, in updates."""
     known = [staleness(flow, len(cycle[0])) for flow in dict.fromkeys(flow for batch in cycle for flow in batch)]
     return [max(max(ages[k]) for ages in known) for k in range(len(known[0]))]
 
 
 class History:
-    """The last versions of a stage's parameters; an update is what changes a parameter in place.
+    """Keeps the last versions of a stage's parameters; every change of a parameter in place counts as an update.
 
     Args:
         module: the stage.
-        depth: how many updates back the oldest version is.
+        depth: age of the oldest version in updates.
 
     Attributes:
-        module: see above.
+        module: the stage.
     """
 
     def __init__(self, module: nn.Module, depth: int) -> None:
@@ -176,7 +178,7 @@ class History:
             return
         now = dict(self.module.named_parameters())
         counters = [parameter._version for parameter in now.values()]
-        # An optimizer that writes to ``parameter.data`` moves no counter.
+        # Compare the values too: an optimizer that writes to ``parameter.data`` leaves the counters unchanged.
         if counters == self._counters and all(torch.equal(p, self._versions[-1][name]) for name, p in now.items()):
             return
         self._counters = counters
@@ -189,17 +191,20 @@ class History:
 
     @property
     def newest(self) -> Mapping[str, Tensor]:
-        """The copy that the last call of `remember` has seen."""
+        """The parameters at the last call of `remember`."""
         return self._versions[-1]
 
     def version(self, age: int) -> tuple[Mapping[str, Tensor], int]:
-        """The version ``age`` updates ago, or the oldest there is; and its true age."""
+        """Return the parameters of ``age`` updates ago, or the oldest version kept, and the version's age.
+
+        The mapping is empty for age 0: the stage then computes with its current parameters.
+        """
         age = max(0, min(age, len(self._versions) - 1))
         return (self._versions[-1 - age] if age else {}), age
 
 
 class Past:
-    """The histories of all stages of one process, for the strategy that is in force."""
+    """Keeps the histories of all stages of one process, for the strategy in force."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -208,25 +213,25 @@ class Past:
     def versions(
         self, stages: Iterable[nn.Module], cycle: Sequence[Sequence[Flow]], flows: Sequence[Flow]
     ) -> tuple[dict[tuple[int, int], Mapping[str, Tensor]], list[list[int]]]:
-        """What every stage computes with: parameters of as many updates ago as in the steady grid.
+        """Return the parameters that every stage computes with, as many updates old as in the steady grid.
 
         Args:
-            stages: whose parameters have all updates behind them.
-            cycle: the flows of all mini-batches of the strategy's cycle.
-            flows: those of this mini-batch.
+            stages: the stages, with all updates so far applied.
+            cycle: flows of all mini-batches of the strategy's cycle.
+            flows: flows of this mini-batch, one for each micro-batch.
 
         Returns:
-            The parameters that are not the current ones, by (stage, micro-batch); and their ages, ``[A][M]``.
+            The old parameters by (stage, micro-batch), without the current ones, and all ages, ``[A][M]``.
         """
         modules, size = list(stages), len(flows)
-        # Stages that have been replaced, and parameters that have been frozen, moved or cast, have no past.
+        # A replaced stage has no past, nor have parameters that were frozen, moved or cast.
         like = tuple((p.device, p.dtype) for module in modules for p in module.parameters())
         key = (tuple(map(tuple, cycle)), like)
         same = [history.module for history in self._histories] == modules
         if self._key != key or not same:
             self._key = key
             self._histories = [History(module, depth) for module, depth in zip(modules, _oldest(cycle), strict=True)]
-        found: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        old: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         ages = [[0] * size for _ in modules]
         steady = [staleness(flow, size) for flow in flows]
         for k, history in enumerate(self._histories):
@@ -234,5 +239,5 @@ class Past:
             for m in range(size):
                 version, ages[k][m] = history.version(steady[m][k][m])
                 if ages[k][m]:
-                    found[k, m] = version
-        return found, ages
+                    old[k, m] = version
+        return old, ages

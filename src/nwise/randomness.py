@@ -1,4 +1,4 @@
-"""Random numbers as functions of names, so that they do not depend on how or where a model runs."""
+"""Random numbers as functions of names, independent of how and where a model runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def derive(*names: int | str) -> int:
-    """A seed of 63 bits from names such as ``(seed, "stage", 3, step, microbatch)``.
+    """Return a seed of 63 bits from names such as ``(seed, "stage", 3, step, microbatch)``.
 
     >>> derive(0, "a") == derive(0, "a"), derive(0, "a") == derive(0, "b")
     (True, False)
@@ -20,19 +20,22 @@ def derive(*names: int | str) -> int:
 
 
 def generator(*names: int | str) -> torch.Generator:
-    """A CPU generator that starts from `derive`."""
+    """Return a CPU generator seeded by `derive`."""
     return torch.Generator().manual_seed(derive(*names))
 
 
 @contextmanager
 def preserved(device: torch.device | None = None) -> Iterator[list[torch.Generator]]:
-    """Leave the global generators as they were, whatever draws from them inside.
+    """Restore the global generators after the body, however much it draws from them.
 
-    They belong to the process: a thread that draws meanwhile gets numbers of the seeds inside, disturbs them, and draws the same
-    numbers again afterwards. Such a thread needs a `torch.Generator` of its own.
+    The generators belong to the process. A thread that draws meanwhile disturbs the body's numbers, and draws the same numbers
+    again afterwards, so give such a thread a separate `torch.Generator`.
 
     Args:
-        device: a GPU whose generator to include; default: only the CPU's.
+        device: GPU whose generator to include; default: the CPU's only.
+
+    Yields:
+        The global generators.
     """
     generators = global_generators(device)
     states = [g.get_state() for g in generators]
@@ -45,7 +48,7 @@ def preserved(device: torch.device | None = None) -> Iterator[list[torch.Generat
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from `seed` inside, and leave the global generators as they were; see `preserved`."""
+    """Seed the global generators for the body and restore them after it; see `preserved`."""
     with preserved(device) as generators:
         for g in generators:
             g.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""The definition of what nwise computes, slowly, sharing no code with the fast path.
+"""The definition of nwise's gradients as slow code, which shares nothing with the fast path.
 
-Main parameters of stage ``k`` receive ``sum_j C[j, k] dL_j/d(theta_k)``, the parameters of head ``j``
-receive ``dL_j/d(theta_head_j)``, where ``L_j`` is the mean loss of head ``j`` over the mini-batch.
+The main parameters of stage ``k`` receive ``sum_j C[j, k] dL_j/d(theta_k)``. The parameters of head ``j`` receive
+``dL_j/d(theta_head_j)``. ``L_j`` is the mean loss of head ``j`` over the mini-batch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ def reference_grads(
     count: Callable[[Any], float] | None = None,
     heads_run: str = "live",
 ) -> dict[str, Tensor]:
-    """Gradients from the definition: for every loss and every stage, one `torch.autograd.grad`.
+    """Compute gradients from the definition: for every loss and every stage, one `torch.autograd.grad`.
 
     Args:
         stages: the main network, in order.
-        heads: one for every stage but the last, None where there is none.
-        loss_fn: ``loss_fn(head_output, target)``, the mean over samples; or one per stage.
+        heads: the heads, one for every stage but the last, None for a stage without one; None: no heads.
+        loss_fn: function ``loss_fn(head_output, target)`` that returns the mean over samples; or one per stage.
         x: the mini-batch, samples along dimension 0.
         y: the target, a tensor or a tuple of them with samples along dimension 0, or None.
-        credit: ``[A, A]``; ``credit[j, k]`` weighs loss ``j`` in the update of stage ``k``. For a
-            strategy that rotates with the micro-batch, ``[M, A, A]``.
-        num_microbatches: the mini-batch is cut into so many parts, whose sizes differ by at most one.
-        count: how many terms of a target the loss averages over; by default samples.
-        heads_run: ``"live"`` gives the gradients of the heads that train a stage, ``"all"`` of all.
+        credit: credit matrix ``[A, A]``; ``credit[j, k]`` weighs loss ``j`` in the update of stage ``k``. For a strategy that
+            rotates with the micro-batch, ``[M, A, A]``.
+        num_microbatches: number of micro-batches, M, with sizes that differ by at most one; default: 1.
+        count: function from a target to the number of terms that the loss averages over; default: the number of samples.
+        heads_run: ``"live"`` (default) for the gradients of the heads that train a stage, ``"all"`` for those of all heads.
 
     Returns:
-        ``{"stages.<k>.<parameter>": gradient, "heads.<k>.<parameter>": gradient}``. The modules are
-        copied first, so their buffers and ``.grad`` stay as they are.
+        The gradients, ``{"stages.<k>.<parameter>": gradient, "heads.<k>.<parameter>": gradient}``. The modules are copied
+        first, so their buffers and ``.grad`` do not change.
 
     >>> net = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
     >>> for layer in net: _ = nn.init.constant_(layer.weight, 2.0)
@@ -66,7 +66,7 @@ def reference_grads(
     ]
     credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
 
-    # A stage that no loss has credit for learns nothing: its sum is empty.
+    # A stage without credit from any loss keeps zero gradients: its sum is empty.
     grads = {
         f"stages.{k}.{name}": torch.zeros_like(parameter)
         for k, main in enumerate(mains)
