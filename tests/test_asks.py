@@ -67,9 +67,7 @@ def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
     body = "x, y = data[RANK]\npipe.step(x, target=y)\nraise SystemExit('not refused')\n"
     done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode != 0
-    assert (
-        "Every rank should be given the same mini-batches. Found other targets on rank 1 than on rank 0" in done.stderr
-    )
+    assert "Every rank should get the same mini-batches. Found other targets on rank 1 than on rank 0" in done.stderr
     assert "not refused" not in done.stderr
 
 

@@ -361,7 +361,7 @@ def test_report_of_run_resumed_with_other_stages(before: str, after: str, tmp_pa
     assert first[0] is None
     assert first[-1] == 100 * records[-1]["accuracy"][0]
     text = (run / "report.html").read_text()
-    assert "another number of stages up to step 6, of which only the last head is shown" in text
+    assert "another number of stages up to step 6; only the last head is shown there" in text
     assert "resumed from step 6: " in text
 
 

@@ -301,7 +301,7 @@ def test_split_wraps_stage_errors_on_example() -> None:
 
 
 def test_copied_heads_need_stages_of_split() -> None:
-    with pytest.raises(TypeError, match="should be those of `nwise.split`"):
+    with pytest.raises(TypeError, match="should be `nwise.Chain`s, as from `nwise.split`"):
         nwise.heads.copied([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
 
 

@@ -1,6 +1,6 @@
 """nwise: train networks in stages, each loss's gradient travelling through only N of them.
 
-Names are imported when they are first used, so that `nwise --help` need not wait for torch.
+Names are imported at their first use, so `nwise --help` need not wait for torch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
 def _share_cores(local_ranks: int) -> None:
     """Use a fair share of the cores as threads, unless the user chose a number.
 
-    torchrun sets ``OMP_NUM_THREADS`` to 1 if nobody has, however many cores there are.
+    torchrun sets ``OMP_NUM_THREADS`` to 1 if it is not set, however many cores there are.
     """
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and not (chosen == "1" and _chosen_by_torchrun()):

@@ -30,7 +30,7 @@ class Batch:
         weights: share of each micro-batch in each stage's loss, ``[M][A]``.
         seed: seed of the step, from which every action derives its own.
         versions: parameters to use instead of the current ones, by (stage, micro-batch).
-        first: index of the first micro-batch in the whole mini-batch, of which a replica may have a part.
+        first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
         losses: the results, by (stage, micro-batch); filled by the workers.
     """
 

@@ -22,7 +22,7 @@ from nwise.hogwild import Past
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import Batch, Tensors, Terms, as_tuple, cut
 from nwise.randomness import derive, preserved
-from nwise.runtime.team import Team, held
+from nwise.runtime.team import Team, build_modules
 from nwise.runtime.worker import execute
 from nwise.runtime.world import launched
 from nwise.schedule.actions import Action
@@ -100,8 +100,8 @@ class Pipeline(nn.Module):
         rule = parse(strategy)
         self.team = Team(len(given), mesh, timeout) if launched() else None
         self.seed = torch.initial_seed() if seed is None else seed
-        mains = [main for main in held(given, "stage", self.team, self.seed) if main is not None]
-        sides = held(given_heads, "head", self.team, self.seed)
+        mains = [main for main in build_modules(given, "stage", self.team, self.seed) if main is not None]
+        sides = build_modules(given_heads, "head", self.team, self.seed)
         refuse_sharing(mains, sides)
         self.stages = nn.ModuleList(mains)
         self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})

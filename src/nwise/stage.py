@@ -144,7 +144,7 @@ class Stage:
         with (
             torch.enable_grad(),
             unchanged(leaves, f"The head or loss of stage {self.index}"),
-            told(self.index, leaves, target),
+            explained_errors(self.index, leaves, target),
         ):
             output = self.head(*leaves) if self.head is not None else _single(leaves)
             loss = self.loss_fn(output, None if target is None else _single(target))
@@ -183,7 +183,7 @@ class Stage:
         Args:
             microbatch: index of the micro-batch.
             cotangent: weights of the own cotangent and of the messages.
-            received: the messages from the next stage; those of weight 0 may be anything.
+            received: the messages from the next stage; a message of weight 0 may be anything.
             inputs: whether to return the gradient to the inputs.
             weights: whether to add the gradient to the parameters to their ``.grad``.
 
@@ -272,7 +272,7 @@ def unchanged(inputs: Tensors, who: str) -> Iterator[None]:
 
 
 @contextmanager
-def told(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
+def explained_errors(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
     """Add to a torch error the stage that it comes from, and explain a missing target."""
     try:
         yield

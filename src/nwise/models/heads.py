@@ -124,7 +124,7 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
     [['3', '4'], ['3', '4']]
     """
     if not all(isinstance(stage, Chain) for stage in stages):
-        raise TypeError("`stages` should be those of `nwise.split`, which know their modules. Found others.")
+        raise TypeError("`stages` should be `nwise.Chain`s, as from `nwise.split`. Found others.")
     pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
     names, repeated = list(pieces), repeated_blocks(pieces)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(repeated):

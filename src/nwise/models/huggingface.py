@@ -255,7 +255,7 @@ class HuggingFaceStage(Chain):
         names = self.family.inputs[1:] if self.begins else self.family.carried
         if len(carried) > len(names):
             raise ValueError(
-                f"The network should be given at most {', '.join(self.family.inputs)}. Found {len(carried) - len(names)} more."
+                f"The network should get at most {', '.join(self.family.inputs)}. Found {len(carried) - len(names)} more."
             )
         given = dict(zip(names, carried, strict=False))
         shared = {name.rpartition(".")[2]: self.get_submodule(name) for name in self._shared}

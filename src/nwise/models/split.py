@@ -106,7 +106,7 @@ def untie(model: nn.Module) -> list[str]:
     """Copy, in place, every parameter that is used in two places, such as GPT-2's embedding and output.
 
     With losses on several stages a tied value would have several credits, and on two devices two values. For a Hugging Face
-    network this also changes the configuration, so that the network is saved and loaded untied.
+    network this also changes the configuration, so the network is saved and loaded untied.
 
     Args:
         model: the network, which is changed.

@@ -110,7 +110,7 @@ class Summary:
         ]
         other = [record["step"] for record in self.records if len(record["loss"]) != self.num_stages]
         if other:
-            notes.append(f"another number of stages up to step {max(other)}, of which only the last head is shown")
+            notes.append(f"another number of stages up to step {max(other)}; only the last head is shown there")
         return notes
 
     @cached_property

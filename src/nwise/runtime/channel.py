@@ -253,8 +253,8 @@ def start_all(
     outgoing: Iterable[tuple[Sender | None, Plan]], incoming: Sequence[tuple[Receiver | None, Plan]], turn: int
 ) -> None:
     """Begin a mini-batch on all channels of a rank."""
-    # If plans change: first post the receives that the peers will fill, then fill those of the peers, then wait for the own
-    # ones. So every receive is posted before any rank waits.
+    # If plans change, every rank posts its receives, then fills its peers' receives, then waits for its own. So every receive
+    # is posted before any rank waits.
     for receiver, plan in incoming:
         if receiver is not None and not receiver.follows(plan, turn):
             receiver.post()

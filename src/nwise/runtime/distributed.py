@@ -48,8 +48,7 @@ class Script:
         plans: plans of the rank's channels.
         inputs, outputs: shapes of the stage's inputs and outputs, per micro-batch.
         num_bytes: bytes that the rank sends as activations and as gradients.
-        final: places of the last action that adds to the gradients of the main part, and of the last that adds to those of
-            the head.
+        final: places of the last actions that add to gradients, one of the main part and one of the head.
     """
 
     word: tuple[Action, ...]

@@ -126,7 +126,7 @@ class Team:
         for rank, other in codes[1:]:
             if other != codes[0][1]:
                 raise ValueError(
-                    f"Every rank should be given the same mini-batches. Found other targets on rank {rank} than on rank "
+                    f"Every rank should get the same mini-batches. Found other targets on rank {rank} than on rank "
                     f"{codes[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
                 )
 
@@ -355,7 +355,7 @@ def _state(module: nn.Module | None) -> list[Tensor]:
     return [] if module is None else list(module.state_dict().values())
 
 
-def held(
+def build_modules(
     given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, team: Team | None, seed: int
 ) -> list[nn.Module | None]:
     """Build the modules that this process holds, and put an `Elsewhere` in every other place.

@@ -179,7 +179,7 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
         tails: time after each action until the end of every b, ``[action, b]``.
     """
     # Only sets {head >= h, tail >= t} matter: any other set gains work, and loses nothing, by adding the missing actions.
-    # Sorted by falling head, such a set is a prefix of the actions without those of a smaller tail:
+    # Sorted by falling head, such a set is a prefix of the actions without the actions of a smaller tail:
     #
     #     action, by falling head    0    1    2    3    4
     #     tail                       5    2    7    3    6     t = 3, the tail of action 3

@@ -23,7 +23,7 @@ from nwise.schedule.actions import Action, Kind
 Chains = Literal["stored", "walked"]
 Scalars = float | Sequence[float]
 
-_LARGEST = 1e30  # so that sums stay finite
+_LARGEST = 1e30  # keeps sums finite
 
 _PER_STAGE = (
     "forward",

@@ -229,6 +229,6 @@ class _Holdings:
             what, stage = key[0], key[1]
             thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
             raise ValueError(
-                f"The list of stage {self._stage} should compute or receive what an action needs before the action, and drop "
+                f"The list of stage {self._stage} should compute or receive the inputs of an action before the action, and drop "
                 f"it only afterwards. Found {action} without {thing} of stage {stage}."
             )

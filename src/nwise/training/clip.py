@@ -88,7 +88,7 @@ class Clip:
             across = [group for group in self._groups if len(_stages(group)) > 1]
             if across and pipe.strategy.in_force(pipe.steps).asynchronous:
                 raise ValueError(
-                    "Under Hogwild on several processes `clip_by` should be stage, since their updates are of different "
+                    "Under Hogwild on several processes `clip_by` should be stage, because their updates are of different "
                     f"mini-batches. Found {by!r}."
                 )
             pipe.team.world.connect([_stages(group) for group in across])
@@ -108,7 +108,7 @@ class Clip:
         return [] if module is None else list(module.parameters())
 
     def _squares(self, group: Sequence[Part]) -> Tensor:
-        """Return the squared norms of the parts; those of other processes are zero."""
+        """Return the squared norms of the parts, zero for the parts of other processes."""
         return torch.stack([squared_norm(self._parameters(part)) for part in group])
 
     def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:

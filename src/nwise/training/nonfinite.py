@@ -58,18 +58,18 @@ class NonFiniteGuard:
         if policy == "skip" and pipe.team is not None:
             if pipe.strategy.in_force(pipe.steps).asynchronous:
                 raise ValueError(
-                    "Under Hogwild on several processes `on_nan` should be stop or ignore, since their updates are of "
+                    "Under Hogwild on several processes `on_nan` should be stop or ignore, because their updates are of "
                     "different mini-batches. Found 'skip'."
                 )
             pipe.team.world.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
 
     def remember(self) -> None:
-        """Before a step, copy the buffers that a skipped mini-batch must not change."""
+        """Copy the buffers that a skipped mini-batch must not change; called before a step."""
         if self._policy == "skip":
             self._buffers = {b: b.detach().clone() for b in self._pipe.buffers()}
 
     def __call__(self) -> list[int]:
-        """After a step and before the update, check everything and drop the gradients of skipped updates.
+        """Check everything between a step and its update, and drop the gradients of skipped updates.
 
         Returns:
             The stages of this process whose own update is skipped.

@@ -54,7 +54,7 @@ class Phase:
 
 
 def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:
-    """Raise before the first step what a later phase would raise.
+    """Raise the errors of later phases before the first step.
 
     Args:
         recipe: the configuration.

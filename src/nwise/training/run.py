@@ -8,8 +8,8 @@
     post-mortem.json     the place of a loss or gradient that was not finite
     .lock                a lock that the writing process holds
 
-A file that cannot be written, e.g. on a full disk, does not end training. `Run` warns once per file, keeps the records until
-there is room, and lists in `Run.unwritten` what is missing at the end.
+A file that cannot be written, e.g. on a full disk, does not end training. `Run` warns once per file and keeps the records until
+there is room. At the end `Run.unwritten` lists the files that are incomplete.
 """
 
 from __future__ import annotations

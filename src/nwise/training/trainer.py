@@ -315,7 +315,7 @@ class Trainer:
         self._notify("resumed", self.pipe.steps, changes)
 
     def _ready(self, step: int, changes: str = "") -> None:
-        """When resuming, drop the records written after the checkpoint and log the resumption."""
+        """Drop the records written after the checkpoint and log the resumption, if the run resumes."""
         if self.run is not None and not self._is_ready:
             self.run.rewind(step)
             self.run.resumed(self.recipe, max(0, step), changes)

@@ -99,6 +99,6 @@ def check_names(pipe: Pipeline) -> None:
 
 
 _SAME_NAME = (
-    "Stages should keep the names of the unsplit network, as those of `nwise.split` do; give custom stages a name with "
+    "Stages should keep the names of the unsplit network, as `nwise.split` does; give custom stages a name with "
     "`nwise.Chain({{'first': stage}})`. Found {name!r} in stage {stage} and in one before."
 )

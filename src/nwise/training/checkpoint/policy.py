@@ -30,7 +30,7 @@ _RUN_FACTS = {"rate": dict[str, int | float], "seconds": float, "best": float}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """When checkpoints are written, and which are kept. The last step writes one, and so does a run that is stopped."""
+    """Policy of a run's checkpoints: when to write one, and which to keep. The last step and a stopped run always write one."""
 
     checkpoint_every: int = 0
     """Steps between two checkpoints; 0 to go by `checkpoint_minutes` alone."""
@@ -72,7 +72,7 @@ class Resumed:
 
 
 class Checkpoints:
-    """Checkpoints in ``<folder>/step-<number>``, of which only the newest are kept.
+    """Writes checkpoints to ``<folder>/step-<number>`` and keeps only the newest.
 
     All processes of a pipeline make it and call its methods, at the same steps, with a folder that all of them reach.
 
@@ -114,7 +114,7 @@ class Checkpoints:
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
         self._team = pipe.team
         self._is_first = pipe.team is None or not pipe.team.world.rank
-        # A group of its own keeps a background writer's messages apart from those of training.
+        # A separate group keeps a background writer's messages apart from the messages of training.
         self._group = None if pipe.team is None else pipe.team.world.new_group(backend="gloo")
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._writing: Future[None] | None = None
@@ -138,9 +138,7 @@ class Checkpoints:
                 another process writes to it, or a fact has a reserved name.
         """
         if reserved := sorted(set(facts) & set(state.FACTS)):
-            raise ValueError(
-                f"`save` should be given facts with other names. Found {reserved[0]!r}, which nwise writes."
-            )
+            raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()
         except OSError as error:

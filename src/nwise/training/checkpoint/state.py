@@ -189,7 +189,7 @@ def _stage(pipe: Pipeline) -> int:
 
 
 def _optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the class, and the options that change what its state holds."""
+    """Return the name of the class, with the options that add to its state."""
     options = {} if optimizer is None else optimizer.defaults
     extra = [name for name in ("amsgrad", "centered") if options.get(name)]
     return type(optimizer).__name__ + (f" with {', '.join(extra)}" if extra else "")
