@@ -178,7 +178,7 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
 def _stage(
     k: int, head: bool, messages: Sequence[Vector], wanted: Vector, fused: int | None, above: Sequence[Vector]
 ) -> StageFlow:
-    """Describe how stage ``k`` learns and makes its messages from those of the stage above."""
+    """Describe how stage ``k`` learns and makes its messages from the messages of the stage above."""
     kept = tuple(_combine(message, above, k) for message in messages)
     weights = _combine(wanted, above, k) if wanted.any() else None
     own = any(cotangent.own for cotangent in kept) or (weights is not None and weights.own != 0.0)
@@ -251,7 +251,7 @@ def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> 
 def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
     """Split a cotangent of stage ``k`` into its own part and the weights of the messages from above."""
     weights = _express(_from_row(vector, k + 1), above)
-    assert weights is not None, "messages are chosen so that the stage below can combine what it needs"
+    assert weights is not None, "the stage above sends every message that this stage combines"
     return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))
 
 

@@ -38,7 +38,7 @@ def reference_grads(
             rotates with the micro-batch, ``[M, A, A]``.
         num_microbatches: number of micro-batches, M, with sizes that differ by at most one; default: 1.
         count: function from a target to the number of terms that the loss averages over; default: the number of samples.
-        heads_run: ``"live"`` (default) for the gradients of the heads that train a stage, ``"all"`` for those of all heads.
+        heads_run: ``"live"`` (default) for the gradients of the heads that train a stage, ``"all"`` for all heads.
 
     Returns:
         The gradients, ``{"stages.<k>.<parameter>": gradient, "heads.<k>.<parameter>": gradient}``. The modules are copied

@@ -18,7 +18,7 @@ class StagedModel:
     """A network in stages with its heads, as every builder of `nwise.models` returns it.
 
     Args:
-        stages: the main network; parameter names are those of the unsplit network, whatever the cut.
+        stages: the main network; its parameters keep the names of the unsplit network, whatever the cut.
         heads: a head for every stage but the last.
         make_head: function that makes a new head behind the piece of that name, for other cuts.
     """

@@ -196,7 +196,7 @@ _STRATEGY_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A complete configuration: everything that decides what a run computes."""
+    """A complete configuration: every setting that determines a run's results."""
 
     name: tyro.conf.Suppress[str] = "custom"
     """Name of the recipe that this configuration derives from."""
@@ -209,7 +209,7 @@ class Recipe:
     optimizer: Annotated[Sgd | Adam, _FLAT] = field(default_factory=Adam)
     """Optimizer of every stage and head."""
     then: Sgd | Adam | None = None
-    """Settings of the new optimizer after a switch of strategy; None keeps those of `optimizer`."""
+    """Settings of the new optimizer after a switch of strategy; None keeps the settings of `optimizer`."""
     strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "2-wise"
     heads: Heads = "live"
     """Heads to run: live, those whose loss trains a stage; all, the others too, as probes that train themselves only."""

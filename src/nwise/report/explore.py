@@ -25,7 +25,7 @@ METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *
 _END_TO_END = (*BASELINES, "end-to-end")
 MOST = 20_000  # actions in one picture
 _ACTIONS = 5  # approximate number per stage and micro-batch
-# The page's short names, and those of `nwise plan --json`.
+# The page's short names for the names of `nwise plan --json`.
 _KEYS = {"bound": "lower_bound", "held": "in_flight", "runs": "nwise_runs_it", "busy": "utilisation"}
 # Indices of a schedule's method, stages, micro-batches, costs and latency in their lists.
 Place = tuple[int, ...]
@@ -257,6 +257,6 @@ stages run them.</p>
 <th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
 <th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>
 <th scope="col" class="compared">best M</th><th scope="col">nwise runs it</th></tr></thead><tbody></tbody></table></div>
-<p class="note compared">Costs are those of a whole mini-batch in one stage, so every M does the same work. Times are per step and
+<p class="note compared">Costs are for a whole mini-batch in one stage, so every M does the same work. Times are per step and
 ignore how much a step achieves: end-to-end needs the fewest steps, local training the most.</p>
 """

@@ -73,14 +73,14 @@ class Comparison:
     @cached_property
     def events(self) -> list[Event]:
         """Measured computations and updates; the first action starts at 0."""
-        return self._events_of(*_COMPUTE, Kind.UPDATE)
+        return self._select(*_COMPUTE, Kind.UPDATE)
 
     @cached_property
     def waits(self) -> list[Event]:
         """Measured receives and sends."""
-        return self._events_of(*SENDS.keys(), *SENDS.values())
+        return self._select(*SENDS.keys(), *SENDS.values())
 
-    def _events_of(self, *kinds: Kind) -> list[Event]:
+    def _select(self, *kinds: Kind) -> list[Event]:
         zero = min(begin for record in self.stages for _, _, begin, _ in record)
         return [
             Event(action, step, _MS * (begin - zero), _MS * (end - zero))

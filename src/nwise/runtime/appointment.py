@@ -68,7 +68,7 @@ class Appointment:
         return None
 
     def _look(self, store: Any) -> None:
-        """Publish this rank's number of steps and read those of the others; runs in the watch's thread."""
+        """Publish this rank's number of steps and read the others' numbers; runs in the watch's thread."""
         assert self._team is not None
         with self._changed:
             key = f"appointment/{self._round}"

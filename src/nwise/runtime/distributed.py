@@ -28,7 +28,7 @@ from nwise.schedule.lists import Schedule
 from nwise.stage import Cotangents
 
 Specs = tuple[Spec, ...]
-# A function from the shapes of a stage's inputs to those of its outputs.
+# A function from the shapes of a stage's inputs to the shapes of its outputs.
 Shapes = Callable[[Specs], Specs]
 # Called after each action of this rank with the step, the action, and its begin and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
@@ -304,7 +304,7 @@ class Distributed:
 
     def _new_script(self, schedule: Schedule | None, turn: int, shapes: Sequence[Specs]) -> Script:
         """Make a script; every stage receives the shapes of its inputs from the stage before."""
-        here: list[tuple[Specs, ...]] = []  # the shapes of the stage's inputs, then those of its outputs
+        here: list[tuple[Specs, ...]] = []  # the stage's input shapes, then its output shapes
         lists_here = "" if schedule is None else schedule.digest
 
         def outputs(before: Any) -> Any:

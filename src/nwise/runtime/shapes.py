@@ -15,7 +15,7 @@ from nwise.runtime.channel import Spec, spec_of
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
-    """Infer the shapes of a stage's outputs from those of its inputs.
+    """Infer the shapes of a stage's outputs from the shapes of its inputs.
 
     Args:
         module: the stage.

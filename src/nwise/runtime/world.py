@@ -1,4 +1,4 @@
-"""The world: which process holds which part of which stage, and how the processes reach each other.
+"""The world: the place of every process among stages and replicas, and the channels between processes.
 
 Processes lie on a mesh of up to three dimensions: ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with
 a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the store of

@@ -8,7 +8,7 @@ the validator and both runtimes take this one value. A timed schedule also has i
 
 Read the folder in this order:
 
-    actions, lists          the values: an action, a schedule, what an action needs and produces
+    actions, lists          the values: an action, its inputs and its products, a schedule
     orders, greedy          the rules that make lists
     costs                   the time of every action
     network, period         a schedule as a graph of waits, and its exact period

@@ -120,7 +120,7 @@ class _Ways:
     def __init__(self, flows: Sequence[Flow], costs: Costs) -> None:
         self._num_stages = len(flows[0].stages)
         self._prices = prices(costs, self._num_stages)
-        # Any valid order numbers the actions so that each comes after all that it needs.
+        # Any valid order works: in it every action comes after all the actions that it needs.
         self.actions = merge(depth_first(flows, 0, fuse=NONE), [flows])
         place: dict[object, int] = {product(action): i for i, action in enumerate(self.actions)}
         self.work = np.array([_least(self._prices[a.stage], a, flows[a.microbatch]) for a in self.actions])

@@ -110,7 +110,7 @@ class Costs:
         return tuple(map(float, value))
 
     def split_in(self, num_microbatches: int) -> Costs:
-        """Return the costs of a micro-batch, given those of a whole mini-batch.
+        """Return the costs of a micro-batch, given the costs of a whole mini-batch.
 
         Costs per action (`overhead`, `latency`), per update (`update`) and of fixed memory are not divided.
         """

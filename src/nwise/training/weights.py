@@ -78,7 +78,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """
     try:
         with replacing(path) as partial:
-            # safetensors refuses tensors that share memory, such as those of a module that is used twice.
+            # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path} should be written. Found: {error}") from error

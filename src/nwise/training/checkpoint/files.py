@@ -47,7 +47,7 @@ def write(
         folder: the checkpoint's folder, on a disk that all processes reach.
         tensors: this process's tensors; a tensor that several processes hold has the same name in each, and DTensors are
             written by their parts.
-        facts: JSON values; those of rank 0 are kept.
+        facts: JSON values; only rank 0's are kept.
         group: a group of all processes with nothing else under way in it; None for one process.
 
     Raises:
