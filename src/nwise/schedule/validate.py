@@ -230,5 +230,5 @@ class _Holdings:
             thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
             raise ValueError(
                 f"The list of stage {self._stage} should compute or receive the inputs of an action before the action, and drop "
-                f"it only afterwards. Found {action} without {thing} of stage {stage}."
+                f"them only afterwards. Found {action} without {thing} of stage {stage}."
             )
