@@ -12,7 +12,7 @@ from experiments.harness import claims as claiming
 from experiments.harness.claims import Claim, exact
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
 from experiments.t.timing import steady
-from nwise.flow import flow_of
+from nwise.flow import find_flow
 from nwise.pipeline import Pipeline
 from nwise.report.figures import flow_figure
 from nwise.report.grid import Picture, schedule_figure
@@ -73,7 +73,7 @@ def _stale(num_stages: int = 4) -> list[Claim]:
 def _flows() -> list[Claim]:
     found = []
     for n in (1, 2, 3):
-        crossing = max(len(stage.messages) for stage in flow_of(NWise(n).credit(4)).stages)
+        crossing = max(len(stage.messages) for stage in find_flow(NWise(n).credit(4)).stages)
         text = f"{n}-wise: {n - 1} gradient messages cross a boundary at most, four stages"
         found.append(exact(text, "figure 2", crossing, holds=crossing == n - 1, wanted=f"{n - 1}", unit="messages"))
     return found

@@ -17,7 +17,7 @@ from torch.nn import functional
 import nwise
 from launch import forked, results
 from nwise.runtime import world
-from ranks.asks import CASES, first_of, second_of, skipping
+from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
 from test_contract import assert_same, gradients
 
@@ -33,7 +33,7 @@ def test_multi_process_matches_single_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "2-wise-mean", "end-to-end"])
 def test_per_stage_loss_picks_its_target_from_a_tuple(strategy: str) -> None:
     stages, heads = network(3)
-    losses: Any = [first_of, second_of, first_of]
+    losses: Any = [first_place, second_of, first_place]
     for module in (*stages, *heads):
         module.eval()  # dropout has other numbers in the reference
     pipe = nwise.Pipeline(stages, heads, losses, strategy, 2)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nwise.runtime.channel import Key, Link, LostPeer, Plan, Receiver, Sender, Spec, start_all
+from nwise.runtime.channel import Key, Link, LostPeer, MessagePlan, Receiver, Sender, Spec, start_all
 
 
 @dataclass
@@ -73,14 +73,14 @@ def channel(depth: int = 1, device: str = "cpu") -> tuple[Wire, Sender, Receiver
     return wire, Sender(link, depth), Receiver(link)
 
 
-def plan(shapes: list[list[tuple[int, ...]]], turns: int = 1) -> Plan:
+def plan(shapes: list[list[tuple[int, ...]]], turns: int = 1) -> MessagePlan:
     """A message for each list of shapes, in each of some mini-batches."""
     specs = tuple(tuple(Spec(shape, torch.float64) for shape in one) for one in shapes)
     keys = tuple((m, None, turn) for turn in range(turns) for m in range(len(shapes)))
-    return Plan(keys, specs * turns)
+    return MessagePlan(keys, specs * turns)
 
 
-def begin(sender: Sender, receiver: Receiver, on: Plan, turn: int = 0) -> None:
+def begin(sender: Sender, receiver: Receiver, on: MessagePlan, turn: int = 0) -> None:
     """A mini-batch of both ends."""
     start_all([(sender, on)], [(receiver, on)], turn)
 
@@ -96,7 +96,7 @@ SHAPES = st.lists(st.lists(st.sampled_from([(), (0, 2), (3,), (2, 2)]), max_size
     data=st.data(),
 )
 def test_messages_arrive_across_plan_changes(
-    plans: list[Plan], picks: list[tuple[int, int]], depth: int, data: st.DataObject
+    plans: list[MessagePlan], picks: list[tuple[int, int]], depth: int, data: st.DataObject
 ) -> None:
     """Plans change between any two mini-batches, in the middle of a cycle too; messages are taken in any order, and receives
     posted at any time."""
@@ -120,7 +120,7 @@ def test_messages_arrive_across_plan_changes(
                 assert [t.tolist() for t in taken] == [t.tolist() for t in sent[key]]
                 assert [t.shape for t in taken] == [t.shape for t in sent[key]]
             assert wire.sends_not_waited_for() <= depth * sum(len(specs) for specs in now.specs)
-    begin(sender, receiver, Plan())
+    begin(sender, receiver, MessagePlan())
     assert all(work.done for work in wire.works)
     assert wire.sends_not_waited_for() == 0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
-from nwise.flow import flow_of
+from nwise.flow import find_flow
 from nwise.schedule.actions import Action, Kind
 
 # Multiplications and additions of one matrix product of these layers.
@@ -39,7 +39,7 @@ def test_step_flops_match_formula(strategy: str, depth: int) -> None:
     """Work of a stage: F + r I + (rho - r) lambda I + W, with lambda = (depth - 1) / depth; a head: F, I if needed, W."""
     num_stages = 6
     pipe = pipeline(strategy, num_stages, depth)
-    flow = flow_of(pipe.credit)
+    flow = find_flow(pipe.credit)
     products = 0
     for k, stage in enumerate(flow.stages):
         own_chains = stage.passes - len(stage.messages)
@@ -67,7 +67,7 @@ def test_dead_heads_cost_no_flops() -> None:
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise", "4-wise-mean", "end-to-end", "deep-supervision"])
 def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline(strategy, 6, m=num_microbatches)
-    flow = flow_of(pipe.credit)
+    flow = find_flow(pipe.credit)
     calls: list[list[Tensor]] = []
     freed: list[bool] = []
     original = torch.autograd.backward

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nwise.data import Bpe, Bytes, augment, batch_indices, digits, embedded_text, load_images, load_text, stream_of
+from nwise.data import Bpe, Bytes, augment, batch_indices, digits, embedded_text, load_images, load_text, make_streams
 from nwise.data.order import permutation, steps_per_epoch
 from nwise.data.text import standard_library
 
@@ -277,7 +277,7 @@ def test_random_resized_crops_have_the_size_and_stay_inside() -> None:
 
 
 def test_byte_stream_is_cut_into_windows() -> None:
-    train, test = stream_of(["abcdefg"], ["xyzxyz"], 3)
+    train, test = make_streams(["abcdefg"], ["xyzxyz"], 3)
     assert len(train) == 2
     x, y = train.batch(torch.tensor([1]))
     assert train.tokenizer.decode(x[0].tolist()) == "def"
@@ -285,7 +285,7 @@ def test_byte_stream_is_cut_into_windows() -> None:
     assert test.tokenizer is train.tokenizer
     assert Bytes().decode(Bytes().encode("naïve")) == "naïve"
     with pytest.raises(ValueError, match="test text should have more than `sequence_length = 6` tokens. Found 2"):
-        stream_of(["abcdefg"], ["xy"], 6)
+        make_streams(["abcdefg"], ["xy"], 6)
 
 
 def test_embedded_text_is_the_standard_library() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nwise
-from nwise.flow import Cotangent, Flow, flow_of
+from nwise.flow import Cotangent, Flow, find_flow
 from nwise.schedule.actions import Kind
-from nwise.schedule.orders import depth_first, schedule_of
+from nwise.schedule.orders import depth_first, make_schedule
 
 Matrix = NDArray[np.float64]
 
@@ -60,7 +60,7 @@ def mixes(cotangent: Cotangent, above: list[set[int]], k: int) -> set[int]:
 @settings(max_examples=300, deadline=None)
 @given(matrices())
 def test_flow_gives_each_stage_its_credit_column(matrix: Matrix) -> None:
-    flow = flow_of(torch.from_numpy(matrix))
+    flow = find_flow(torch.from_numpy(matrix))
     num_stages = len(matrix)
     messages = contents(flow)
     for k, stage in enumerate(flow.stages):
@@ -81,7 +81,7 @@ def test_flow_gives_each_stage_its_credit_column(matrix: Matrix) -> None:
 @given(st.integers(1, 7), st.randoms(use_true_random=False))
 def test_message_count_of_dense_credit_is_its_rank(size: int, random: Random) -> None:
     matrix = np.tril(np.array([[random.choice([0.5, 1.0, -1.0, 2.0, 0.3]) for _ in range(size)] for _ in range(size)]))
-    for k, stage in enumerate(flow_of(torch.from_numpy(matrix)).stages):
+    for k, stage in enumerate(find_flow(torch.from_numpy(matrix)).stages):
         assert len(stage.messages) == np.linalg.matrix_rank(matrix[k:, :k])
         assert stage.passes == np.linalg.matrix_rank(matrix[k:, : k + 1])
 
@@ -90,7 +90,7 @@ def test_message_count_exceeds_rank_to_avoid_subtraction() -> None:
     """Columns (1, 1, 0), (0, 1, 1) and (1, 0, -1) have rank 2, but the third is the difference of the others over loss 4."""
     matrix = np.zeros((6, 6))
     matrix[3:, :3] = [[1, 0, 1], [1, 1, 0], [0, 1, -1]]
-    flow = flow_of(torch.from_numpy(matrix))
+    flow = find_flow(torch.from_numpy(matrix))
     assert len(flow.stages[3].messages) == 3 == np.linalg.matrix_rank(matrix[3:, :3]) + 1
 
 
@@ -101,7 +101,7 @@ def test_no_stage_uses_a_loss_that_it_has_no_credit_for(matrix: Matrix) -> None:
 
     In 3-wise-mean the stages near the top once sent the mean of two losses, and the stage before took one of them off again.
     """
-    flow = flow_of(torch.from_numpy(matrix))
+    flow = find_flow(torch.from_numpy(matrix))
     above = touched(flow)
     for k, stage in enumerate(flow.stages):
         if stage.weights is not None:
@@ -112,7 +112,7 @@ def test_no_stage_uses_a_loss_that_it_has_no_credit_for(matrix: Matrix) -> None:
 @given(matrices())
 def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> None:
     """Messages for a column that ends at loss j contain only losses up to j."""
-    flow = flow_of(torch.from_numpy(matrix))
+    flow = find_flow(torch.from_numpy(matrix))
     for k, stage in enumerate(flow.stages[:-1]):
         above = flow.stages[k + 1].messages
         for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
@@ -123,8 +123,8 @@ def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> N
 @settings(max_examples=200, deadline=None)
 @given(matrices(), st.integers(1, 3))
 def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatches: int) -> None:
-    flow = flow_of(torch.from_numpy(matrix))
-    order = schedule_of("depth-first", [[flow] * num_microbatches], depth_first).one_process()
+    flow = find_flow(torch.from_numpy(matrix))
+    order = make_schedule("depth-first", [[flow] * num_microbatches], depth_first).one_process()
     assert len(order) == len(set(order))
     passes = sum(stage.passes for stage in flow.stages)
     heads = len(flow.heads)
@@ -167,7 +167,7 @@ def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatche
 def test_flow_counts_for_eight_stages(
     strategy: str, messages: tuple[int, ...], passes: tuple[int, ...], heads: int
 ) -> None:
-    flow = flow_of(nwise.strategy(strategy).credit(8))
+    flow = find_flow(nwise.strategy(strategy).credit(8))
     assert flow.messages == messages
     assert tuple(stage.passes for stage in flow.stages) == passes
     assert len(flow.heads) == heads
@@ -175,7 +175,7 @@ def test_flow_counts_for_eight_stages(
 
 
 def test_n_wise_message_is_the_gradient_of_one_loss() -> None:
-    flow = flow_of(nwise.NWise(3).credit(6))
+    flow = find_flow(nwise.NWise(3).credit(6))
     for k, boundary in enumerate(contents(flow)[1:6], start=1):
         losses = [int(np.flatnonzero(message)[0]) for message in boundary]
         assert all(message.sum() == 1.0 == message.max() for message in boundary)
@@ -183,9 +183,9 @@ def test_n_wise_message_is_the_gradient_of_one_loss() -> None:
 
 
 def test_gradients_for_frozen_stages_are_not_sent() -> None:
-    flow = flow_of(nwise.EndToEnd().credit(4), trainable=[False, False, True, True])
+    flow = find_flow(nwise.EndToEnd().credit(4), trainable=[False, False, True, True])
     assert flow.messages == (0, 0, 1)
     assert [stage.passes for stage in flow.stages] == [0, 0, 1, 1]
-    local = flow_of(nwise.Local().credit(2), trainable=[False, True])
+    local = find_flow(nwise.Local().credit(2), trainable=[False, True])
     assert local.heads == (0, 1)  # the head of a frozen stage still learns
     assert not local.stages[0].own

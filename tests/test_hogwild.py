@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import perceptron
-from nwise.flow import Flow, flow_of
+from nwise.flow import Flow, find_flow
 from nwise.hogwild import timetable
 from nwise.schedule.actions import passes
 
@@ -20,7 +20,7 @@ from nwise.schedule.actions import passes
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_end_to_end_staleness_counts_stages_above(num_stages: int) -> None:
     """Reproduce figure 1 of the paper."""
-    ages = nwise.staleness(flow_of(nwise.EndToEnd().credit(num_stages)))
+    ages = nwise.staleness(find_flow(nwise.EndToEnd().credit(num_stages)))
     assert ages == [[num_stages - 1 - k] for k in range(num_stages)]
 
 
@@ -37,7 +37,7 @@ def test_end_to_end_staleness_counts_stages_above(num_stages: int) -> None:
     ],
 )
 def test_staleness_by_hand(strategy: str, num_microbatches: int, ages: list[list[int]]) -> None:
-    assert nwise.staleness(flow_of(nwise.strategy(strategy).credit(4)), num_microbatches) == ages
+    assert nwise.staleness(find_flow(nwise.strategy(strategy).credit(4)), num_microbatches) == ages
 
 
 @st.composite
@@ -45,7 +45,7 @@ def flows(draw: st.DrawFn, num_stages: int) -> Flow:
     """Any credit of losses for the stages before them, any stages frozen."""
     bits = draw(st.lists(st.booleans(), min_size=num_stages**2, max_size=num_stages**2))
     credit = torch.tensor(bits).reshape(num_stages, num_stages).tril().double()
-    return flow_of(credit, trainable=draw(st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)))
+    return find_flow(credit, trainable=draw(st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)))
 
 
 @given(st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3))
@@ -102,7 +102,7 @@ def test_stage_gradients_use_parameters_of_their_staleness(strategy: str, num_mi
     """Compare with reference gradients of stored copies of the whole network."""
     net = perceptron(4)
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, num_microbatches)
-    ages = nwise.staleness(flow_of(pipe.credit), num_microbatches)
+    ages = nwise.staleness(find_flow(pipe.credit), num_microbatches)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     history: list[list[nn.Module]] = []
     for step in range(8):

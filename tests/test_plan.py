@@ -13,12 +13,12 @@ import torch
 
 import nwise
 from nwise import cli
-from nwise.flow import flow_of
+from nwise.flow import find_flow
 from nwise.recipes import Adam, Mlp, Recipe
 from nwise.schedule import Costs, baseline, best
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, costs_of_text
-from nwise.schedule.partition import Piece, costs_of, partition, work
+from nwise.schedule.partition import Piece, partition, stage_costs, work
 from nwise.schedule.plan import Plan, plan
 from nwise.schedule.verdict import verdict
 from nwise.training.profile import profile
@@ -138,7 +138,7 @@ def test_partition_is_optimal(seed: int, strategy: str) -> None:
         f, through, w, share, h = (numbers.uniform(0.1, 1) for _ in range(5))
         pieces.append(Piece(str(i), f, through, w, share * through, h))
     num_stages = numbers.randint(3, 5)
-    flows = [flow_of(nwise.strategy(strategy).credit(num_stages))]
+    flows = [find_flow(nwise.strategy(strategy).credit(num_stages))]
 
     def largest(starts: tuple[int, ...]) -> float:
         ends = [*starts[1:], len(pieces)]
@@ -148,7 +148,7 @@ def test_partition_is_optimal(seed: int, strategy: str) -> None:
     found = tuple(partition(pieces, flows))
     assert largest(found) == pytest.approx(min(map(largest, cuts)))
     # What the partition balances is what the schedule's stages then take.
-    costs = costs_of(pieces, list(found), flows)
+    costs = stage_costs(pieces, list(found), flows)
     timed = best(strategy, num_stages=num_stages, num_microbatches=1, costs=costs)
     assert timed.period >= largest(found) - 1e-9
     assert (
@@ -160,7 +160,7 @@ def test_partition_is_optimal(seed: int, strategy: str) -> None:
 def test_partition_looks_beyond_a_heavy_head() -> None:
     """A stage has only the head of its last piece, so adding pieces may drop a heavy head; [0, 1] has a stage of 11."""
     pieces = [Piece(str(i), 1, 1, 1, 0, head) for i, head in enumerate([0, 10, 0, 0, 0])]
-    assert partition(pieces, [flow_of(nwise.Local().credit(2))]) == [0, 3]
+    assert partition(pieces, [find_flow(nwise.Local().credit(2))]) == [0, 3]
 
 
 def test_plan_identifies_strategies_by_their_credit() -> None:
@@ -195,7 +195,7 @@ def test_plan_with_zero_costs_and_ties(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_partition_into_more_stages_than_pieces_raises() -> None:
     with pytest.raises(ValueError, match="at least one piece for each of the 4 stages. Found 3; use fewer devices"):
-        partition([Piece("x", 1, 1, 1, 1, 1)] * 3, [flow_of(nwise.Local().credit(4))])
+        partition([Piece("x", 1, 1, 1, 1, 1)] * 3, [find_flow(nwise.Local().credit(4))])
 
 
 # Measuring ------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ def test_profile_measures_each_piece() -> None:
         assert pieces[1].fixed_bytes == 4 * (32 * 32 + 32) * 4
         assert pieces[1].head_bytes == 4 * (32 * 10 + 10) * 4
         assert pieces[-1].head_bytes == 0
-    costs = costs_of(found.pieces[4], [0, 1, 2], [flow_of(nwise.NWise(2).credit(3))], latency=0.1)
+    costs = stage_costs(found.pieces[4], [0, 1, 2], [find_flow(nwise.NWise(2).credit(3))], latency=0.1)
     assert costs.latency == 0.1
-    assert costs.of("fixed_bytes", 3)[0] == found.pieces[4][0].fixed_bytes  # loss 0 trains nothing: no head
-    assert costs.of("fixed_bytes", 3)[1] == found.pieces[4][1].fixed_bytes + found.pieces[4][1].head_bytes
+    assert costs.per_stage("fixed_bytes", 3)[0] == found.pieces[4][0].fixed_bytes  # loss 0 trains nothing: no head
+    assert costs.per_stage("fixed_bytes", 3)[1] == found.pieces[4][1].fixed_bytes + found.pieces[4][1].head_bytes
     with pytest.raises(ValueError, match="`microbatches` should be from 1 to the batch size of 16. Found 17"):
         profile(recipe, data, (17,), device=torch.device("cpu"))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.flow import flow_of
+from nwise.flow import find_flow
 from nwise.training import save_tensors
 
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -275,7 +275,7 @@ def test_credit_of_extreme_magnitudes_stays_accurate(kind: str, num_stages: int)
             "wild": 10.0 ** random.uniform(-10, 4, (num_stages, num_stages)),
         }[kind]
     )
-    flow = flow_of(torch.from_numpy(matrix))
+    flow = find_flow(torch.from_numpy(matrix))
     above: list[np.ndarray[Any, Any]] = []
     for k in reversed(range(num_stages)):
         stage = flow.stages[k]

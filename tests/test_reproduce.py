@@ -726,7 +726,7 @@ def test_reproduced_cells_match_committed_records(shared_data: Path, tmp_path: P
             experiment.reproduce(Job(folder=folder, seeds=1, only=(only,), workers=1))
         jobs = [Job(folder=folder) for folder in (tmp_path / "one", tmp_path / "other", records)]
         cell = experiment.cells(dataclasses.replace(jobs[0], only=(only,)))[0]
-        found = [experiment.store(job).of([cell])[0][1] for job in jobs]
+        found = [experiment.store(job).records_for([cell])[0][1] for job in jobs]
         one, other, committed = ([] if r is None else r["tests"] for r in found)
         assert one == other
         assert committed, "the committed records should be of the cells as they are configured now"

@@ -326,8 +326,8 @@ def test_measured_run_is_compared_with_its_prediction() -> None:
         late = 1e-3 if e.action.kind is Kind.WEIGHT_GRAD and e.action.stage == 1 else 0.0
         stages[e.action.stage].append((e.cycle, e.action, e.start / 1e3 + late, e.end / 1e3 + late))
     found = Comparison(schedule, stages, [])
-    assert found.costs.of("forward", 3) == pytest.approx((2, 2, 2))
-    assert found.costs.of("input_grad", 3)[1] == pytest.approx(3)
+    assert found.costs.per_stage("forward", 3) == pytest.approx((2, 2, 2))
+    assert found.costs.per_stage("input_grad", 3)[1] == pytest.approx(3)
     assert found.period == pytest.approx(line.period)
     assert found.predicted.period == pytest.approx(line.period)
     worst = found.deviations(1)[0]

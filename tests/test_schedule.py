@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nwise
-from nwise.flow import flow_of, flows_for
+from nwise.flow import find_flow, flows_for
 from nwise.recipes.config import Recipe, from_json, to_json
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
 from nwise.schedule.bounds import lower_bound
@@ -24,7 +24,7 @@ from nwise.schedule.costs import prices
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import needs, product
 from nwise.schedule.network import Network, network
-from nwise.schedule.orders import ALL, NONE, depth_first, one_forward_one_backward, phase, schedule_of, skewed
+from nwise.schedule.orders import ALL, NONE, depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
@@ -56,7 +56,7 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
     found = of(nwise.Credit(matrix), a, m, costs)
     buffers = validate(found.schedule)
     assert found.period >= found.lower_bound - 1e-9
-    flow = flow_of(torch.from_numpy(matrix))
+    flow = find_flow(torch.from_numpy(matrix))
     assert [buffer.gradients for buffer in buffers] == [m * count for count in flow.messages]
     price = prices(costs, a)
     for k, word in enumerate(found.schedule.words):
@@ -65,7 +65,7 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
         trained = bool(matrix[:, k].any())
         expected = 1 + r * 1.2 + (rho - r) * share * 1.2 + 0.7 * trained + 0.3 * bool(matrix[k].any())
         flows = found.schedule.flows
-        spent = sum(price[k].of(x, flows[x.turn][x.microbatch].stages[k], "stored") for x in word)
+        spent = sum(price[k].time(x, flows[x.turn][x.microbatch].stages[k], "stored") for x in word)
         assert spent == pytest.approx(m * expected)
         sent = [x for x in found.lists[k] if x.kind is Kind.SEND_GRADIENT]
         assert len(sent) == m * r
@@ -93,7 +93,7 @@ def test_period_respects_bound_and_matches_long_run(
     validate(found.schedule)
     assert found.period >= found.lower_bound * (1 - 1e-9)
     for rule in (partial(phase, fuse=ALL), partial(skewed, fuse=NONE, stride=2)):
-        other = timed(schedule_of("?", found.schedule.flows, rule), costs, chains)
+        other = timed(make_schedule("?", found.schedule.flows, rule), costs, chains)
         assert other.period >= found.lower_bound * (1 - 1e-9)
         assert other.period >= found.period * (1 - 1e-9)
     runs = simulate(found.schedule, costs, chains=chains, cycles=61).runs
@@ -102,7 +102,7 @@ def test_period_respects_bound_and_matches_long_run(
     if bandwidth < 1:  # a gradient is as large as the activation that it belongs to: that of the stage below
         waits = {(x.sender, x.receiver): x.arrives - x.sent for x in simulate(found.schedule, costs, cycles=1).messages}
         for (sender, receiver), wait in waits.items():
-            assert wait >= costs.of("message_bytes", a)[min(sender, receiver)] / bandwidth + 0.2 - 1e-9
+            assert wait >= costs.per_stage("message_bytes", a)[min(sender, receiver)] / bandwidth + 0.2 - 1e-9
 
 
 # Exact periods -----------------------------------------------------------------------------------
@@ -133,11 +133,11 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     name = numbers.choice(["2-wise", "3-wise", "end-to-end", "blocks-2", "deep-supervision", "2-wise-mean"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of more stages in a window than there are
-        flow = flow_of(nwise.strategy(name).credit(a))
+        flow = find_flow(nwise.strategy(name).credit(a))
     factors = [numbers.uniform(0.2, 2) for _ in range(a)]
     costs = Costs(factors, 0.5, factors, 1, update=0.3, latency=numbers.choice([0, 0.7]))
     rule: Any = numbers.choice([partial(phase, fuse=ALL), partial(skewed, fuse=NONE, stride=2), depth_first])
-    schedule = schedule_of("?", [[flow] * m], rule)
+    schedule = make_schedule("?", [[flow] * m], rule)
     net = network(schedule, costs)
     found = period(net)
     if not net.taken:  # links that hold senders back are cycles of their own
@@ -151,7 +151,7 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
 def test_best_order_of_two_stages_is_optimal() -> None:
     """Try all interleavings of A = 2, M = 2 end-to-end, on stages of unequal speed."""
     numbers = random.Random(3)
-    flow = flow_of(nwise.EndToEnd().credit(2))
+    flow = find_flow(nwise.EndToEnd().credit(2))
     kinds = [depth_first([flow, flow], 0, fuse=NONE)[k] for k in range(2)]
     for _ in range(2):
         costs = Costs(
@@ -161,7 +161,7 @@ def test_best_order_of_two_stages_is_optimal() -> None:
         shortest = float("inf")
         for words in itertools.product(*(interleavings(k, kind) for k, kind in enumerate(kinds))):
             try:
-                other = timed(schedule_of("any", [[flow, flow]], lambda *_: list(words)), costs)  # noqa: B023
+                other = timed(make_schedule("any", [[flow, flow]], lambda *_: list(words)), costs)  # noqa: B023
             except ValueError as error:
                 assert "deadlock" in str(error)  # noqa: PT017 - some of them are
                 continue
@@ -249,7 +249,7 @@ def test_periods_match_hand_worked_table(name: str) -> None:
             found = of(name, 8, m)
         else:
             found = baseline(name, num_stages=8, num_microbatches=m, costs=REAL)
-            assert set(found.schedule.flows[0]) == {flow_of(nwise.EndToEnd().credit(8))}
+            assert set(found.schedule.flows[0]) == {find_flow(nwise.EndToEnd().credit(8))}
         validate(found.schedule)
         assert found.period == expected
 
@@ -301,13 +301,13 @@ def test_list_scheduling_knows_when_messages_arrive() -> None:
     periods = []
     for known in (late, REAL):
         rule = partial(nearest_first, fuse=NONE, cap=3, costs=known, chains="stored")
-        periods.append(timed(schedule_of("nearest", flows, rule), late).period)
+        periods.append(timed(make_schedule("nearest", flows, rule), late).period)
     assert periods == [17.5, 20.5]
 
 
 def test_ties_prefer_fifo_and_fewer_actions() -> None:
     flows = flows_for(nwise.NWise(3), 6, 4)
-    one = timed(schedule_of("phase", flows, partial(phase, fuse=NONE)), REAL)
+    one = timed(make_schedule("phase", flows, partial(phase, fuse=NONE)), REAL)
     words = list(one.schedule.words)
     # Stage 3 sends its second message of micro-batch 0 before the first of micro-batch 3, stage 2 uses them otherwise.
     i = next(i for i, x in enumerate(words[3]) if x.kind is Kind.INPUT_GRAD and (x.microbatch, x.message) == (3, 0))
@@ -329,7 +329,7 @@ def test_messages_that_wait_take_memory() -> None:
 
 def test_ties_prefer_fewer_in_flight() -> None:
     flows = flows_for(nwise.NWise(2), 6, 4)
-    both = [timed(schedule_of(rule.func.__name__, flows, rule), REAL)
+    both = [timed(make_schedule(rule.func.__name__, flows, rule), REAL)
             for rule in (partial(phase, fuse=NONE), partial(skewed, fuse=NONE, stride=1))]  # fmt: skip
     assert both[0].period == both[1].period
     assert min(both, key=lambda t: t.rank).order == "skewed"
@@ -389,8 +389,8 @@ def test_messages_are_sent_as_soon_as_they_exist() -> None:
 
 @pytest.mark.parametrize("rule", [partial(phase, fuse=ALL), partial(skewed, fuse=NONE, stride=2), depth_first])
 def test_one_process_can_run_any_lists(rule: Any) -> None:
-    flow = flow_of(nwise.NWise(3).credit(6))
-    schedule = schedule_of("?", [[flow] * 3], rule)
+    flow = find_flow(nwise.NWise(3).credit(6))
+    schedule = make_schedule("?", [[flow] * 3], rule)
     order = schedule.one_process()
     done = set()
     for action in order:
@@ -401,7 +401,7 @@ def test_one_process_can_run_any_lists(rule: Any) -> None:
 
 
 def test_1f1b_by_hand() -> None:
-    flow = flow_of(nwise.EndToEnd().credit(3))
+    flow = find_flow(nwise.EndToEnd().credit(3))
     words = one_forward_one_backward([flow] * 4, 0)
     assert " ".join(map(str, words[0])) == "F0(0) F0(1) F0(2) W0(0) F0(3) W0(1) W0(2) W0(3)"
     assert " ".join(map(str, words[2])).startswith("F2(0) H2(0) B2(0.0) F2(1) H2(1) B2(1.0) F2(2)")

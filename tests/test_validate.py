@@ -15,7 +15,7 @@ from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, timed,
 from nwise.schedule.choose import ORDERS
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Word
-from nwise.schedule.orders import ALL, NONE, depth_first, phase, schedule_of, skewed
+from nwise.schedule.orders import ALL, NONE, depth_first, make_schedule, phase, skewed
 
 COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
 
@@ -74,8 +74,8 @@ def test_validate_rejects_swapped_turns() -> None:
 
 def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
     flow = schedule("end-to-end", 2, 2).flows[0][0]
-    split = schedule_of("split", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
-    fused = schedule_of("fused", [[flow] * 2], lambda f, t: phase(f, t, fuse=ALL))
+    split = make_schedule("split", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
+    fused = make_schedule("fused", [[flow] * 2], lambda f, t: phase(f, t, fuse=ALL))
     first = [a for a in fused.words[1] if a.microbatch == 0 and a.kind is not Kind.UPDATE]
     second = [a for a in split.words[1] if a.microbatch == 1]
     mixed = Schedule("mixed", split.flows, (split.words[0], (*first, *second, split.words[1][-1])))
@@ -85,8 +85,8 @@ def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
 
 def test_validate_checks_memory_of_given_lists() -> None:
     flow = schedule("local", 2, 2).flows[0][0]
-    small = schedule_of("small", [[flow] * 2], lambda f, t: depth_first(f, t))
-    large = schedule_of("large", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
+    small = make_schedule("small", [[flow] * 2], lambda f, t: depth_first(f, t))
+    large = make_schedule("large", [[flow] * 2], lambda f, t: phase(f, t, fuse=NONE))
     validate(large, lists=small.lists, costs=COSTS, memory=13)
     with pytest.raises(ValueError, match="Found 23 with 2 micro-batches in flight"):
         validate(small, lists=large.lists, costs=COSTS, memory=13)
@@ -171,7 +171,7 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
     }
     schedule: Any = order if order in ORDERS else None
     if order in rules:
-        schedule = schedule_of(order, flows_for(nwise.strategy(name), 4, m), rules[order])
+        schedule = make_schedule(order, flows_for(nwise.strategy(name), 4, m), rules[order])
     pipe = nwise.Pipeline(stages, heads, loss, name, m, schedule=schedule)
     x, y = torch.randn(7, 5), torch.randn(7, 5)
     ran: list[Action] = []

@@ -21,7 +21,7 @@ import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Costs, best, timed
 from nwise.schedule.greedy import nearest_first
-from nwise.schedule.orders import NONE, phase, schedule_of, skewed
+from nwise.schedule.orders import NONE, make_schedule, phase, skewed
 
 HERE = Path(__file__).parent
 REGIMES = ("A >= 2N-1", "N < A < 2N-1", "end-to-end")
@@ -54,7 +54,7 @@ def equal() -> list[dict[str, Any]]:
             "skewed, stride 2": partial(skewed, fuse=NONE, stride=2),
             "nearest first": partial(nearest_first, fuse=NONE, cap=m, costs=costs, chains="stored"),
         }
-        gaps = {name: timed(schedule_of(name, flows, rule), costs).period for name, rule in rules.items()}
+        gaps = {name: timed(make_schedule(name, flows, rule), costs).period for name, rule in rules.items()}
         gaps = {name: round(gap, 9) for name, gap in {**gaps, "best": found.period}.items()}
         rows.append({
             "A": a, "N": n, "M": m, "head": head, "chain_share": share, "regime": regime(a, n), "order": found.order,

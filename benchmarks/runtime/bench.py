@@ -183,7 +183,7 @@ def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, bat
     """The busiest stage's waits, every one of which begins when the one before it has really ended."""
     flows = timed.schedule.flows
     works = [
-        [price[k].of(a, flows[a.turn][a.microbatch].stages[k], "walked") for a in word]
+        [price[k].time(a, flows[a.turn][a.microbatch].stages[k], "walked") for a in word]
         for k, word in enumerate(timed.schedule.words)
     ]
     busiest = max(works, key=sum)

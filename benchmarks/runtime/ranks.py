@@ -113,7 +113,7 @@ def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
     """One mini-batch of torch's GPipe, 1F1B or zero-bubble."""
     stages, costs = world.num_stages, case.timed().costs
     first, last = world.stage == 0, world.stage == stages - 1
-    forward, chain, weights = (costs.of(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
+    forward, chain, weights = (costs.per_stage(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
     begin, size, loss = costs.overhead, case.microbatches, cast(Any, Loss.apply)
     options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
 

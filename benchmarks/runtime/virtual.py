@@ -72,7 +72,7 @@ class VirtualStage:
         # Before looking up the price, which an accelerator would not do.
         moment = time.perf_counter() if received else 0.0
         flow, _ = self._flows[microbatch]
-        self._device.work(self._price.of(Action(kind, self.index, microbatch), flow, "walked"), received=moment)
+        self._device.work(self._price.time(Action(kind, self.index, microbatch), flow, "walked"), received=moment)
 
     def forward(
         self,

@@ -108,7 +108,7 @@ def _about_time(runs: Runs) -> list[Claim]:
 def moments(runs: Runs, costs: Costs, count: int = _MOMENTS) -> list[float]:
     """Times, in slots, at which all methods of figure 8 can be compared: from when the slowest is tested first after its begin,
     since nothing is known of how it came there, until the fastest has ended."""
-    known = [(record[0], step_time(m, _FOUR, costs).slots) for m in PAPER if (record := runs.of(m, _FOUR))]
+    known = [(record[0], step_time(m, _FOUR, costs).slots) for m in PAPER if (record := runs.records_for(m, _FOUR))]
     if not known:
         return []
     last = min(record["steps"] * slots for record, slots in known)

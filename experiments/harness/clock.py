@@ -146,5 +146,5 @@ def work(method: str, num_stages: int, costs: Costs) -> float:
     total = 0.0
     for k, (word, price) in enumerate(zip(schedule.words, prices(costs, num_stages), strict=True)):
         flows = (schedule.flows[action.turn][action.microbatch].stages[k] for action in word)
-        total += sum(price.of(action, flow, "stored") for action, flow in zip(word, flows, strict=True))
+        total += sum(price.time(action, flow, "stored") for action, flow in zip(word, flows, strict=True))
     return total / len(schedule.flows)

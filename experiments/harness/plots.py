@@ -98,7 +98,7 @@ def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[st
 
 def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list[int], list[float]]:
     """Steps and means over seeds of what every test found, but for the one before training."""
-    records = [r["tests"] for r in runs.of(method, stages)]
+    records = [r["tests"] for r in runs.records_for(method, stages)]
     if not records:
         return [], []
 

@@ -71,7 +71,7 @@ class Runs:
         self.records = list(records)
         self.size, self.source = size, source
 
-    def of(self, method: str, stages: int | None = None, part: str = "") -> list[Record]:
+    def records_for(self, method: str, stages: int | None = None, part: str = "") -> list[Record]:
         """Those of a method, by seed."""
         found = [
             r
@@ -82,7 +82,7 @@ class Runs:
 
     def scores(self, score: Score, method: str, stages: int | None = None, part: str = "") -> dict[int, float]:
         """A score by seed."""
-        return {r["seed"]: score(r) for r in self.of(method, stages, part)}
+        return {r["seed"]: score(r) for r in self.records_for(method, stages, part)}
 
     def shown(self, score: Score, method: str, stages: int | None = None, part: str = "", *, digits: int = 2) -> str:
         """Mean and standard error as text; – if there is none."""

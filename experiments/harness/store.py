@@ -65,7 +65,7 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
 
-    def of(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
+    def records_for(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
         """Every cell with its newest record, None where it was not run as it is configured now."""
         newest = {cell_of(record): record for record in self.read()}  # those that cannot be read are of no cell
         return [(cell, newest.get(cell)) for cell in cells]

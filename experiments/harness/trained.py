@@ -66,7 +66,7 @@ class Trained(Experiment):
     def reproduce(self, job: Job) -> None:
         """Run the cells that have no record, then write."""
         store = self.store(job)
-        found = store.of(self.cells(job))
+        found = store.records_for(self.cells(job))
         missing = [] if job.redraw else self._possible([cell for cell, record in found if record is None], job)
         job.began(self.title, len(found), len(missing))
         for _, record in run_cells(missing, job.workers, job.told):
@@ -90,7 +90,7 @@ class Trained(Experiment):
         store = self.store(job)
         last = max((record.get("seed", 0) for record in store.read()), default=0)
         cells = self.parts.cells(job.size, max(self.parts.seeds[job.size], last + 1))
-        records = [record for _, record in store.of(cells) if record is not None]
+        records = [record for _, record in store.records_for(cells) if record is not None]
         sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
         return [
             Runs([r for r in records if r["config"]["data"].get("source", "") == source], job.size, source)
@@ -107,7 +107,7 @@ class Trained(Experiment):
         ]
 
     def progress(self, job: Job) -> tuple[int, int]:
-        found = self.store(job).of(self.cells(replace(job, only=(), seeds=None)))
+        found = self.store(job).records_for(self.cells(replace(job, only=(), seeds=None)))
         return sum(record is not None for _, record in found), len(found)
 
     def write(self, job: Job) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nwise import losses, models
     from nwise._compiled import compile_module
     from nwise.batchnorm import defer_batchnorm
-    from nwise.flow import Flow, flow_of
+    from nwise.flow import Flow, find_flow
     from nwise.hogwild import staleness
     from nwise.models import heads
     from nwise.models.chain import Chain
@@ -53,7 +53,7 @@ __all__ = [
     "Switch",
     "compile_module",
     "defer_batchnorm",
-    "flow_of",
+    "find_flow",
     "heads",
     "losses",
     "models",
@@ -71,7 +71,7 @@ _PLACES = {
     "Pipeline": "pipeline",
     "compile_module": "_compiled",
     "defer_batchnorm": "batchnorm",
-    "flow_of": "flow",
+    "find_flow": "flow",
     "heads": "models",
     "reference_grads": "reference",
     "split": "models.split",

@@ -15,7 +15,7 @@ from nwise.stage import LossFn
 Given = nn.Module | Callable[[], nn.Module]
 
 
-class Heads(nn.ModuleDict):
+class HeadDict(nn.ModuleDict):
     """A pipeline's heads, by the index of their stage: ``pipe.heads[2]``."""
 
     def __getitem__(self, stage: int | str) -> nn.Module:
@@ -31,7 +31,7 @@ class Heads(nn.ModuleDict):
         """Return the head of each stage, None for a stage without one."""
         return [self._modules.get(str(k)) for k in range(num_stages)]
 
-    def of(self, stage: int) -> nn.Module | None:
+    def get(self, stage: int) -> nn.Module | None:
         """Return the head of a stage; None if it has none."""
         return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
 

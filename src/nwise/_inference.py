@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nwise._arguments import Heads
+from nwise._arguments import HeadDict
 from nwise.microbatch import Tensors, as_tuple
 from nwise.stage import unchanged
 
@@ -15,7 +15,7 @@ from nwise.stage import unchanged
 Outputs = list[Tensor | Tensors | None]
 
 
-def all_outputs(stages: Sequence[nn.Module], heads: Heads, inputs: Tensors, only: Collection[int] | None) -> Outputs:
+def all_outputs(stages: Sequence[nn.Module], heads: HeadDict, inputs: Tensors, only: Collection[int] | None) -> Outputs:
     """Run the main network and its heads.
 
     Args:
@@ -37,8 +37,8 @@ def all_outputs(stages: Sequence[nn.Module], heads: Heads, inputs: Tensors, only
     return [*outputs, output]
 
 
-def head_output(heads: Heads, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
+def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
     """Run the head of stage `k` on its output, if the stage has one and `only` includes it; see `all_outputs`."""
-    head = heads.of(k) if only is None or k in only else None
+    head = heads.get(k) if only is None or k in only else None
     with unchanged(hidden, f"The head of stage {k}"):
         return None if head is None else head(*hidden)

@@ -20,7 +20,7 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
 
     >>> import nwise
     >>> strategy = nwise.NWise(2).credit(2)
-    >>> print(describe("two stages", [(10, 5), (20, 0)], nwise.flow_of(strategy), strategy))
+    >>> print(describe("two stages", [(10, 5), (20, 0)], nwise.find_flow(strategy), strategy))
     two stages
     stage  parameters      head  learns from  passes  sends back
         0          10         5       loss 1       1           0

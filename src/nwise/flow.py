@@ -108,7 +108,7 @@ class Flow:
         return tuple(k for k, stage in enumerate(self.stages) if stage.head)
 
 
-def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: Sequence[bool] = ()) -> Flow:
+def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: Sequence[bool] = ()) -> Flow:
     """Find the cheapest flow that gives every stage its credit.
 
     Args:
@@ -122,7 +122,7 @@ def flow_of(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: 
         before it learn from the same losses or from one loss each, as in every strategy of nwise.
 
     >>> import nwise
-    >>> flow_of(nwise.NWise(3).credit(6)).messages
+    >>> find_flow(nwise.NWise(3).credit(6)).messages
     (1, 2, 2, 2, 1)
     """
     size = len(credit)
@@ -144,7 +144,7 @@ def flows_for(
         strategy: a strategy with one credit matrix or a cycle of them.
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
-        trainable: for each stage, whether it has a parameter to train (default: all); see `flow_of`.
+        trainable: for each stage, whether it has a parameter to train (default: all); see `find_flow`.
         heads: for each stage, whether it has a head (default: all), which a strategy with ``heads="all"`` runs.
 
     Returns:
@@ -152,7 +152,8 @@ def flows_for(
     """
     probes = (heads or [True] * num_stages) if strategy.heads == "all" else ()
     flows = [
-        flow_of(strategy.credit(num_stages, turn), trainable=trainable, probes=probes) for turn in range(strategy.turns)
+        find_flow(strategy.credit(num_stages, turn), trainable=trainable, probes=probes)
+        for turn in range(strategy.turns)
     ]
     return tuple(
         tuple(flows[strategy.turn(step, m)] for m in range(num_microbatches)) for step in range(strategy.turns)
@@ -161,7 +162,7 @@ def flows_for(
 
 @lru_cache(maxsize=256)
 def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ...]) -> Flow:
-    """Compute `flow_of` from hashable values, so every step finds its flow in the cache."""
+    """Compute `find_flow` from hashable values, so every step finds its flow in the cache."""
     matrix = np.frombuffer(credit).reshape(len(trainable), -1).copy()
     runs = matrix.any(axis=1) | np.asarray(probes)
     matrix[:, ~np.asarray(trainable)] = 0.0

@@ -28,15 +28,15 @@ def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
     """Count the updates between each forward and its own update in the steady grid.
 
     Args:
-        flow: flow of the credit matrix, from `nwise.flow.flow_of`.
+        flow: flow of the credit matrix, from `nwise.flow.find_flow`.
         num_microbatches: number of micro-batches in a mini-batch, M; updates come once per mini-batch; default: 1.
 
     Returns:
         The counts ``[A][M]``, one per stage and micro-batch.
 
     >>> import nwise
-    >>> from nwise.flow import flow_of
-    >>> staleness(flow_of(nwise.EndToEnd().credit(4)))
+    >>> from nwise.flow import find_flow
+    >>> staleness(find_flow(nwise.EndToEnd().credit(4)))
     [[3], [2], [1], [0]]
     """
     return [list(ages) for ages in _steady(flow, num_microbatches)]
@@ -119,8 +119,8 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
         The deadlines of each stage.
 
     >>> import nwise
-    >>> from nwise.flow import flow_of
-    >>> frozen = flow_of(nwise.EndToEnd().credit(4), trainable=[True, False, True, True])
+    >>> from nwise.flow import find_flow
+    >>> frozen = find_flow(nwise.EndToEnd().credit(4), trainable=[True, False, True, True])
     >>> [(due.update, due.sends) for due in timetable([[frozen]])]
     [(3, ()), (0, (1,)), (1, (1,)), (0, (0,))]
     """

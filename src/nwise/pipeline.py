@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise._arguments import Given, Heads, check_num_microbatches, check_target, checked, refuse_sharing
+from nwise._arguments import Given, HeadDict, check_num_microbatches, check_target, checked, refuse_sharing
 from nwise._compiled import allow_several_passes
 from nwise._inference import Outputs, all_outputs, head_output
 from nwise._snapshot import Snapshot
@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
         sides = build_modules(given_heads, "head", self.team, self.seed)
         refuse_sharing(mains, sides)
         self.stages = nn.ModuleList(mains)
-        self.heads = Heads({str(k): head for k, head in enumerate(sides) if head is not None})
+        self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         self._strategy = rule
         # One process waits for no other, so the order with the least memory is the best.
         self._order: Order = schedule or ("depth-first" if self.team is None else "best")
@@ -185,7 +185,7 @@ class Pipeline(nn.Module):
     def summary(self) -> str:
         """Describe the next step: parameters, the losses of each stage, messages; all processes must call it."""
         here = [
-            [sum(p.numel() for p in part.parameters()) for part in (stage, self.heads.of(k) or nn.Module())]
+            [sum(p.numel() for p in part.parameters()) for part in (stage, self.heads.get(k) or nn.Module())]
             for k, stage in enumerate(self.stages)
         ]
         counts = here if self.team is None else self.team.facts(here[self.team.stage])

@@ -17,7 +17,7 @@ from ranks.edges import clipped
 A = 3
 
 
-def first_of(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+def first_place(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     """A loss that takes the first of two targets."""
     return functional.cross_entropy(output, target[0])
 
@@ -30,7 +30,7 @@ def second_of(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 def several_targets(strategy: str = "2-wise-mean") -> Any:
     """Stage 0 learns labels, stage 1 numbers, stage 2 labels, all from one tuple."""
     stages, heads = network(A)
-    pipe = nwise.Pipeline(stages, heads, [first_of, second_of, first_of], strategy, 2, seed=0)
+    pipe = nwise.Pipeline(stages, heads, [first_place, second_of, first_place], strategy, 2, seed=0)
     generator = torch.Generator().manual_seed(1)
     data: Any = [(x, (y, torch.randn(len(x), 4, generator=generator))) for x, y in batches(4, sizes=(8, 7))]
     trained(pipe, "sgd", data)

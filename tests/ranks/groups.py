@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nwise.runtime.channel import Plan, Spec
+from nwise.runtime.channel import MessagePlan, Spec
 from nwise.runtime.world import World
 from ranks.common import write
 
-ONE = Plan(((0, None, 0),), ((Spec((1,), torch.float32),),))
+ONE = MessagePlan(((0, None, 0),), ((Spec((1,), torch.float32),),))
 
 
 def first_message(world: World, value: float) -> float:

@@ -22,7 +22,7 @@ from nwise.schedule import Costs
 from nwise.schedule import plan as planner
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import costs_of_text
-from nwise.schedule.partition import costs_of, partition
+from nwise.schedule.partition import partition, stage_costs
 from nwise.schedule.verdict import verdict
 from nwise.training.build import pick_device
 from nwise.training.profile import Profile, profile
@@ -146,7 +146,7 @@ class PlanCommand:
 
         def costs(flows: Sequence[Flow], m: int) -> Costs:
             pieces = measured.pieces[m]
-            return costs_of(pieces, partition(pieces, flows), flows, **self._links())
+            return stage_costs(pieces, partition(pieces, flows), flows, **self._links())
 
         return costs, measured, config.batch_size
 

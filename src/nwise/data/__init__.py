@@ -2,7 +2,7 @@
 
 from nwise.data.images import Images, digits, load_images
 from nwise.data.order import batch_indices, permutation, steps_per_epoch
-from nwise.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, stream_of
+from nwise.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, make_streams
 
 __all__ = [
     "Bpe",
@@ -16,5 +16,5 @@ __all__ = [
     "load_text",
     "permutation",
     "steps_per_epoch",
-    "stream_of",
+    "make_streams",
 ]

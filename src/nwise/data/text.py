@@ -170,7 +170,7 @@ def standard_library(max_bytes: int = 2_000_000) -> str:
     return "".join(pieces)
 
 
-def stream_of(
+def make_streams(
     train_text: list[str],
     test_text: list[str],
     sequence_length: int,

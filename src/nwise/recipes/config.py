@@ -311,7 +311,7 @@ class Recipe:
             return self.data.load(self.seed)
         assert isinstance(self.model, Gpt)
         train, test = self.data.texts()
-        return text_data.stream_of(train, test, self.model.sequence_length, self.model.vocabulary_size, tokenizer)
+        return text_data.make_streams(train, test, self.model.sequence_length, self.model.vocabulary_size, tokenizer)
 
     def build(self, data: Images | Tokens) -> StagedModel:
         """Build the network for the data."""

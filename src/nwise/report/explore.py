@@ -73,7 +73,7 @@ class Choices:
             if costs.latency:
                 raise ValueError(f"`costs` should leave the latency to `latency`. Found {text!r}.")
             for stages in self.stages:
-                costs.of("forward", stages)
+                costs.per_stage("forward", stages)
         for latency in self.latency:
             replace(next(iter(self.costs.values())), latency=latency)
         if not self.combinations():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nwise._errors import needed
-from nwise.flow import flow_of
+from nwise.flow import find_flow
 from nwise.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
 
 def _draw_flow(axes: Axes, credit: Tensor) -> None:
     num_stages = len(credit)
-    flow = flow_of(credit)
+    flow = find_flow(credit)
     axes.set(xlim=(-0.75, num_stages - 0.25), ylim=(-0.72, 1.12), aspect="equal")
     for k, stage in enumerate(flow.stages):
         trained = stage.weights is not None

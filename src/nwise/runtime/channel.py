@@ -60,13 +60,13 @@ class Spec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def spec_of(tensor: Tensor) -> Spec:
+def make_spec(tensor: Tensor) -> Spec:
     """Return the spec of a tensor."""
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass(frozen=True)
-class Plan:
+class MessagePlan:
     """The messages of a channel in one pass through the lists, in the order of their sends."""
 
     keys: tuple[Key, ...] = ()
@@ -81,12 +81,12 @@ class Plan:
         """Return the bytes that are sent in a mini-batch."""
         return sum(size for key, size in zip(self.keys, self.sizes, strict=True) if key[2] == turn)
 
-    def first_of(self, turn: int) -> int:
+    def first_place(self, turn: int) -> int:
         """Return the place of the first message of a turn."""
         return next((i for i, key in enumerate(self.keys) if key[2] >= turn), 0)
 
 
-NOTHING = Plan()
+NOTHING = MessagePlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ class _End:
         self._plan = NOTHING
         self._place = 0  # place of the next message in the plan
 
-    def follows(self, plan: Plan, turn: int) -> bool:
+    def follows(self, plan: MessagePlan, turn: int) -> bool:
         """Tell whether this end is at the beginning of a turn of a plan."""
-        return (self._plan, self._place) == (plan, plan.first_of(turn))
+        return (self._plan, self._place) == (plan, plan.first_place(turn))
 
-    def _set(self, plan: Plan, place: int) -> None:
+    def _set(self, plan: MessagePlan, place: int) -> None:
         self._plan, self._place = plan, place
 
     def _advance(self) -> None:
@@ -160,11 +160,11 @@ class Sender(_End):
         self._depth = depth
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
 
-    def start(self, plan: Plan, turn: int) -> None:
+    def start(self, plan: MessagePlan, turn: int) -> None:
         """Begin a mini-batch."""
         if not self.follows(plan, turn):
             self.flush()
-            self._set(plan, plan.first_of(turn))
+            self._set(plan, plan.first_place(turn))
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
         """Send the next message of the plan, and wait for the same one of `depth` cycles before."""
@@ -176,7 +176,7 @@ class Sender(_End):
         )
         if expected != key or not fits:
             raise RuntimeError(
-                f"A channel should send {expected} of {specs} next. Found {key} of {tuple(map(spec_of, tensors))}; does the "
+                f"A channel should send {expected} of {specs} next. Found {key} of {tuple(map(make_spec, tensors))}; does the "
                 "stage's output depend on more than the shapes of its input?"
             )
         self._send(tensors)
@@ -212,11 +212,11 @@ class Receiver(_End):
         self._posted: deque[tuple[Tensors, list[Any]]] = deque()
         self._arrived: dict[Key, Tensors] = {}
 
-    def start(self, plan: Plan, turn: int) -> None:
+    def start(self, plan: MessagePlan, turn: int) -> None:
         """Begin a mini-batch."""
         if not self.follows(plan, turn):
             self.flush()
-            self._set(plan, plan.first_of(turn))
+            self._set(plan, plan.first_place(turn))
             self.post()
 
     def post(self, count: int = _AHEAD) -> None:
@@ -250,7 +250,9 @@ class Receiver(_End):
 
 
 def start_all(
-    outgoing: Iterable[tuple[Sender | None, Plan]], incoming: Sequence[tuple[Receiver | None, Plan]], turn: int
+    outgoing: Iterable[tuple[Sender | None, MessagePlan]],
+    incoming: Sequence[tuple[Receiver | None, MessagePlan]],
+    turn: int,
 ) -> None:
     """Begin a mini-batch on all channels of a rank."""
     # If plans change, every rank posts its receives, then fills its peers' receives, then waits for its own. So every receive

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nwise._dtensor import is_dtensor
 from nwise.microbatch import Batch, Tensors
-from nwise.runtime.channel import NOTHING, Key, Plan, Receiver, Sender, Spec, spec_of, start_all
+from nwise.runtime.channel import NOTHING, Key, MessagePlan, Receiver, Sender, Spec, make_spec, start_all
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import carrying, from_json, to_json
 from nwise.runtime.watch import Doing, RankError, Watch
@@ -64,10 +64,10 @@ class Script:
 class Plans:
     """The plans of a rank's four channels."""
 
-    activations_in: Plan = NOTHING
-    activations_out: Plan = NOTHING
-    gradients_in: Plan = NOTHING
-    gradients_out: Plan = NOTHING
+    activations_in: MessagePlan = NOTHING
+    activations_out: MessagePlan = NOTHING
+    gradients_in: MessagePlan = NOTHING
+    gradients_out: MessagePlan = NOTHING
 
 
 class Distributed:
@@ -292,7 +292,7 @@ class Distributed:
 
     def _script(self, schedule: Schedule | None, turn: int, inputs: Sequence[Tensors]) -> Script:
         """Return the script of a mini-batch, made once per schedule, turn and shapes, on all ranks at the same step."""
-        shapes = tuple(tuple(map(spec_of, microbatch)) for microbatch in inputs)
+        shapes = tuple(tuple(map(make_spec, microbatch)) for microbatch in inputs)
         device = inputs[0][0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         key = ("" if schedule is None else schedule.digest, turn, shapes, autocast)
@@ -322,7 +322,9 @@ class Distributed:
         k, size = self._world.stage, self._world.num_stages
         if schedule is None:
             keys = tuple((m, None, 0) for m in range(len(shapes)))
-            plans = Plans(Plan(keys, here[0]) if k else NOTHING, Plan(keys, here[1]) if k < size - 1 else NOTHING)
+            plans = Plans(
+                MessagePlan(keys, here[0]) if k else NOTHING, MessagePlan(keys, here[1]) if k < size - 1 else NOTHING
+            )
             return Script((), Counter(), plans, here[0], here[1])
         lists = schedule.lists
         plans = Plans(
@@ -338,10 +340,10 @@ class Distributed:
         return Script(word, count_passes(word), plans, here[0], here[1], num_bytes, frozenset(final.values()))
 
 
-def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> Plan:
+def _plan(sender: Sequence[Action], kind: Kind, specs: Sequence[Specs]) -> MessagePlan:
     """Return the plan of a channel, given the sender's list, the kind of its sends, and their shapes per micro-batch."""
     sent = [a for a in sender if a.kind is kind]
-    return Plan(tuple((a.microbatch, a.message, a.turn) for a in sent), tuple(specs[a.microbatch] for a in sent))
+    return MessagePlan(tuple((a.microbatch, a.message, a.turn) for a in sent), tuple(specs[a.microbatch] for a in sent))
 
 
 def _existing(end: EndT | None) -> EndT:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwise.microbatch import as_tuple
 from nwise.randomness import seeded
-from nwise.runtime.channel import Spec, spec_of
+from nwise.runtime.channel import Spec, make_spec
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
@@ -43,7 +43,7 @@ def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.devi
             f"Stage {index} should take {shapes} and give an output whose shape follows from that. Found {type(error).__name__}: "
             f"{error}"
         ) from error
-    return tuple(map(spec_of, as_tuple(outputs, f"The output of stage {index}")))
+    return tuple(map(make_spec, as_tuple(outputs, f"The output of stage {index}")))
 
 
 def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:

@@ -19,7 +19,7 @@ from typing import cast
 from nwise.flow import Flow
 from nwise.hogwild import History, timetable
 from nwise.microbatch import Batch, Tensors
-from nwise.runtime.channel import NOTHING, Plan, Spec, start_all
+from nwise.runtime.channel import NOTHING, MessagePlan, Spec, start_all
 from nwise.runtime.distributed import Distributed, Script, packed, unpacked
 from nwise.runtime.shapes import carrying
 from nwise.runtime.worker import Worker, count_passes
@@ -132,15 +132,15 @@ class Stale:
         start_all(list(zip(self._out, out, strict=True)), list(zip(self._in, into, strict=True)), turn)
         self._script = script
 
-    def _plan(self, q: int, sender: int, specs: Sequence[tuple[Spec, ...]]) -> Plan:
-        """Plan one cycle of the messages that go through channel `q`."""
+    def _plan(self, q: int, sender: int, specs: Sequence[tuple[Spec, ...]]) -> MessagePlan:
+        """MessagePlan one cycle of the messages that go through channel `q`."""
         keys = [
             (m, q, turn)
             for turn, batch in enumerate(self._cycle)
             for m, flow in enumerate(batch)
             if q < len(flow.stages[sender].messages)
         ]
-        return Plan(tuple(keys), tuple(carrying(specs[m]) for m, _, _ in keys))
+        return MessagePlan(tuple(keys), tuple(carrying(specs[m]) for m, _, _ in keys))
 
     def _forwards(self, turn: int, batch: Batch, step: int) -> _Pending:
         k, flows = self._stage.index, self._cycle[turn]

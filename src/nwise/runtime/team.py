@@ -22,7 +22,7 @@ from nwise._process import exit_at_once, on_uncaught_error
 from nwise.flow import Flow
 from nwise.microbatch import Batch, Tensors
 from nwise.randomness import derive, seeded
-from nwise.runtime.channel import Spec, spec_of
+from nwise.runtime.channel import Spec, make_spec
 from nwise.runtime.distributed import Distributed, Recorder
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import from_json, output_specs, to_json
@@ -248,7 +248,7 @@ class Team:
             works = [
                 dist.all_reduce(values, group=group, async_op=True)
                 for stages, values in rows
-                if (group := self.world.group_of(stages, replicas=replicas)) is not None
+                if (group := self.world.group_for(stages, replicas=replicas)) is not None
             ]
             for work in works:
                 work.wait()
@@ -266,7 +266,7 @@ class Team:
         world = self.world
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
         mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
-        header = json.dumps([[name, *to_json((spec_of(t),))[0]] for name, t in mine.items()]).encode()
+        header = json.dumps([[name, *to_json((make_spec(t),))[0]] for name, t in mine.items()]).encode()
         with self.telling():
             control = world.control  # also on ranks that send nothing: all ranks make the group
             if world.rank:

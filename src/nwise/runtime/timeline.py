@@ -18,7 +18,7 @@ _PINGS = 5
 _CHUNK = 50_000  # largest number of actions that a process records; later ones are dropped
 
 
-class Timeline:
+class TimelineRecorder:
     """Records this process's actions in a range of steps.
 
     Args:
@@ -83,7 +83,7 @@ def _clock_offset(team: Team) -> float:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A timeline that was gathered by `Timeline.collect`.
+    """A timeline that was gathered by `TimelineRecorder.collect`.
 
     Args:
         strategy: name of the strategy that was in force.

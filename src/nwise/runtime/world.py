@@ -134,7 +134,7 @@ class World:
             dist.destroy_process_group(self._made.pop())
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
-        """Make the groups that `group_of` returns, in the same order on all ranks.
+        """Make the groups that `group_for` returns, in the same order on all ranks.
 
         Args:
             sets: sets of stages, one for each group.
@@ -152,7 +152,7 @@ class World:
                 if self.rank in ranks:
                     self._groups[stages, replicas] = group
 
-    def group_of(self, stages: tuple[int, ...], *, replicas: bool = False) -> dist.ProcessGroup | None:
+    def group_for(self, stages: tuple[int, ...], *, replicas: bool = False) -> dist.ProcessGroup | None:
         """Return the group of the processes that hold these stages; None if this process is alone.
 
         Args:

@@ -104,13 +104,13 @@ def _schedules(name: str, search: Search) -> list[Schedule]:
     """Return the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
     flows, size = search.flows, len(search.flows[0])
     if name == "gpipe":
-        return [orders.schedule_of(name, flows, partial(orders.phase, fuse=orders.ALL))]
+        return [orders.make_schedule(name, flows, partial(orders.phase, fuse=orders.ALL))]
     if name == "1f1b":
-        return [orders.schedule_of(name, flows, orders.one_forward_one_backward)]
+        return [orders.make_schedule(name, flows, orders.one_forward_one_backward)]
     num_stages = len(flows[0][0].stages)
     capped = name == "zb-h1"
     schedules = [
-        orders.schedule_of(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride))
+        orders.make_schedule(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride))
         for stride in ((1,) if capped else (1, 2))
     ]
     # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
@@ -119,5 +119,5 @@ def _schedules(name: str, search: Search) -> list[Schedule]:
     caps |= set() if search.memory is None else set(range(1, num_stages))
     for cap in sorted({min(cap, size) for cap in caps}):
         rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs, chains=search.chains)
-        schedules.append(orders.schedule_of(name, flows, rule))
+        schedules.append(orders.make_schedule(name, flows, rule))
     return schedules

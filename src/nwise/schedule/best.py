@@ -64,8 +64,8 @@ def best(
         ValueError, TypeError: an argument is invalid, or the strategy is a `Switch`.
         DoesNotFit: no order fits the memory; a ValueError too.
 
-    >>> found = best("2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1))
-    >>> found.period, found.lower_bound, found.order, max(found.in_flight)
+    >>> result = best("2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1))
+    >>> result.period, result.lower_bound, result.order, max(result.in_flight)
     (18.0, 18.0, 'skewed', 2)
     """
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)

@@ -36,7 +36,7 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
     num_stages = len(flows[0][0].stages)
     work = [0.0] * num_stages
     down, up = [0.0] * num_stages, [0.0] * num_stages
-    sizes = costs.of("message_bytes", num_stages)
+    sizes = costs.per_stage("message_bytes", num_stages)
     for k, price in enumerate(prices(costs, num_stages)):
         for flow, count in counted(flows):
             stage = flow.stages[k]
@@ -50,7 +50,7 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
 
 def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
     """Return for every held-back stage the time from a forward until its activation is taken."""
-    sizes, times = costs.of("message_bytes", num_stages), costs.of("forward", num_stages)
+    sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
     return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows)]
 
 
@@ -92,7 +92,7 @@ def _actions(flow: Flow) -> int:
 def _least(price: Prices, action: Action, flow: Flow) -> float:
     """Return the least time of an action; a W that can be fused has no overhead and no chain."""
     stage = flow.stages[action.stage]
-    time = price.of(action, stage, "stored")
+    time = price.time(action, stage, "stored")
     shared = action.kind is Kind.WEIGHT_GRAD and stage.fused is not None
     return time - price.overhead if shared else time
 
@@ -152,7 +152,7 @@ def _before(
     """Return for every action its predecessors, each with the time that its result travels."""
     # If micro-batches are alike, swapping two of them changes no time. So actions of one kind run in their order, without
     # loss of generality, and each also comes after the one before it.
-    sizes = [size / costs.bandwidth for size in costs.of("message_bytes", len(flows[0].stages))]
+    sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(flows[0].stages))]
     alike = all(flow == flows[0] for flow in flows)
     last: dict[tuple[Kind, int, int | None], int] = {}
     before: list[list[tuple[int, float]]] = []

@@ -76,4 +76,4 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
         return order
     if order == "best":
         return best_order(flows, TYPICAL).schedule
-    return orders.schedule_of(order, flows, RULES[order])
+    return orders.make_schedule(order, flows, RULES[order])

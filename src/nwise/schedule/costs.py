@@ -62,7 +62,7 @@ class Costs:
     Raises:
         ValueError: a cost is negative or not a number.
 
-    >>> Costs(forward=1, head=0.5, input_grad=1, weight_grad=[1, 2]).of("weight_grad", 2)
+    >>> Costs(forward=1, head=0.5, input_grad=1, weight_grad=[1, 2]).per_stage("weight_grad", 2)
     (1.0, 2.0)
     """
 
@@ -100,7 +100,7 @@ class Costs:
         if self.bandwidth == 0:
             raise ValueError("`bandwidth` should be above 0 (inf for links without cost). Found 0.")
 
-    def of(self, name: str, num_stages: int) -> tuple[float, ...]:
+    def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
         """Return one value per stage."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
@@ -167,7 +167,7 @@ class Prices:
     chain: float
     overhead: float
 
-    def of(self, action: Action, stage: StageFlow, chains: Chains) -> float:
+    def time(self, action: Action, stage: StageFlow, chains: Chains) -> float:
         """Return the time of a computation or an update."""
         kind = action.kind
         if kind is Kind.FORWARD:
@@ -187,7 +187,7 @@ class Prices:
 def prices(costs: Costs, num_stages: int) -> list[Prices]:
     """Return the prices of every stage."""
     names = ("forward", "head", "input_grad", "weight_grad", "update", "chain_share")
-    columns = zip(*(costs.of(name, num_stages) for name in names), strict=True)
+    columns = zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
     return [Prices(f, h, i, w, u, chain=share * i, overhead=costs.overhead) for f, h, i, w, u, share in columns]
 
 

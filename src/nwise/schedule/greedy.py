@@ -110,7 +110,7 @@ class _Greedy:
                 if action is None:
                     continue
                 stage = self._flows[action.microbatch].stages[k]
-                free[k] = now + self._prices[k].of(action, stage, self._chains)
+                free[k] = now + self._prices[k].time(action, stage, self._chains)
                 heapq.heappush(events, (free[k], k))
                 made = product(action)
                 if made is not None:

@@ -68,7 +68,7 @@ def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Netw
             key = product(action)
             if key is not None:
                 made[key] = node
-            duration.append(price[k].of(action, flows[action.turn][action.microbatch].stages[k], chains))
+            duration.append(price[k].time(action, flows[action.turn][action.microbatch].stages[k], chains))
         actions += word
         words.append(list(range(first, len(actions))))
     wanted = [[(made[key], costs.latency if key[1] != a.stage else 0.0) for key in needs(a, flows)] for a in actions]
@@ -79,7 +79,7 @@ def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Netw
             {node: made["F", k + 1, a.microbatch, a.turn] for node, a in forwards if a.kind is Kind.FORWARD}
         )
     if not math.isinf(costs.bandwidth):
-        _add_links(net, [size / costs.bandwidth for size in costs.of("message_bytes", num_stages)])
+        _add_links(net, [size / costs.bandwidth for size in costs.per_stage("message_bytes", num_stages)])
     return net
 
 
@@ -116,14 +116,16 @@ def _add_links(net: Network, times: Sequence[float]) -> None:
 
 
 @dataclass(slots=True)
-class Run:
+class SimulatedRun:
     """The times of one self-timed mini-batch: start and end of each node."""
 
     start: list[float]
     end: list[float]
 
 
-def run(net: Network, free: Sequence[float], taken: dict[int, float], duration: Sequence[float] | None = None) -> Run:
+def run(
+    net: Network, free: Sequence[float], taken: dict[int, float], duration: Sequence[float] | None = None
+) -> SimulatedRun:
     """Run one mini-batch with every node as early as possible.
 
     Args:
@@ -171,4 +173,4 @@ def run(net: Network, free: Sequence[float], taken: dict[int, float], duration: 
     stuck = [net.actions[word[i]] for word, i in zip(net.words, place, strict=True) if i < len(word)]
     if stuck:
         raise ValueError(stuck_message(stuck))
-    return Run(start, end)  # type: ignore[arg-type]  # all have ended
+    return SimulatedRun(start, end)  # type: ignore[arg-type]  # all have ended

@@ -31,15 +31,15 @@ ALL: Collection[int] = range(sys.maxsize)
 NONE: Collection[int] = ()
 
 
-def schedule_of(order: str, flows: Sequence[Sequence[Flow]], words_of: Callable[[Flows, int], list[Word]]) -> Schedule:
+def make_schedule(order: str, flows: Sequence[Sequence[Flow]], rule: Callable[[Flows, int], list[Word]]) -> Schedule:
     """Return the schedule of a cycle of mini-batches, with an update after each.
 
     Args:
         order: name of the order.
         flows: flow of every micro-batch, ``[turns][M]``.
-        words_of: function from the flows and the turn of a mini-batch to its words.
+        rule: function from the flows and the turn of a mini-batch to its words.
     """
-    by_turn = [words_of(batch, turn) for turn, batch in enumerate(flows)]
+    by_turn = [rule(batch, turn) for turn, batch in enumerate(flows)]
     words = []
     for k in range(len(by_turn[0])):
         updates = [Action(Kind.UPDATE, k, 0, None, turn) for turn in range(len(flows))]

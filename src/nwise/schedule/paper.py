@@ -98,8 +98,8 @@ def fit_slot(measured: Mapping[tuple[int, int, int], float]) -> Slot:
     Raises:
         ValueError: there are too few different M, or a time is not above 0.
 
-    >>> found = fit_slot({(4, m, 2): Slot(0.01, 2.0).batch_seconds(4, m, 2) for m in (1, 2, 4)})
-    >>> round(found.c0, 6), round(found.c1, 6), round(found.error, 6)
+    >>> result = fit_slot({(4, m, 2): Slot(0.01, 2.0).batch_seconds(4, m, 2) for m in (1, 2, 4)})
+    >>> round(result.c0, 6), round(result.c1, 6), round(result.error, 6)
     (0.01, 2.0, 0.0)
     """
     if len({m for _, m, _ in measured}) < 2:

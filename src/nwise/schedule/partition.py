@@ -54,9 +54,9 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     Raises:
         ValueError: there are fewer pieces than stages.
 
-    >>> from nwise import NWise, flow_of
+    >>> from nwise import NWise, find_flow
     >>> pieces = [Piece(str(i), 1, 1, 1, 0, 1) for i in range(7)]
-    >>> partition(pieces, [flow_of(NWise(2).credit(3))])
+    >>> partition(pieces, [find_flow(NWise(2).credit(3))])
     [0, 3, 5]
     """
     num_stages = len(flows[0].stages)
@@ -101,7 +101,7 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> float:
     )
 
 
-def costs_of(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[Flow], **links: float) -> Costs:
+def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[Flow], **links: float) -> Costs:
     """Return the costs of the stages that begin at `starts`.
 
     Args:

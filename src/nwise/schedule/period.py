@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nwise.schedule.network import Network, Run, run
+from nwise.schedule.network import Network, SimulatedRun, run
 
 # Times that differ by less than this share of the period are equal up to rounding.
 _CLOSE = 1e-10
@@ -77,7 +77,7 @@ class _Back:
                 self._before[node] = word[i - 1] if i else -1
                 self._machine[node] = machine
 
-    def __call__(self, batch: Run, node: int, potential: list[float]) -> int:
+    def __call__(self, batch: SimulatedRun, node: int, potential: list[float]) -> int:
         """Return the token that determines the start of a node.
 
         Args:

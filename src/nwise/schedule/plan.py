@@ -133,7 +133,7 @@ def ratio(time: float, other: float) -> float:
 
 
 def plan(
-    costs_of: CostsOf,
+    stage_costs: CostsOf,
     num_stages: int,
     *,
     microbatches: Sequence[int],
@@ -144,7 +144,7 @@ def plan(
     """Time every method with every number of micro-batches.
 
     Args:
-        costs_of: function from the flows of a method (for its heads and its cut) and M to the costs of one micro-batch.
+        stage_costs: function from the flows of a method (for its heads and its cut) and M to the costs of one micro-batch.
         num_stages: number of stages, A.
         microbatches: numbers of micro-batches to try.
         strategies: names of strategies; those that are end-to-end at this depth are left out.
@@ -156,8 +156,8 @@ def plan(
         DoesNotFit: no method fits the memory; a ValueError too.
 
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
-    >>> found = plan(lambda flows, m: costs.split_in(m), 8, microbatches=(1, 2, 4, 8, 16))
-    >>> found.recommended.method, found.recommended.num_microbatches
+    >>> result = plan(lambda flows, m: costs.split_in(m), 8, microbatches=(1, 2, 4, 8, 16))
+    >>> result.recommended.method, result.recommended.num_microbatches
     ('zero-bubble', 16)
     """
     if not microbatches:
@@ -169,7 +169,7 @@ def plan(
     todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
     for name, chains, m in progress(todo):
         flows = flows_for(EndToEnd() if name in BASELINES else parse(name), num_stages, m)
-        costs = costs_of([batch[0] for batch in flows], m)
+        costs = stage_costs([batch[0] for batch in flows], m)
         known = min((option.period for option in options.get((name, chains), [])), default=float("inf"))
         if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):
             continue  # no order with this M can be faster than the known one with another M

@@ -70,8 +70,8 @@ class Search:
             *map(self._nearest, range(1, len(self.flows[0]) + 1)),
         ]
 
-    def _schedule(self, name: str, words_of: Callable[[Sequence[Flow], int], list[Word]]) -> Schedule:
-        return orders.schedule_of(name, self.flows, words_of)
+    def _schedule(self, name: str, rule: Callable[[Sequence[Flow], int], list[Word]]) -> Schedule:
+        return orders.make_schedule(name, self.flows, rule)
 
     def _nearest(self, cap: int) -> Rule:
         rule = partial(nearest_first, cap=cap, costs=self.costs, chains=self.chains)

@@ -16,7 +16,7 @@ from functools import cached_property
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Chains, Costs, check_counts
 from nwise.schedule.lists import Schedule, check_schedule
-from nwise.schedule.network import Network, Run, network, run
+from nwise.schedule.network import Network, SimulatedRun, network, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     net: Network
-    runs: list[Run]
+    runs: list[SimulatedRun]
 
     @property
     def cycles(self) -> int:
@@ -150,7 +150,7 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Peak memory of every stage: its fixed memory, micro-batches in flight, and messages that wait to be used."""
-        fixed = self.costs.of("fixed_bytes", self.schedule.num_stages)
+        fixed = self.costs.per_stage("fixed_bytes", self.schedule.num_stages)
         return tuple(a + b for a, b in zip(fixed, self._most(None, 1.0), strict=True))
 
     def _most(self, each: float | None, message: float) -> list[float]:
@@ -160,7 +160,7 @@ class Timeline:
             each: value of a micro-batch; None for its bytes.
             message: value of each byte of a message.
         """
-        sizes = self.costs.of("activation_bytes", self.schedule.num_stages)
+        sizes = self.costs.per_stage("activation_bytes", self.schedule.num_stages)
         changes: list[list[tuple[float, float]]] = [[] for _ in sizes]
         spans: dict[tuple[int, int, int, int], list[float]] = {}
         for event in self.events:
@@ -176,10 +176,10 @@ class Timeline:
                 changes[sent.receiver] += [(sent.arrives, message * sent.size), (sent.used, -message * sent.size)]
         return [_peak(times) for times in changes]
 
-    def _messages(self, cycle: int, times: Run) -> Iterator[Message]:
+    def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
         """Iterate over the messages of one pass through the lists, each with the first action that uses it."""
         net = self.net
-        sizes = self.costs.of("message_bytes", net.num_stages)
+        sizes = self.costs.per_stage("message_bytes", net.num_stages)
         first: dict[tuple[int, int], int] = {}  # the first consumer, by producer and receiving stage
         leaves: dict[
             tuple[int, int], int
@@ -234,8 +234,8 @@ def simulate(
         TypeError: `schedule` is not a `Schedule`.
 
     >>> from nwise.schedule import PAPER, best
-    >>> found = best("2-wise", num_stages=4, num_microbatches=2, costs=PAPER)
-    >>> simulate(found.schedule, PAPER).period == found.period == 6
+    >>> result = best("2-wise", num_stages=4, num_microbatches=2, costs=PAPER)
+    >>> simulate(result.schedule, PAPER).period == result.period == 6
     True
     """
     check_counts(cycles=cycles)

@@ -87,7 +87,7 @@ def timed(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Timed:
 
 def peak_bytes(in_flight: Sequence[int], costs: Costs) -> tuple[float, ...]:
     """Return every stage's bytes of fixed memory and of its micro-batches in flight."""
-    sizes = zip(*(costs.of(n, len(in_flight)) for n in ("fixed_bytes", "activation_bytes")), strict=True)
+    sizes = zip(*(costs.per_stage(n, len(in_flight)) for n in ("fixed_bytes", "activation_bytes")), strict=True)
     return tuple(fixed + each * count for (fixed, each), count in zip(sizes, in_flight, strict=True))
 
 

@@ -23,8 +23,8 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
 
     >>> from nwise.schedule import TRANSFORMER
     >>> from nwise.schedule.plan import plan
-    >>> found = plan(lambda flows, m: TRANSFORMER.split_in(m), 8, microbatches=(1, 2, 4, 8, 16), strategies=("2-wise",))
-    >>> print(verdict(found)[0])
+    >>> result = plan(lambda flows, m: TRANSFORMER.split_in(m), 8, microbatches=(1, 2, 4, 8, 16), strategies=("2-wise",))
+    >>> print(verdict(result)[0])
     Use zero-bubble with M = 16: 4.46 a step. No strategy between local and end-to-end has a shorter one.
     """
     baseline, own, chosen = plan.baseline, plan.own_baseline, plan.recommended

@@ -104,7 +104,7 @@ class Clip:
 
     def _parameters(self, part: Part) -> list[nn.Parameter]:
         stage, is_head = part
-        module = self._pipe.heads.of(stage) if is_head else self._pipe.stages[stage]
+        module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
         return [] if module is None else list(module.parameters())
 
     def _squares(self, group: Sequence[Part]) -> Tensor:

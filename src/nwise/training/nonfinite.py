@@ -105,7 +105,7 @@ class NonFiniteGuard:
         return module is not None and not math.isfinite(squared_norm(module.parameters()))
 
     def _head_is_bad(self, stage: int) -> bool:
-        return bool(self._wrong_losses(stage)) or self._is_bad(self._pipe.heads.of(stage))
+        return bool(self._wrong_losses(stage)) or self._is_bad(self._pipe.heads.get(stage))
 
     def _wrong_losses(self, stage: int) -> list[int]:
         """Return the micro-batches whose loss is not finite."""
@@ -124,7 +124,7 @@ class NonFiniteGuard:
         for k in left_out:
             self._forget(self._pipe.stages[k])
         for j in bad_losses & set(bad):
-            self._forget(self._pipe.heads.of(j))
+            self._forget(self._pipe.heads.get(j))
         return left_out
 
     def _forget(self, module: nn.Module | None) -> None:
@@ -158,7 +158,7 @@ class NonFiniteGuard:
     def _parameters(self, stage: int) -> list[dict[str, Any]]:
         """Describe each of a stage's parameters and gradients."""
         rows = []
-        for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.of(stage))):
+        for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.get(stage))):
             for name, p in () if module is None else module.named_parameters():
                 row: dict[str, Any] = {"name": f"{owner}.{name}", "not_finite": int((~p.isfinite()).sum())}
                 if p.grad is not None and p.numel():

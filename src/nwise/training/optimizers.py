@@ -28,7 +28,7 @@ def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -
         return [{"params": list(pipe.parameters())}]
     groups = []
     for k, factor in enumerate(factors):
-        head = pipe.heads.of(k)
+        head = pipe.heads.get(k)
         parameters = [*pipe.stages[k].parameters(), *(head.parameters() if head is not None else ())]
         if parameters:
             groups.append({"params": parameters, "lr": factor * lr})

@@ -16,7 +16,7 @@ from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
 from nwise.runtime.appointment import Appointment
-from nwise.runtime.timeline import Timeline
+from nwise.runtime.timeline import TimelineRecorder
 from nwise.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.training.checkpoint.policy import CheckpointInfo, CheckpointPolicy, Saver
 from nwise.training.evaluate import Scores, evaluate
@@ -86,7 +86,7 @@ class Trainer:
         counts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
         self.num_parameters = tuple(map(sum, zip(*counts, strict=True)))  # main network, heads
         self._log = StepLog(self.pipe)
-        self._timeline: Timeline | None = None
+        self._timeline: TimelineRecorder | None = None
         self._appointment = Appointment(self.pipe.team)
         self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
@@ -208,7 +208,7 @@ class Trainer:
             raise ValueError(
                 "`timeline` needs a strategy with a fixed order. Found Hogwild, whose actions follow the arrival of gradients."
             )
-        self._timeline = Timeline(self.pipe.team, now.name, first, first + steps)
+        self._timeline = TimelineRecorder(self.pipe.team, now.name, first, first + steps)
 
     @property
     def unwritten(self) -> dict[str, str]:
