@@ -83,7 +83,7 @@ def test_waiting_ranks_name_the_stalled_rank(tmp_path: Path) -> None:
     assert seconds < 60, "not the default limit of five minutes"
     assert len(said) == 4
     waits = r"Rank [1-3] .* has been at .* \(waiting for .*\) of step \d for more than 4 seconds; "
-    assert re.search(waits + "rank 0, which waits for nobody, was last seen between steps$", said[0]), said[0]
+    assert re.search(waits + "rank 0, which waits for no rank, was last seen between steps$", said[0]), said[0]
 
 
 def test_stall_in_on_action_is_not_taken_for_a_wait(tmp_path: Path) -> None:

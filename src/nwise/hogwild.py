@@ -4,7 +4,13 @@ The grid assumes the paper's costs: a forward takes one slot, each loss's pass t
 free. Stage ``k`` starts the forward of micro-batch ``i`` in slot ``p i + k``, where ``p`` is the work of the busiest stage. It
 fills the slots between with the passes whose gradients have arrived, oldest first. An update is applied with the last pass of
 its mini-batch. The staleness of a gradient is the number of updates between its forward and its own update. For end-to-end
-credit and one micro-batch that is ``A - 1 - k`` at stage ``k`` (figure 1 of the paper).
+credit and one micro-batch that is ``A - 1 - k`` at stage ``k`` (figure 1 of the paper). With 3 stages, the digit being the
+mini-batch::
+
+    slot      0   1   2   3   4   5   6   7   8
+    stage 0   F0  .   F1  .   F2  W0  F3  W1  F4      F2 runs before the updates by 0 and 1: staleness 2
+    stage 1   .   F0  .   F1  B0  F2  B1  F3  B2      F1 runs before the update by 0: staleness 1
+    stage 2   .   .   F0  B0  F1  B1  F2  B2  F3      F1 runs after the update by 0: staleness 0
 
 The parameters behind an update depend on those counts alone, so one process executes the grid exactly by computing each stage
 with the parameters of that many updates ago.
@@ -63,6 +69,7 @@ def _ages(flow: Flow, num_microbatches: int, measured: int) -> list[list[int]]:
     left = [[num_microbatches] * (measured + 1) for _ in range(num_stages)]
     ages = [[0] * num_microbatches for _ in range(num_stages)]
     trained = [stage.weights is not None for stage in flow.stages]
+    # In every slot a stage runs the forward of the grid, or else the oldest pass whose messages have arrived.
     for slot in range(period * num_microbatches * (measured + 1) + num_stages):
         done: list[Action] = []
         for k in range(num_stages):
@@ -128,7 +135,8 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
     stages = range(len(updates))
     sends = [[0] * max(len(flow.stages[k].messages) for flow in flows) for k in stages]
     works = [[(flow.stages[k], a) for flow in flows for a in passes(flow.stages[k], k, 0)] for k in stages]
-    for k in reversed(stages):  # as soon as the messages that they need can arrive
+    # From the last stage down: the earliest step at which the messages that an action needs can arrive.
+    for k in reversed(stages):
         for stage, action in works[k]:
             soonest = max((sends[k + 1][p] for p in stage.cotangent(action.message).needed), default=0)
             if action.kind is not Kind.INPUT_GRAD:
@@ -138,11 +146,12 @@ def timetable(cycle: Sequence[Sequence[Flow]]) -> list[Due]:
         for stage in (flow.stages[k] for flow in flows):
             if stage.fused is not None:
                 sends[k][stage.fused] = max(sends[k][stage.fused], updates[k])
-    for k in stages[1:]:  # with the update, unless the stage before needs them earlier
+    # From the first stage up: a message may wait for the update of its stage, unless the stage before needs it earlier.
+    for k in stages[1:]:
         latest = [max(soonest, updates[k]) for soonest in sends[k]]
         for stage, action in works[k - 1]:
-            hands_on = action.kind is Kind.INPUT_GRAD and action.message is not None
-            when = sends[k - 1][action.message or 0] if hands_on else updates[k - 1]
+            passes_on = action.kind is Kind.INPUT_GRAD and action.message is not None
+            when = sends[k - 1][action.message or 0] if passes_on else updates[k - 1]
             for p in stage.cotangent(action.message).needed:
                 latest[p] = min(latest[p], when)
         sends[k] = latest

@@ -156,7 +156,7 @@ class Stage:
         wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
         if flow.own and not loss.requires_grad:
             raise ValueError(
-                f"The loss of stage {self.index} should depend on the stage's output, since the strategy trains stages "
+                f"The loss of stage {self.index} should depend on the stage's output, because the strategy trains stages "
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and weight:

@@ -32,7 +32,7 @@ class Replicas:
         self, group: dist.ProcessGroup, main: Callable[[], Iterable[Tensor]], head: Callable[[], Iterable[Tensor]]
     ) -> None:
         self._group = group
-        self._parameters = {False: main, True: head}
+        self._parameters = {False: main, True: head}  # the key is the argument `head` of `summing`
         self._before: list[tuple[Tensor, Tensor]] = []
         self._begun: list[tuple[list[Tensor], Tensor, Any]] = []
 
@@ -59,6 +59,10 @@ class Replicas:
         Args:
             head: whether the pass is the head's.
         """
+        # Autograd finishes the gradients of the last layer first, so the last parameters make the first bucket:
+        #
+        #     backward    layer 4   layer 3   layer 2   layer 1
+        #     sums                            [  bucket 0  ]    [  bucket 1  ]
         buckets = list(_buckets(self._parameters[head]()))
         missing = [len(bucket) for bucket in buckets]
         place = {p: i for i, bucket in enumerate(buckets) for p in bucket}

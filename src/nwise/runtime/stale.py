@@ -92,6 +92,12 @@ class Stale:
         Returns:
             The worker with the stage's loss.
         """
+        # End-to-end on stage 0 of 3, where the gradients of the grid are two updates old:
+        #
+        #     step 0   F(0)
+        #     step 1   F(1)
+        #     step 2   F(2) W(0)      mini-batch 0 is due, so W waits for its message
+        #     step 3   F(3) W(1)
         with self._runtime.watched():
             self._start(batch.inputs, turn)
             entry = self._forwards(turn, batch, step)

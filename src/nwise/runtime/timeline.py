@@ -64,6 +64,11 @@ class TimelineRecorder:
 
 def _clock_offset(team: Team) -> float:
     """Return the seconds to add to this process's clock to get rank 0's, from the quickest of several round trips."""
+    # The reply has rank 0's time, which is taken for that of the middle between send and receive. The quickest round trip
+    # leaves the least room for an error:
+    #
+    #     this rank   sent -----------------------> back
+    #     rank 0            \---> its time ---/             offset = its time - (sent + back) / 2
     world, control, best = team.world, team.world.control, (float("inf"), 0.0)
     for rank in range(1, dist.get_world_size()):
         for _ in range(_PINGS):

@@ -1,7 +1,11 @@
 """The watch: no rank outlives an error, a kill or a stall of another, and all ranks report the first error.
 
 The rank with the first error writes it into the store. On every rank, one thread waits for that error. Another thread
-publishes signs of life and checks on the next rank and on its own main thread.
+publishes signs of life and checks on the next rank and on its own main thread:
+
+    rank 0                               store                rank 1
+    main thread   first error ---------> error   -----------> `_listen` ends the process
+    `_live`       sign of life --------> beat/0  -----------> `_live` checks the next rank (of two ranks: rank 0)
 """
 
 from __future__ import annotations
@@ -161,7 +165,7 @@ class Watch:
         first = self._report()
         if kill is not None:
             end_stalled(kill)
-        # A launcher stops all ranks as soon as one has ended.
+        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too.
         with suppress(RuntimeError):
             told, deadline = store.add("told", int(first)), time.monotonic() + _GRACE
             while told < self._size and time.monotonic() < deadline:
@@ -187,7 +191,7 @@ class Watch:
             self._error_store.wait(["error"], timedelta(days=365))
             failure = self._error_store.get("error").decode()
         except RuntimeError:
-            failure = "The store of all ranks is gone; its process, rank 0 or the launcher, has ended."
+            failure = "The store of all ranks is lost; its process, rank 0 or the launcher, has ended."
         if self._closed.is_set() or failure == _END:
             return
         if not self._tells:
@@ -229,7 +233,7 @@ class Watch:
         """Describe the other ranks that are not waiting; a stalled loader on one of them may be the cause."""
         beats = {rank: _last_beat(self._store, rank) for rank in range(self._size) if rank != self._rank}
         return "".join(
-            f"; rank {rank}, which waits for nobody, was last seen {beat['at']}"
+            f"; rank {rank}, which waits for no rank, was last seen {beat['at']}"
             for rank, beat in beats.items()
             if beat and not beat["waits"]
         )

@@ -91,6 +91,7 @@ class Worker:
             self._losses.append((weight, loss))
             batch.losses[k, m] = loss
             return ()
+        # Messages stay until the micro-batch's last pass, because several passes may use the same one.
         cotangent = flow.weights if q is None else flow.messages[q]
         assert cotangent is not None
         messages = self.messages.get(m, {})

@@ -2,7 +2,13 @@
 
 Processes lie on a mesh of up to three dimensions: ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with
 a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the store of
-`torch.distributed`, tensors through channels.
+`torch.distributed`, tensors through channels. The ranks of 8 processes with 4 stages and 2 replicas:
+
+            dp 0   dp 1
+    pp 0      0      1        Each column is a pipeline with its own channels.
+    pp 1      2      3        Each row sums the gradients of its stage.
+    pp 2      4      5
+    pp 3      6      7
 """
 
 from __future__ import annotations
@@ -212,6 +218,7 @@ class World:
                 )
 
     def _key(self, name: str) -> str:
+        # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.
         self._shared[name] = self._shared.get(name, -1) + 1
         return f"{name}/{self._shared[name]}"
 
