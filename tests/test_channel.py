@@ -155,6 +155,23 @@ def test_take_of_arrived_message_posts_no_receive() -> None:
         begin(sender, receiver, one)
 
 
+def test_sender_by_default_keeps_one_cycle_and_counts_its_bytes() -> None:
+    """Nothing is received here: a send waits for the same message of the cycle before, and no earlier one."""
+    wire = Wire()
+    sender = Sender(Link(cast(Any, wire), 1, torch.device("cpu")))
+    two = plan([[(1,)], [(3,)]])
+    values = [torch.ones(1, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+    assert sender.num_bytes == 0
+    sender.start(two, 0)
+    for m, value in enumerate(values):
+        sender.send((m, None, 0), [value])
+    assert sender.num_bytes == two.num_bytes(0) == 8 * 4
+    assert wire.calls == ["send", "send"]
+    sender.start(two, 0)
+    with pytest.raises(LostPeer):  # of this wire, where waiting is in vain
+        sender.send((0, None, 0), [values[0]])
+
+
 def test_no_receive_posted_ahead_on_non_cpu_device() -> None:
     """A posted receive blocks the device, as under nccl; this holds for every device but the CPU."""
     wire, sender, receiver = channel(device="meta")

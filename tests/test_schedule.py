@@ -565,3 +565,10 @@ def test_deprecated_names_warn_and_work() -> None:
         assert nwise.schedule.rival is baseline
     with pytest.warns(DeprecationWarning, match="'zb-h1'"):
         assert from_json(to_json(Recipe()) | {"schedule": "zero-bubble-lean"}) == Recipe(schedule="zb-h1")
+
+
+@pytest.mark.parametrize("name", ["rotating-2", "rotating-2-microbatch", "2-wise"])
+def test_lower_bound_counts_each_update_once(name: str) -> None:
+    """Regression: the bound counted an update for every different flow, so rotating blocks took less than their bound."""
+    schedule = best(name, num_stages=4, num_microbatches=2, costs=Costs(1, 0.5, 1, 1, update=50))
+    assert schedule.lower_bound <= schedule.period < 120

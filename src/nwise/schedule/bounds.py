@@ -44,7 +44,7 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
             work[k] += count * sum(_least(price, action, flow) for action in kinds)
             down[k] += count * sizes[k] / costs.bandwidth if k < num_stages - 1 else 0.0
             up[k] += count * len(stage.messages) * sizes[k - 1] / costs.bandwidth if k else 0.0
-            work[k] += len(flows) * price.update
+        work[k] += len(flows) * price.update
     return max(*work, *down, *up, *_held_back(flows, costs, num_stages))
 
 
