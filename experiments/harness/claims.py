@@ -118,12 +118,12 @@ def mean_of(several: Sequence[Seeds]) -> dict[int, float]:
 
 
 def slope(points: Mapping[int, Seeds]) -> dict[int, float]:
-    """By seed the slope of the straight line that fits its values best.
+    """Return for each seed the slope of the straight line that fits its values best.
 
     Args:
         points: values by seed at each x.
 
-    >>> slope({1: {0: 5.0}, 2: {0: 6.0}, 4: {0: 8.0, 1: 0.0}})
+    >>> slope({1: {0: 5.0}, 2: {0: 6.0}, 3: {0: 7.0, 1: 0.0}})
     {0: 1.0}
     """
     centre = mean(points)
