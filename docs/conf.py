@@ -46,13 +46,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def _readmes(app: Any, docname: str, source: list[str]) -> None:
-    """Links to folders of the repository go to their README, which the page then offers."""
+    """Turn links to files of the repository, and to READMEs of its folders, into downloads."""
     del app
     here = (ROOT / "docs" / docname).parent
 
     def target(match: re.Match[str]) -> str:
         path = (here / match[1]).resolve()
-        return f"]({match[1].rstrip('/')}/README.md)" if path.is_dir() and (path / "README.md").exists() else match[0]
+        file = f"{match[1].rstrip('/')}/README.md" if path.is_dir() else match[1]
+        # `path:` offers the file; without it a .md outside of docs/ would be an unknown page and no link at all.
+        return f"](path:{file})" if file.endswith(".md") and (here / file).exists() else match[0]
 
     source[0] = re.sub(r"\]\((\.\./[^)#]+)\)", target, source[0])
 
