@@ -51,8 +51,8 @@ def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
 @lru_cache(maxsize=256)
 def _steady(flow: Flow, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     num_stages = len(flow.stages)
-    # After 2A micro-batches every stage has received its first gradient. Then measure two mini-batches: equal counts in both
-    # show that the grid is steady.
+    # After 2A micro-batches every stage has received its first gradient; 3A leave a margin. Then measure two mini-batches:
+    # equal counts in both show that the grid is steady.
     settled = -(-3 * num_stages // num_microbatches) + 2
     first = _ages(flow, num_microbatches, settled)
     assert first == _ages(flow, num_microbatches, settled + 1), "the grid is not steady yet"
