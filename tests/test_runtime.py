@@ -110,7 +110,7 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
         said, seconds = faulty(kind, rank, after, tmp_path)
         assert len({line.partition(" stops: ")[2] for line in said}) == 1, (kind, rank, after, said)
         assert re.search(sentence_of(kind, rank, r"\d+"), said[0]), (kind, rank, after, said[0])
-        assert seconds < 10, (kind, rank, after)
+        assert seconds < 60, (kind, rank, after)
 
 
 def test_hogwild_matches_single_process_bitwise(tmp_path: Path) -> None:
