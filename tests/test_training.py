@@ -485,3 +485,16 @@ def test_sgd_momentum_matches_torch() -> None:
             p.grad = p.detach() ** 2
             optimizer.step()
     assert torch.equal(x, twin)
+
+
+def test_metrics_with_bytes_that_are_not_utf8_are_no_records(tmp_path: Path) -> None:
+    """A damaged byte inside a text must not be replaced in silence; resuming drops the line."""
+    run = Run(tmp_path)
+    run.record(kind="train", step=1)
+    (tmp_path / "metrics.jsonl").write_bytes(
+        (tmp_path / "metrics.jsonl").read_bytes() + b'{"kind": "tr\xff", "step": 2}\n'
+    )
+    with pytest.raises(ValueError, match="line 2, should be a record"):
+        run.metrics()
+    run.rewind(9)
+    assert [record["step"] for record in run.metrics()] == [1]

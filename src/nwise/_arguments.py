@@ -91,12 +91,6 @@ def checked(
     return mains, [*sides, None], losses
 
 
-def check_num_microbatches(number: object) -> None:
-    """Raise ValueError unless `number` is a valid number of micro-batches."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"`num_microbatches` should be an integer of at least 1. Found {number!r}.")
-
-
 def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
     """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
     if target is None and num_inputs > 1 and not _takes(first, num_inputs):

@@ -46,13 +46,14 @@ def hint(text: str, names: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def check_at_least(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless an argument is an integer of at least `least`.
+def check_at_least(minimum: int, **values: object) -> None:
+    """Raise ValueError unless every value is an integer of at least `minimum`.
 
-    >>> check_at_least("keep", 2, 1)
+    >>> check_at_least(1, keep=2, num_stages=4)
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"`{name}` should be an integer of at least {least}. Found {value!r}.")
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
 
 
 def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:

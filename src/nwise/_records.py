@@ -62,11 +62,13 @@ def append_text(path: Path, lines: Sequence[str]) -> None:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Yield number (from 1), text and value of every line of a file of JSON lines; a line that is not JSON has no value."""
-    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.exists() else [], start=1):
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        text = line.decode(errors="replace")
         try:
-            yield number, line, json.loads(line)
-        except (ValueError, RecursionError):
-            yield number, line, None
+            yield number, text, json.loads(line.decode())
+        except (ValueError, RecursionError):  # also for bytes that are not UTF-8
+            yield number, text, None
 
 
 def plain(value: Any) -> Any:

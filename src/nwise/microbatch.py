@@ -66,6 +66,7 @@ def cut(
     Raises:
         ValueError: there are too few samples, the target has another number of them, or none of them counts.
     """
+    inputs = as_tuple(inputs, "The input of `step`")
     size = batch_size(inputs, "The input of `step`")
     targets = None if target is None else as_tuple(target, "`target`")
     if targets is not None and batch_size(targets, "`target`") != size:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise._arguments import Given, HeadDict, check_num_microbatches, check_target, checked, refuse_sharing
+from nwise._arguments import Given, HeadDict, check_target, checked, refuse_sharing
 from nwise._compiled import allow_several_passes
+from nwise._errors import check_at_least
 from nwise._inference import Outputs, all_outputs, head_output
 from nwise._snapshot import Snapshot
 from nwise._summary import describe
@@ -95,8 +96,8 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         given, given_heads, losses = checked(list(stages), heads, loss_fn)
-        check_num_microbatches(num_microbatches)
-        check_order("best" if schedule is None else schedule)
+        check_at_least(1, num_microbatches=num_microbatches)
+        schedule = None if schedule is None else check_order(schedule)
         rule = parse(strategy)
         self.team = Team(len(given), mesh, timeout) if launched() else None
         self.seed = torch.initial_seed() if seed is None else seed
@@ -150,7 +151,7 @@ class Pipeline(nn.Module):
 
     @num_microbatches.setter
     def num_microbatches(self, num_microbatches: int) -> None:
-        check_num_microbatches(num_microbatches)
+        check_at_least(1, num_microbatches=num_microbatches)
         self._num_microbatches = num_microbatches
 
     @property
@@ -160,8 +161,7 @@ class Pipeline(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: Order) -> None:
-        check_order(schedule)
-        self._order = schedule
+        self._order = check_order(schedule)
 
     @property
     def num_stages(self) -> int:
@@ -247,7 +247,7 @@ class Pipeline(nn.Module):
         check_target(len(inputs), target, self.stages[0])
         replica, num_replicas = (0, 1) if self.team is None else (self.team.world.replica, self.team.world.num_replicas)
         batch = cut(
-            as_tuple(inputs, "The input of `step`"),
+            inputs,
             target,
             self.num_microbatches,
             self._terms,

@@ -37,7 +37,10 @@ def preserved(device: torch.device | None = None) -> Iterator[list[torch.Generat
     Yields:
         The global generators.
     """
-    generators = global_generators(device)
+    generators = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generators.append(torch.cuda.default_generators[index])
     states = [g.get_state() for g in generators]
     try:
         yield generators
@@ -53,12 +56,3 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         for g in generators:
             g.manual_seed(seed)
         yield
-
-
-def global_generators(device: torch.device | None) -> list[torch.Generator]:
-    """Return the CPU's generator and, if the device is a GPU, that GPU's."""
-    generators = [torch.default_generator]
-    if device is not None and device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generators.append(torch.cuda.default_generators[index])
-    return generators

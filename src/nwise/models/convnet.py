@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from nwise._errors import check_at_least
 from nwise.models import heads
-from nwise.models.staged import StagedModel, build, check_at_least
+from nwise.models.staged import StagedModel, build
 
 
 def convnet(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from nwise._errors import check_at_least
 from nwise.models import heads
 from nwise.models.layers import Embedding, TransformerBlock, vocabulary
-from nwise.models.staged import StagedModel, build, check_at_least, name_blocks
+from nwise.models.staged import StagedModel, build, name_blocks
 
 
 def gpt(

@@ -8,8 +8,9 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nwise._errors import check_at_least
 from nwise.models import heads
-from nwise.models.staged import StagedModel, build, check_at_least
+from nwise.models.staged import StagedModel, build
 
 
 class Conv2d(nn.Conv2d):

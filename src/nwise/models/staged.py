@@ -112,13 +112,6 @@ def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
                 reset()
 
 
-def check_at_least(minimum: int, **values: int) -> None:
-    """Raise ValueError unless every value is an integer of at least `minimum`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
-
-
 def name_blocks(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
     """Return ``{"blocks.0": ..., "blocks.1": ...}``."""
     return {f"blocks.{i}": block for i, block in enumerate(blocks)}

@@ -12,7 +12,6 @@ import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise import models
-from nwise._errors import current_name
 from nwise.data import images as image_data
 from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
@@ -279,7 +278,7 @@ class Recipe:
             )
         if self.channels_last and isinstance(self.data, EmbeddedText | TextSource):
             raise ValueError("`channels_last` needs image data. Found text.")
-        check_order(self.schedule)
+        object.__setattr__(self, "schedule", check_order(self.schedule))  # an old name becomes the present one
         self.strategy_for(1)
 
     def strategy_for(self, steps_per_epoch: int) -> Any:
@@ -347,7 +346,7 @@ def from_json(value: Any) -> Any:
     if kind is None:
         raise ValueError(f"`type` should be one of {', '.join(_TYPES)}. Found {name!r}.")
     hints = get_type_hints(kind)
-    fields = {key: current_name(from_json(inner)) for key, inner in value.items() if key != "type"}
+    fields = {key: from_json(inner) for key, inner in value.items() if key != "type"}
     for key, inner in fields.items():
         if key not in hints:
             raise ValueError(f"A {name} should have fields {', '.join(sorted(hints))}. Found {key!r}.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nwise._errors import needed
-from nwise._records import plain, write_text
+from nwise._records import PARTIAL, plain, write_text
 
 
 class HtmlCell(str):
@@ -80,7 +80,7 @@ def check_page(path: Path) -> None:
         raise ValueError(f"A page should be a file that ends in .html. Found {str(path)!r}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".part")
+        partial = path.with_name(path.name + PARTIAL)
         partial.touch()
         partial.unlink()
     except OSError as error:

@@ -72,8 +72,7 @@ class Worker:
         self.messages: dict[int, dict[int, Cotangents]] = {}
         self._flows = flows
         self._batch = batch
-        self._passes = passes
-        self._passes_left = dict(passes)
+        self._passes_left = Counter(passes)
         self._losses: list[tuple[float, Tensor]] = []
 
     def run(self, action: Action) -> Tensors | Cotangents:
@@ -83,7 +82,7 @@ class Worker:
         if kind is Kind.FORWARD:
             seed = derive(batch.seed, "stage", k, batch.first + m)
             versions = batch.versions.get((k, m))
-            return stage.forward(m, self.inputs.pop(m), flow, self._passes[k, m], seed, versions)
+            return stage.forward(m, self.inputs.pop(m), flow, self._passes_left[k, m], seed, versions)
         if kind is Kind.HEAD:
             weight = batch.weights[m][k]
             seed = derive(batch.seed, "head", k, batch.first + m)
@@ -92,8 +91,7 @@ class Worker:
             batch.losses[k, m] = loss
             return ()
         # Messages stay until the micro-batch's last pass, because several passes may use the same one.
-        cotangent = flow.weights if q is None else flow.messages[q]
-        assert cotangent is not None
+        cotangent = flow.cotangent(q)
         messages = self.messages.get(m, {})
         received = [messages.get(p, ()) for p in range(len(cotangent.received))]
         self._passes_left[k, m] -= 1

@@ -40,11 +40,11 @@ RULES: dict[str, Callable[[orders.Flows, int], list[Word]]] = {
 ORDERS = ("best", *RULES)
 
 
-def check_order(order: object) -> None:
-    """Raise ValueError or TypeError unless `order` is a schedule or one of `ORDERS`."""
+def check_order(order: Order) -> Order:
+    """Return `order`, under its present name; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
     order = current_name(order)
     if isinstance(order, Schedule | Timed) or order in ORDERS:
-        return
+        return order
     if isinstance(order, str):
         raise ValueError(f"`schedule` should be one of {', '.join(ORDERS)}. Found {order!r}.{hint(order, ORDERS)}")
     raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
@@ -62,8 +62,7 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
     Raises:
         ValueError: the order is unknown, or the schedule is for other flows or cannot run.
     """
-    order = current_name(order)
-    check_order(order)
+    order = check_order(order)
     if isinstance(order, Timed):
         order = order.schedule
     if isinstance(order, Schedule):

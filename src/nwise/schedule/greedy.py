@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Chains, Costs, prices
 from nwise.schedule.lists import Product, Word, needs, product
-
-Urgency = Callable[[Action], tuple[float, float]]
 
 
 def nearest_first(
@@ -34,24 +32,7 @@ def nearest_first(
         chains: see `nwise.schedule.best`.
         pace: least time between two forwards of the first stage; default: 0.
     """
-
-    def urgency(action: Action) -> tuple[float, float]:
-        if action.kind is Kind.HEAD:
-            return (0, 0)
-        if action.kind is Kind.FORWARD:
-            return (2, 0)
-        if action.kind is Kind.WEIGHT_GRAD:
-            return (3, 0)
-        return (1, flows[action.microbatch].stages[action.stage].cotangent(action.message).far)
-
-    return _Greedy(flows, turn, urgency, fuse, cap, costs, chains, pace).words()
-
-
-def list_schedule(
-    flows: Sequence[Flow], turn: int, urgency: Urgency, *, fuse: Collection[int], cap: int, costs: Costs, chains: Chains
-) -> list[Word]:
-    """Give every free stage the ready action with the smallest `urgency`; for the arguments see `nearest_first`."""
-    return _Greedy(flows, turn, urgency, fuse, cap, costs, chains).words()
+    return _Greedy(flows, turn, fuse, cap, costs, chains, pace).words()
 
 
 class _Greedy:
@@ -61,17 +42,15 @@ class _Greedy:
         self,
         flows: Sequence[Flow],
         turn: int,
-        urgency: Urgency,
         fuse: Collection[int],
         cap: int,
         costs: Costs,
         chains: Chains,
-        pace: float = 0.0,
+        pace: float,
     ) -> None:
         num_stages = len(flows[0].stages)
         self._flows = flows
         self._by_turn = [flows] * (turn + 1)
-        self._urgency = urgency
         self._cap = cap
         self._pace = pace
         self._latency = costs.latency
@@ -133,6 +112,16 @@ class _Greedy:
         self._left[k][action.microbatch] -= 1
         self._in_flight[k] -= self._left[k][action.microbatch] == 0
         return action
+
+    def _urgency(self, action: Action) -> tuple[int, int]:
+        """Return the place of an action among the ready ones of a stage; the smallest comes first."""
+        if action.kind is Kind.HEAD:
+            return (0, 0)
+        if action.kind is Kind.FORWARD:
+            return (2, 0)
+        if action.kind is Kind.WEIGHT_GRAD:
+            return (3, 0)
+        return (1, self._flows[action.microbatch].stages[action.stage].cotangent(action.message).far)
 
     def _ready(self, action: Action, now: float, arrival: dict[Product, float]) -> bool:
         """Tell whether a stage may start an action now."""

@@ -44,10 +44,10 @@ class CheckpointPolicy:
     """Write in the background, from a copy."""
 
     def __post_init__(self) -> None:
-        check_at_least("checkpoint_every", self.checkpoint_every, 0)
+        check_at_least(0, checkpoint_every=self.checkpoint_every)
         if not 0 <= self.checkpoint_minutes < 1e6:
             raise ValueError(f"`checkpoint_minutes` should be from 0 to a million. Found {self.checkpoint_minutes}.")
-        check_at_least("keep", self.keep, 1)
+        check_at_least(1, keep=self.keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,12 @@ class Checkpoints:
         keep_best: bool = False,
         asynchronous: bool = False,
     ) -> None:
-        check_at_least("keep", keep, 1)
+        check_at_least(1, keep=keep)
         check_names(pipe)
         self.folder, self.optimizer = Path(folder), optimizer
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
         self._team = pipe.team
-        self._is_first = pipe.team is None or not pipe.team.world.rank
+        self.is_first = pipe.team is None or not pipe.team.world.rank
         # A separate group keeps a background writer's messages apart from the messages of training.
         self._group = None if pipe.team is None else pipe.team.world.new_group(backend="gloo")
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -142,7 +142,7 @@ class Checkpoints:
         try:
             self.wait()
         except OSError as error:
-            if self._is_first:
+            if self.is_first:
                 warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
         with self._failing_together():
             files.together(self._group, self._claim_folder)
@@ -162,7 +162,7 @@ class Checkpoints:
 
     def _claim_folder(self) -> None:
         """Make sure, before anything is written, that no other process writes here and no other run is overwritten."""
-        if not self._is_first:
+        if not self.is_first:
             return
         present = sorted(p.name for p in self.folder.glob("step-*") if p.suffix != PARTIAL)
         if present and not self._knows_folder:
@@ -208,7 +208,7 @@ class Checkpoints:
                 return info
             except DamagedError as error:
                 problem = str(error)
-                if self._is_first:
+                if self.is_first:
                     warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
                     with suppress(OSError):  # in a read-only folder
                         folder.rename(_unused(folder.with_name(name + ".damaged")))
@@ -239,10 +239,10 @@ class Checkpoints:
         return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        if self._is_first:
+        if self.is_first:
             files.clean_up(self.folder)
         files.write(folder, tensors, facts, self._group)
-        if self._is_first:
+        if self.is_first:
             self._remove_old(folder.name)
 
     def _remove_old(self, written: str) -> None:
@@ -373,7 +373,7 @@ class Saver:
         except OSError as error:
             self._written = -1
             self.unwritten = str(error)
-            if self._pipe.team is None or not self._pipe.team.world.rank:
+            if self._checkpoints.is_first:
                 warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
         else:
             self.unwritten = ""
