@@ -80,7 +80,7 @@ def _flows() -> list[Claim]:
 
 
 def _picture(name: str, num_stages: int, m: int, batches: int) -> Picture:
-    timed = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=PAPER, chains="walked")
+    timed = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=PAPER)
     return Picture(name if m == 1 else f"{name}, M = {m}", timed, batches)
 
 
@@ -96,7 +96,7 @@ def _grid() -> list[Claim]:
 def _microbatch_grids() -> list[Claim]:
     found = []
     for name, n in (("gpipe", 6), ("3-wise", 3)):
-        timed = timed_method(name, num_stages=6, num_microbatches=4, costs=PAPER, chains="walked")
+        timed = timed_method(name, num_stages=6, num_microbatches=4, costs=PAPER)
         wanted = paper_time(6, 4, n)
         text = f"{name}, M = 4, six stages: the formula's {wanted} slots"
         found.append(

@@ -62,7 +62,7 @@ def recorded(steps: int = 4) -> dict[str, Any]:
     """A timeline of the 2-wise lists with stages of unlike speed, as `nwise train --timeline` writes it."""
     costs = Costs((2e-3, 3e-3, 4e-3, 4e-3), 1e-3, (0, 2e-3, 3e-3, 3e-3), (3e-3, 3e-3, 4e-3, 4e-3), latency=2e-4)
     strategy = nwise.NWise(2, heads="all")
-    drawn = Picture("", best(strategy, num_stages=4, num_microbatches=1, costs=costs, chains="walked"), steps)
+    drawn = Picture("", best(strategy, num_stages=4, num_microbatches=1, costs=costs), steps)
     events: list[list[Any]] = [[] for _ in range(4)]
     for e in drawn.timeline.events:
         a = e.action
@@ -198,7 +198,7 @@ def test_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> No
             if method in ("gpipe", "zero-bubble"):
                 timed = baseline(method, num_stages=stages, num_microbatches=m, costs=costs)
             else:
-                timed = best(method, num_stages=stages, num_microbatches=m, costs=costs, chains="walked")
+                timed = best(method, num_stages=stages, num_microbatches=m, costs=costs)
             found = shown()
             assert float(found["period"]) == pytest.approx(timed.period, rel=1e-3)
             assert float(re.split(r"[ :]", found["bound"])[0]) == pytest.approx(timed.lower_bound, rel=1e-3)

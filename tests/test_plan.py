@@ -45,14 +45,14 @@ def transformer(num_stages: int, **options: object) -> Plan:
 def test_plan_of_the_papers_transformer(num_stages: int, winner: str) -> None:
     """Zero-bubble end-to-end is recommended where it is faster; 2-wise wins from between 8 and 16 stages on."""
     found = transformer(num_stages, strategies=("local", "2-wise", "3-wise"))
-    times = {option.method: (option.period, option.num_microbatches) for option in found.options}
+    times = {option.name: (option.period, option.num_microbatches) for option in found.options}
     for method, (time, m) in TABLE[num_stages].items():
         assert times[method][0] == pytest.approx(time, abs=0.0051), method
         assert times[method][1] == m, method
-    assert found.recommended.method == winner
+    assert found.recommended.name == winner
     assert found.baseline is not None
-    assert found.baseline.method == "zero-bubble"
-    two_wise = next(option for option in found.options if option.method == "2-wise")
+    assert found.baseline.name == "zero-bubble"
+    two_wise = next(option for option in found.options if option.name == "2-wise")
     assert found.speedup(two_wise) == pytest.approx({4: 0.86, 8: 0.97, 16: 1.17}[num_stages], abs=0.005)
     text = " ".join(verdict(found))
     if winner == "2-wise":
@@ -60,35 +60,12 @@ def test_plan_of_the_papers_transformer(num_stages: int, winner: str) -> None:
             "2-wise with M = 2 has the shortest step between local and end-to-end, 4.62: 17 % faster than"
         )
         assert (
-            "2-wise: a step is 17 % faster than zero-bubble, 34 % faster than zero-bubble (walked); worth it against"
-            in text
+            "2-wise: a step is 17 % faster than zero-bubble; worth it if it reaches your quality in fewer than" in text
         )
-        assert "worth it against zero-bubble if it reaches your quality in fewer than 1.17 times the steps" in text
+        assert "fewer than 1.17 times the steps" in text
     else:
         assert text.startswith("Use zero-bubble")
         assert f"2-wise: a step is {'16' if num_stages == 4 else '4'} % slower than zero-bubble" in text
-    assert "which nwise's own stages do not do: of end-to-end pipelines nwise runs at best" in text
-    assert [o.runs for o in found.options if o.method in ("zero-bubble", "2-wise", "1f1b")].count(False) == 1
-
-
-def test_walked_chains_are_listed_where_they_cost() -> None:
-    methods = [option.method for option in transformer(4, strategies=("2-wise", "3-wise")).options]
-    assert "2-wise" in methods
-    assert "2-wise (walked)" not in methods
-    assert {"3-wise", "3-wise (walked)", "zero-bubble", "zero-bubble (walked)"} <= set(methods)
-
-
-def test_plan_recommends_only_schedules_nwise_runs() -> None:
-    """Slow links favour 3-wise; its variant with stored cotangents is faster, but nwise does not run it."""
-    costs = Costs(1, 0.5, 1, 1, overhead=0.02, latency=1.0)
-    found = transformer(4, costs=costs, strategies=("3-wise",))
-    three = {option.method: option for option in found.options if option.name == "3-wise"}
-    assert three["3-wise"].period < three["3-wise (walked)"].period
-    assert found.recommended.runs
-    assert not three["3-wise"].runs
-    assert found.baseline is not None
-    assert three["3-wise (walked)"].period < found.baseline.period
-    assert found.recommended.method == "3-wise (walked)"
 
 
 def test_zero_bubble_baseline_is_optimised() -> None:
@@ -171,7 +148,7 @@ def test_plan_identifies_strategies_by_their_credit() -> None:
     assert sorted(set(names)) == ["4-wise-mean", "end-to-end", "hogwild", "local"]
     assert names.count("local") == 1
     # Hogwild and local have the shortest steps, but of another kind.
-    assert found.recommended.method == "zero-bubble"
+    assert found.recommended.name == "zero-bubble"
     with pytest.raises(
         ValueError, match="`strategies` should each be the same at every step. Found 'local@5,end-to-end'"
     ):
@@ -187,7 +164,7 @@ def test_plan_with_zero_costs_and_ties(capsys: pytest.CaptureFixture[str]) -> No
     assert "nothing takes any time" in capsys.readouterr().out
     # Of equal ones the end-to-end pipeline that nwise runs with the least in flight.
     free = Costs(1, 0, 1, 0)
-    assert transformer(4, costs=free, strategies=()).recommended.method == "1f1b"
+    assert transformer(4, costs=free, strategies=()).recommended.name == "1f1b"
     for order in ((1, 2, 4), (4, 2, 1)):
         found = plan(lambda flows, m: free.split_in(m), 4, microbatches=order, strategies=("local",))
         assert next(o.num_microbatches for o in found.options if o.name == "local") == 1
@@ -241,12 +218,12 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatc
     out = capsys.readouterr().out
     assert "8 devices, each method at its best M" in out
     assert "- Use zero-bubble with M = 16" in out
-    assert "2-wise: a step is 4 % slower than zero-bubble, 16 % faster than" in out
+    assert "2-wise: a step is 4 % slower than zero-bubble; not worth its time here" in out
     assert cli.run([*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["recommended"] == "zero-bubble"
     option = next(o for o in record["options"] if o["method"] == "2-wise")
-    assert (option["microbatches"], round(option["period"], 2), option["nwise_runs_it"]) == (2, 4.62, True)
+    assert (option["microbatches"], round(option["period"], 2)) == (2, 4.62)
 
 
 def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +288,8 @@ def test_costs_as_text(tmp_path: Path) -> None:
     assert costs_of_text('{"forward": 1, "head": 0, "input_grad": [2, 1], "weight_grad": 3}') == Costs(1, 0, (2, 1), 3)
     with pytest.raises(ValueError, match="Costs should have forward once. Found it twice"):
         costs_of_text("forward=1,forward=2,head=0,input_grad=1,weight_grad=1")
-    with pytest.raises(ValueError, match="Costs should be at most 12 numbers. Found 13"):
-        costs_of_text(",".join("1" * 13))
+    with pytest.raises(ValueError, match="Costs should be at most 13 numbers. Found 14"):
+        costs_of_text(",".join("1" * 14))
     with pytest.raises(ValueError, match="The text should contain JSON. Found"):
         costs_of_text("{")
     file = tmp_path / "costs.json"

@@ -319,8 +319,8 @@ def test_bad_time_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch)
 def test_measured_run_is_compared_with_its_prediction() -> None:
     """The measured times are simulated, plus one delay that the prediction does not know."""
     costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=2.0, chain_share=0.0)
-    schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs, chains="walked").schedule
-    line = simulate(schedule, costs, chains="walked", cycles=6)
+    schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs).schedule
+    line = simulate(schedule, costs, cycles=6)
     stages: list[list[tuple[int, Action, float, float]]] = [[] for _ in range(3)]
     for e in line.events:
         late = 1e-3 if e.action.kind is Kind.WEIGHT_GRAD and e.action.stage == 1 else 0.0

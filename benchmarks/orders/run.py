@@ -52,7 +52,7 @@ def equal() -> list[dict[str, Any]]:
             "phase": partial(phase, fuse=NONE),
             "skewed": partial(skewed, fuse=NONE, stride=1),
             "skewed, stride 2": partial(skewed, fuse=NONE, stride=2),
-            "nearest first": partial(nearest_first, fuse=NONE, cap=m, costs=costs, chains="stored"),
+            "nearest first": partial(nearest_first, fuse=NONE, cap=m, costs=costs),
         }
         gaps = {name: timed(make_schedule(name, flows, rule), costs).period for name, rule in rules.items()}
         gaps = {name: round(gap, 9) for name, gap in {**gaps, "best": found.period}.items()}

@@ -73,7 +73,6 @@ class Case:
             num_stages=self.stages,
             num_microbatches=self.microbatches,
             costs=costs_of_text(self.costs),
-            chains="walked",
         )
         if found.order == "hogwild":
             raise ValueError(
@@ -183,7 +182,7 @@ def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, bat
     """The busiest stage's waits, every one of which begins when the one before it has really ended."""
     flows = timed.schedule.flows
     works = [
-        [price[k].time(a, flows[a.turn][a.microbatch].stages[k], "walked") for a in word]
+        [price[k].time(a, flows[a.turn][a.microbatch].stages[k]) for a in word]
         for k, word in enumerate(timed.schedule.words)
     ]
     busiest = max(works, key=sum)

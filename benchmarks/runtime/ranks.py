@@ -200,7 +200,7 @@ def best_m(method: str, stages: int) -> int:
 
     def period(m: int) -> float:
         costs = costs_of_text(cut(m))
-        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs, chains="walked").period
+        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs).period
 
     return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)
 

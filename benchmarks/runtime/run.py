@@ -124,7 +124,6 @@ def limit(case: Record, travel: float) -> float:
     options: dict[str, Any] = {
         "num_stages": case["stages"],
         "num_microbatches": case["microbatches"],
-        "chains": "walked",
     }
     free = timed_method(method, costs=costs, **options)
     return free.period / timed_method(method, costs=replace(costs, latency=travel / SLOT_MS), **options).period

@@ -72,7 +72,7 @@ class VirtualStage:
         # Before looking up the price, which an accelerator would not do.
         moment = time.perf_counter() if received else 0.0
         flow, _ = self._flows[microbatch]
-        self._device.work(self._price.time(Action(kind, self.index, microbatch), flow, "walked"), received=moment)
+        self._device.work(self._price.time(Action(kind, self.index, microbatch), flow), received=moment)
 
     def forward(
         self,
@@ -98,7 +98,14 @@ class VirtualStage:
         return torch.zeros(())
 
     def backward(
-        self, microbatch: int, cotangent: Cotangent, received: Sequence[Cotangents], *, inputs: bool, weights: bool
+        self,
+        microbatch: int,
+        cotangent: Cotangent,
+        received: Sequence[Cotangents],
+        *,
+        inputs: bool,
+        weights: bool,
+        shared: bool = False,
     ) -> Cotangents:
         """I, W or B: a gradient as large as the input."""
         kind = Kind.BOTH if inputs and weights else Kind.INPUT_GRAD if inputs else Kind.WEIGHT_GRAD

@@ -87,7 +87,7 @@ def _about_time(runs: Runs) -> list[Claim]:
     found = []
     for name, costs in {"paper's costs": PAPERS_COSTS, "F = I = W, heads of half a stage": TRANSFORMER}.items():
         times = [
-            timed_method(m, num_stages=_FOUR, num_microbatches=1, costs=costs, chains="walked").period
+            timed_method(m, num_stages=_FOUR, num_microbatches=1, costs=costs).period
             for m in ("2-wise-mean", "end-to-end")
         ]
         ratio = times[0] / times[1]

@@ -21,7 +21,7 @@ from nwise.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, Costs
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.best import DoesNotFit
-from nwise.schedule.costs import TRANSFORMER, Chains, prices
+from nwise.schedule.costs import TRANSFORMER, prices
 
 _SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
 
@@ -91,11 +91,6 @@ def _multiplied(network: models.StagedModel) -> tuple[list[int], list[int]]:
     return stages, heads
 
 
-def chains_of(name: str) -> Chains:
-    """How a method's weight gradients come by the cotangents of all layers, as it really runs."""
-    return "stored" if name == "zero-bubble" else "walked"
-
-
 @cache
 def step_time(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> StepTime:
     """The fastest way to run a method.
@@ -121,7 +116,6 @@ def step_time(method: str, num_stages: int, costs: Costs, memory: float | None =
                 num_stages=num_stages,
                 num_microbatches=m,
                 costs=costs.split_in(m),
-                chains=chains_of(name),
                 memory=memory,
             )
             options.append(StepTime(found.period, m, max(found.peak_bytes)))
@@ -146,5 +140,5 @@ def work(method: str, num_stages: int, costs: Costs) -> float:
     total = 0.0
     for k, (word, price) in enumerate(zip(schedule.words, prices(costs, num_stages), strict=True)):
         flows = (schedule.flows[action.turn][action.microbatch].stages[k] for action in word)
-        total += sum(price.time(action, flow, "stored") for action, flow in zip(word, flows, strict=True))
+        total += sum(price.time(action, flow) for action, flow in zip(word, flows, strict=True))
     return total / len(schedule.flows)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtime.bench import Case, start_all
-from experiments.harness.clock import chains_of
 from nwise._machine import machine
-from nwise.schedule import PAPER, Chains, Costs, Slot, Timed, paper_time, simulate, validate
+from nwise.schedule import PAPER, Costs, Slot, Timed, paper_time, simulate, validate
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.paper import POWERS, best_table, fit_slot
@@ -30,9 +29,9 @@ BASELINES = ("zero-bubble", "1f1b", "2-wise", "3-wise")
 MEASURED = ("gpipe", "1-wise", "2-wise", "3-wise")
 
 
-def find(name: str, num_stages: int, m: int, costs: Costs = PAPER, chains: Chains = "stored") -> Timed:
+def find(name: str, num_stages: int, m: int, costs: Costs = PAPER) -> Timed:
     """The best schedule of a strategy, or a pipeline, checked."""
-    found = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains)
+    found = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs)
     validate(found.schedule)
     return found
 
@@ -101,9 +100,8 @@ def cell(a: int, n: int, m: int) -> Row:
 
 
 def honest(name: str, num_stages: int) -> Row:
-    """Time at the best M with F = I = W = 1, a head of 0.5, and 0.02 for every action; chains are walked as nwise's stages do,
-    while zero-bubble has its cotangents kept."""
-    times = {m: find(name, num_stages, m, TRANSFORMER.split_in(m), chains_of(name)).period for m in POWERS}
+    """Time at the best M with F = I = W = 1, a head of 0.5, and 0.02 for every action."""
+    times = {m: find(name, num_stages, m, TRANSFORMER.split_in(m)).period for m in POWERS}
     m = min(times, key=lambda m: (round(times[m], 9), m))
     return {"kind": "honest", "method": name, "A": num_stages, "M": m, "time": times[m]}
 

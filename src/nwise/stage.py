@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nwise.flow import Cotangent, StageFlow
+from nwise.kept import Kept, gradient_to_inputs
 from nwise.microbatch import Tensors, as_tuple
 
 LossFn = Callable[..., Tensor]
@@ -37,6 +38,7 @@ class _Tape:
     versions: Mapping[str, Tensor] | None
     rerun: Callable[[], Tensors] | None
     own: Cotangents = ()
+    kept: Kept | None = None
 
 
 class Stage:
@@ -177,6 +179,7 @@ class Stage:
         *,
         inputs: bool,
         weights: bool,
+        shared: bool = False,
     ) -> Cotangents:
         """Run I (``inputs``), W (``weights``) or B (both).
 
@@ -186,6 +189,8 @@ class Stage:
             received: the messages from the next stage; a message of weight 0 may be anything.
             inputs: whether to return the gradient to the inputs.
             weights: whether to add the gradient to the parameters to their ``.grad``.
+            shared: whether an I and a later W have this cotangent in common. The I then keeps the cotangent of every layer
+                (`nwise.kept`), and the W starts from those. Default: False.
 
         Returns:
             The gradient to each input with ``inputs``, else an empty tuple. The last pass frees the graph.
@@ -203,15 +208,24 @@ class Stage:
                 tape.outputs = tape.rerun()
             tape.rerun = None
         tape.passes_left -= 1
-        seeds = _mix(cotangent, tape.own, received)
-        pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
-        learns = self._leaves(tape) if weights else []
-        wrt = learns + [x for x in tape.inputs if inputs and x.requires_grad]
-        if pairs and wrt:
-            with _no_autocast(pairs[0][0]):
-                torch.autograd.backward(
-                    [y for y, _ in pairs], [g for _, g in pairs], retain_graph=tape.passes_left > 0, inputs=wrt
-                )
+        again = tape.passes_left > 0
+        keeps = shared and inputs and not weights
+        if weights and tape.kept is not None:
+            with _no_autocast(tape.outputs[0]):
+                tape.kept.finish(retain_graph=again)
+            tape.kept = None
+        else:
+            seeds = _mix(cotangent, tape.own, received)
+            pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
+            learns = self._leaves(tape) if weights or keeps else []
+            leaves = [x for x in tape.inputs if inputs and x.requires_grad]
+            if pairs and (leaves or learns):
+                with _no_autocast(pairs[0][0]):
+                    if keeps:
+                        tape.kept = gradient_to_inputs(pairs, leaves, learns)
+                    else:
+                        outputs, gradients = zip(*pairs, strict=True)
+                        torch.autograd.backward(outputs, gradients, retain_graph=again, inputs=learns + leaves)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:

@@ -67,9 +67,6 @@ class ScheduleCommand:
     costs: tuple[str, ...] = ("paper",)
     """Costs of one micro-batch: paper (a slot for a forward and for each loss's pass, heads free), transformer, a list like
     forward=1,head=0.5,input_grad=1,weight_grad=1,latency=0.1 (per stage: head=0:0.5:0.5:1), or a JSON file."""
-    stored: bool = False
-    """Price a W after an I of the same cotangent as zero-bubble pipelines do, with every layer's cotangent stored. By
-    default it walks the chain of layers again, as in nwise's own stages."""
     batches: int = 2
     """Mini-batches to draw, starting with an empty pipeline."""
     lists: bool = False
@@ -118,13 +115,11 @@ class ScheduleCommand:
                     f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
                     "fewer stages, micro-batches or mini-batches."
                 )
-            walked = " (walked)" if name.startswith("zero-bubble") and not self.stored else ""
-            title = f"{name}{walked}, A = {stages}, M = {m}" + (f", costs {costs}" if len(self.costs) > 1 else "")
+            title = f"{name}, A = {stages}, M = {m}" + (f", costs {costs}" if len(self.costs) > 1 else "")
             yield Picture(title, timed, self.batches)
 
     def _timed(self, name: str, num_stages: int, m: int, text: str) -> Timed:
-        chains = "stored" if self.stored else "walked"
-        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs_of_text(text), chains=chains)
+        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs_of_text(text))
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -195,6 +190,5 @@ def _as_json(picture: Picture) -> dict[str, Any]:
         "in_flight": list(timed.in_flight),
         "utilisation": list(picture.timeline.utilisation),
         "bubble": picture.timeline.bubble,
-        "nwise_runs_it": not timed.stores_cotangents,
         "lists": [list(map(str, word)) for word in timed.lists],
     }

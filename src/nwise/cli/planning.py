@@ -28,9 +28,8 @@ from nwise.training.build import pick_device
 from nwise.training.profile import Profile, profile
 
 _GIB = 2.0**30
-_LEGEND = """* recommended; (walked): a W after an I of the same cotangent walks the chain of layers again
-speed: step of the best end-to-end pipeline divided by this one's; bound: distance from the shortest possible step
-held: micro-batches in flight on a stage; nwise: whether nwise's stages run it at this price"""
+_LEGEND = """* recommended; speed: step of the best end-to-end pipeline divided by this one's
+bound: distance from the shortest possible step; held: micro-batches in flight on a stage"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +160,17 @@ class PlanCommand:
         unit = "ms" if seconds else "time"
         plural = "s" if self.devices > 1 else ""
         table = Table(title=f"{self.devices} device{plural}, each method at its best M", title_justify="left")
-        table.add_column("method", no_wrap=True, min_width=max(len(option.method) for option in plan.options) + 2)
+        table.add_column("method", no_wrap=True, min_width=max(len(option.name) for option in plan.options) + 2)
         sized = seconds or self.memory is not None
         details = [] if narrow else ["bound", "held"]
-        for heading in ("M", unit, "speed", *details, *(["MiB"] if sized else []), "nwise"):
+        for heading in ("M", unit, "speed", *details, *(["MiB"] if sized else [])):
             table.add_column(heading, justify="right", no_wrap=True)
         for option in plan.options:
             speed = plan.speedup(option)
             over = planner.ratio(option.period, option.timed.lower_bound) - 1
             chosen = option == plan.recommended
             row = [
-                f"{'*' if chosen else ' '} {option.method}",
+                f"{'*' if chosen else ' '} {option.name}",
                 str(option.num_microbatches),
                 f"{1e3 * option.period:.4g}" if seconds else f"{option.period:.4g}",
                 "–" if math.isnan(speed) else f"{speed:.2f}",
@@ -181,7 +180,6 @@ class PlanCommand:
                     else ["optimal" if over < 1e-9 else f"+{100 * over:.1f}%", str(max(option.timed.in_flight))]
                 ),
                 *([f"{max(option.timed.peak_bytes) / 2**20:,.4g}"] if sized else []),
-                "yes" if option.runs else "no",
             ]
             table.add_row(*row, style="bold" if chosen else None)
         return table
@@ -196,14 +194,14 @@ class PlanCommand:
             noise = "one round, so the noise is unknown"
         cut = ", ".join(names[start] for start in starts[1:]) or "nowhere"
         console.say(
-            f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.method}: "
+            f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.name}: "
             f"stages begin at the start and at {cut}."
         )
 
     def _as_json(self, plan: planner.Plan, measured: Profile | None) -> dict[str, Any]:
         record: dict[str, Any] = {
             "devices": self.devices,
-            "recommended": plan.recommended.method,
+            "recommended": plan.recommended.name,
             "options": [{**option.as_json(), "speedup": plan.speedup(option)} for option in plan.options],
             "too_large": plan.skipped,
             "verdict": verdict(plan, _milliseconds if measured else "{:.4g}".format),

@@ -26,7 +26,7 @@ _END_TO_END = (*BASELINES, "end-to-end")
 MOST = 20_000  # actions in one picture
 _ACTIONS = 5  # approximate number per stage and micro-batch
 # The page's short names for the names of `nwise plan --json`.
-_KEYS = {"bound": "lower_bound", "held": "in_flight", "runs": "nwise_runs_it", "busy": "utilisation"}
+_KEYS = {"bound": "lower_bound", "held": "in_flight", "busy": "utilisation"}
 # Indices of a schedule's method, stages, micro-batches, costs and latency in their lists.
 Place = tuple[int, ...]
 
@@ -94,11 +94,10 @@ class Choices:
         return isinstance(rule, NWise) and rule.reduce == "last" and rule.n >= num_stages
 
     def time(self, place: Place) -> Timed:
-        """Time a combination: pipelines with stored cotangents, as they are built; strategies as nwise runs them."""
+        """Time a combination."""
         method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
-        chains: Any = "stored" if method in BASELINES else "walked"
-        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs, chains=chains)
+        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs)
 
 
 def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None]) -> list[dict[str, Any]]:
@@ -197,7 +196,6 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
         "bound": _round(timed.lower_bound),
         "optimal": timed.optimal,
         "order": timed.order,
-        "runs": not timed.stores_cotangents,
         "held": list(timed.in_flight),
         "busy": [_round(share) for share in steady_utilisation(picture)],
         "events": list(_events(picture)),
@@ -251,12 +249,11 @@ gradient comes from; every other mini-batch is hatched. nwise found every schedu
 </div>
 <h2>All of them</h2>
 <p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
-compared by time. </span>Pipelines are priced with every layer's cotangent stored, as they are built; strategies as nwise's own
-stages run them.</p>
+compared by time. </span>nwise runs every method at this price.</p>
 <div class="wide" tabindex="0"><table id="methods"><thead><tr>
 <th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
 <th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>
-<th scope="col" class="compared">best M</th><th scope="col">nwise runs it</th></tr></thead><tbody></tbody></table></div>
+<th scope="col" class="compared">best M</th></tr></thead><tbody></tbody></table></div>
 <p class="note compared">Costs are for a whole mini-batch in one stage, so every M does the same work. Times are per step and
 ignore how much a step achieves: end-to-end needs the fewest steps, local training the most.</p>
 """

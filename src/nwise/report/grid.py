@@ -65,15 +65,14 @@ class Picture:
         timed = self.timed
         bound = f"{timed.lower_bound:.6g}"
         optimal = "which is optimal" if timed.optimal else f"lower bound {bound}"
-        note = "; stores every layer's cotangent, which nwise's own stages do not" if timed.stores_cotangents else ""
-        return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}{note}"
+        return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}"
 
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated run."""
         timed = self.timed
         turns = len(timed.schedule.flows)
-        return simulate(timed.schedule, timed.costs, chains=timed.chains, cycles=max(1, -(-self.batches // turns)))
+        return simulate(timed.schedule, timed.costs, cycles=max(1, -(-self.batches // turns)))
 
     @cached_property
     def events(self) -> list[Event]:

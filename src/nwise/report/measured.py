@@ -68,7 +68,7 @@ class Comparison:
         """Simulation of as many mini-batches as were measured."""
         turns = len(self.schedule.flows)
         steps = len({step for step, *_ in self.stages[0]})
-        return simulate(self.schedule, self.costs, chains="walked", cycles=max(2, steps // turns))
+        return simulate(self.schedule, self.costs, cycles=max(2, steps // turns))
 
     @cached_property
     def events(self) -> list[Event]:

@@ -46,7 +46,14 @@ class Workable(Protocol):
         """H."""
 
     def backward(
-        self, microbatch: int, cotangent: Cotangent, received: Sequence[Cotangents], *, inputs: bool, weights: bool
+        self,
+        microbatch: int,
+        cotangent: Cotangent,
+        received: Sequence[Cotangents],
+        *,
+        inputs: bool,
+        weights: bool,
+        shared: bool = False,
     ) -> Cotangents:
         """I, W or B."""
 
@@ -97,7 +104,10 @@ class Worker:
         self._passes_left[k, m] -= 1
         if not self._passes_left[k, m]:
             self.messages.pop(m, None)
-        return stage.backward(m, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD)
+        shared = flow.fused is not None and (q == flow.fused or q is None) and kind is not Kind.BOTH
+        return stage.backward(
+            m, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD, shared=shared
+        )
 
     @property
     def loss(self) -> Tensor | None:

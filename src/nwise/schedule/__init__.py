@@ -42,7 +42,7 @@ from nwise._errors import deprecated_names
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.best import DoesNotFit, best
-from nwise.schedule.costs import PAPER, TRANSFORMER, Chains, Costs
+from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
 from nwise.schedule.lists import Schedule
 from nwise.schedule.paper import Slot, fit_slot, paper_time
 from nwise.schedule.simulate import Timeline, simulate
@@ -55,7 +55,6 @@ __all__ = [
     "TRANSFORMER",
     "Action",
     "Buffer",
-    "Chains",
     "Costs",
     "DoesNotFit",
     "Kind",

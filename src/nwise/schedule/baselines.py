@@ -5,8 +5,7 @@
     zb-h1        backward split into I and W, at most A micro-batches in flight
     zero-bubble  the same without a cap: no bubble if there are enough micro-batches
 
-The split keeps the cotangents of all layers between I and W (``chains="stored"``). nwise's own stages walk the
-chain again in W, so nwise itself can run zero-bubble only at the price of ``chains="walked"``.
+The split keeps the cotangents of all layers between I and W (`nwise.kept`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from nwise._errors import current_name, hint
 from nwise.flow import flows_for
 from nwise.schedule import orders
 from nwise.schedule.best import DoesNotFit, best
-from nwise.schedule.costs import Chains, Costs, check_counts
+from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule
 from nwise.schedule.search import Search
@@ -35,7 +34,6 @@ def baseline(
     num_stages: int,
     num_microbatches: int,
     costs: Costs,
-    chains: Chains = "stored",
     memory: float | None = None,
 ) -> Timed:
     """Return an end-to-end pipeline with its period.
@@ -45,7 +43,6 @@ def baseline(
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
-        chains: see `nwise.schedule.best`; default: ``"stored"``.
         memory: limit per stage in bytes, which zero-bubble meets with fewer micro-batches in flight; default: none.
 
     Raises:
@@ -60,7 +57,7 @@ def baseline(
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
-    search = Search(flows_for(EndToEnd(), num_stages, num_microbatches), costs, chains, memory)
+    search = Search(flows_for(EndToEnd(), num_stages, num_microbatches), costs, memory)
     schedules = _schedules(name, search)
     options = [search.timed(schedule) for schedule in schedules if search.fits(schedule)]
     if not options:
@@ -118,6 +115,6 @@ def _schedules(name: str, search: Search) -> list[Schedule]:
     caps = {num_stages} if capped else {2 * num_stages - 1, size}
     caps |= set() if search.memory is None else set(range(1, num_stages))
     for cap in sorted({min(cap, size) for cap in caps}):
-        rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs, chains=search.chains)
+        rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs)
         schedules.append(orders.make_schedule(name, flows, rule))
     return schedules

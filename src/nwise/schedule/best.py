@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.bounds import resource_bound
-from nwise.schedule.costs import Chains, Costs, check_chains, check_counts
+from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.search import Search
 from nwise.schedule.timed import CLOSE, Timed, check_memory, peak_bytes
 from nwise.strategies import Strategy, Switch
@@ -42,7 +42,6 @@ def best(
     num_stages: int,
     num_microbatches: int,
     costs: Costs,
-    chains: Chains = "stored",
     memory: float | None = None,
 ) -> Timed:
     """Find the schedule with the shortest period.
@@ -56,8 +55,6 @@ def best(
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
-        chains: ``"stored"`` (default): an I may keep the cotangent of every layer for a later W of the same cotangent;
-            ``"walked"``: such a W walks the chain again, as nwise's own stages do.
         memory: limit per stage in bytes (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
 
     Raises:
@@ -69,7 +66,6 @@ def best(
     (18.0, 18.0, 'skewed', 2)
     """
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    check_chains(chains)
     check_memory(memory)
     if not isinstance(costs, Costs):
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
@@ -81,38 +77,39 @@ def best(
         )
     flows = flows_for(rule, num_stages, num_microbatches)
     bound = resource_bound(flows, costs) / len(flows)
-    search = Search(flows, costs, chains, memory)
+    search = Search(flows, costs, memory)
     if rule.asynchronous:
-        free = orders.hogwild(flows, costs, chains, pace=bound / num_microbatches)
+        free = orders.hogwild(flows, costs, pace=bound / num_microbatches)
         if not search.fits(free):
             raise DoesNotFit("Hogwild", max(peak_bytes(free.in_flight, costs)), memory or 0.0)
-        return Timed(free, costs, chains, bound)
+        return Timed(free, costs, bound)
     return _orders(search, bound)[0]
 
 
 def best_order(flows: Sequence[Sequence[Flow]], costs: Costs) -> Timed:
-    """Find the best of the closed-form orders and list schedules, at the prices of nwise's own stages.
+    """Find the best of the closed-form orders and list schedules, for some costs.
 
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
     """
-    return _orders(Search(flows, costs, "walked"), resource_bound(flows, costs) / len(flows))[0]
+    return _orders(Search(flows, costs), resource_bound(flows, costs) / len(flows))[0]
 
 
 def _orders(search: Search, bound: float) -> list[Timed]:
     """Time the closed-form orders and list schedules that fit the memory, and return them, the best first."""
     options: list[Timed] = []
     least = float("inf")
-    for fuse in search.fuses:
-        for rule in search.rules():
+    for rule in search.rules():
+        # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
+        for fuse in (orders.ALL, orders.NONE):
             schedule = rule(fuse)
             if not search.fits(schedule):
                 least = min(least, max(peak_bytes(schedule.in_flight, search.costs)))
                 continue
             options.append(search.timed(schedule))
             # Stop at an optimal first option: it has the least memory, and first-in-first-out messages.
-            if len(options) == 1 == len(search.fuses) and options[0].period <= bound * (1 + CLOSE):
+            if len(options) == 1 and options[0].period <= bound * (1 + CLOSE):
                 return options
     if not options:
         raise DoesNotFit("the smallest order of this strategy", least, search.memory or 0.0)

@@ -92,7 +92,7 @@ def _actions(flow: Flow) -> int:
 def _least(price: Prices, action: Action, flow: Flow) -> float:
     """Return the least time of an action; a W that can be fused has no overhead and no chain."""
     stage = flow.stages[action.stage]
-    time = price.time(action, stage, "stored")
+    time = price.time(action, stage)
     shared = action.kind is Kind.WEIGHT_GRAD and stage.fused is not None
     return time - price.overhead if shared else time
 

@@ -18,13 +18,15 @@ from nwise.schedule.validate import validate
 
 Order: TypeAlias = "str | Schedule | Timed"
 
-# Costs for the choice of an order without measurements: a head of half a stage, messages that are short but not free.
-TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05)
+# Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
+# free.
+TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05, overhead=0.02)
 
 
-def _zb_h1(flows: orders.Flows, turn: int) -> list[Word]:
-    cap = min(len(flows[0].stages), len(flows))
-    return nearest_first(flows, turn, fuse=orders.NONE, cap=cap, costs=TYPICAL, chains="walked")
+def _zero_bubble(flows: orders.Flows, turn: int, *, share: float) -> list[Word]:
+    # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
+    cap = min(int(share * len(flows[0].stages)), len(flows))
+    return nearest_first(flows, turn, fuse=orders.NONE, cap=max(1, cap), costs=TYPICAL)
 
 
 # The rule of every named order: from the flow of each micro-batch and the mini-batch's place in the cycle to the order of each
@@ -35,7 +37,8 @@ RULES: dict[str, Callable[[orders.Flows, int], list[Word]]] = {
     "skewed": partial(orders.skewed, fuse=orders.ALL, stride=1),
     "gpipe": partial(orders.phase, fuse=orders.ALL),
     "1f1b": orders.one_forward_one_backward,
-    "zb-h1": _zb_h1,
+    "zb-h1": partial(_zero_bubble, share=1),
+    "zero-bubble": partial(_zero_bubble, share=2),
 }
 ORDERS = ("best", *RULES)
 
@@ -55,8 +58,8 @@ def choose(order: Order, flows: Sequence[Sequence[Flow]]) -> Schedule:
 
     Args:
         order: a schedule for these flows (`nwise.schedule.best` with measured costs gives the best one), or one of `ORDERS`.
-            ``gpipe`` (the same as ``phase``), ``1f1b`` and ``zb-h1`` are made for end-to-end training and run
-            any strategy.
+            ``gpipe`` (the same as ``phase``), ``1f1b``, ``zb-h1`` and ``zero-bubble`` are made for end-to-end training and
+            run any strategy.
         flows: flow of every micro-batch, ``[turns][M]``.
 
     Raises:

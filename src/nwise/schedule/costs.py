@@ -8,19 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nwise._errors import hint
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
 
-# The price of a W that follows an I of the same cotangent. "stored": the I has kept the cotangent of every layer.
-# "walked": W walks the chain of layers once more, as plain autograd does.
-#
-#     I            output --> layer 3 --> layer 2 --> layer 1 --> input
-#     W, stored                 |           |           |                 weights only: `weight_grad`
-#     W, walked    output --> layer 3 --> layer 2 --> layer 1             and the arrows: + `chain_share` of an I
-Chains = Literal["stored", "walked"]
 Scalars = float | Sequence[float]
 
 _LARGEST = 1e30  # keeps sums finite
@@ -34,6 +27,7 @@ _PER_STAGE = (
     "update",
     "message_bytes",
     "activation_bytes",
+    "cotangent_bytes",
     "fixed_bytes",
 )
 
@@ -47,9 +41,9 @@ class Costs:
         head: time of H: forward, loss and backward of the head.
         input_grad: time of I: the gradient to a stage's input, through all of its layers.
         weight_grad: time of W: the gradient to the weights, given the cotangent at every layer.
-        chain_share: share of an I (lambda) that a W costs besides if it walks the chain of layers itself: (L - 1) / L for
-            L equal layers, because it ends at the first one. Default: 1, the conservative value for stages of several
-            layers.
+        chain_share: share of an I (lambda) that a W costs besides if no I has kept its cotangent at every layer, so it walks
+            the chain of layers itself: (L - 1) / L for L equal layers, because it ends at the first one. Default: 1, the
+            conservative value for stages of several layers.
         update: time of U, once per mini-batch; default: 0.
         latency: latency of every message, which occupies no stage; default: 0.
         overhead: time added to every F, I, W and B (the paper's c0 per slot), not to H, which follows its F; default: 0.
@@ -57,6 +51,7 @@ class Costs:
         message_bytes: size of the activation that a stage sends, and of each gradient that comes back for it;
             with the default 1, `bandwidth` counts messages.
         activation_bytes: memory of one micro-batch between its forward and its last pass; default: 1.
+        cotangent_bytes: memory of the cotangents that an I keeps for a later W (`nwise.kept`); default: 0.
         fixed_bytes: memory that is always in use (parameters, their gradients, optimizer state); default: 0.
 
     Raises:
@@ -77,6 +72,7 @@ class Costs:
     bandwidth: float = math.inf
     message_bytes: Scalars = 1.0
     activation_bytes: Scalars = 1.0
+    cotangent_bytes: Scalars = 0.0
     fixed_bytes: Scalars = 0.0
 
     def __post_init__(self) -> None:
@@ -114,7 +110,15 @@ class Costs:
 
         Costs per action (`overhead`, `latency`), per update (`update`) and of fixed memory are not divided.
         """
-        divided = ("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes")
+        divided = (
+            "forward",
+            "head",
+            "input_grad",
+            "weight_grad",
+            "message_bytes",
+            "activation_bytes",
+            "cotangent_bytes",
+        )
         check_counts(num_microbatches=num_microbatches)
         changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in divided}
         return replace(self, **changes)
@@ -136,12 +140,6 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"`{name}` should be an integer of at least 1. Found {value!r}.")
 
 
-def check_chains(chains: str) -> None:
-    """Raise ValueError unless `chains` is valid."""
-    if chains not in ("stored", "walked"):
-        raise ValueError(f"`chains` should be 'stored' or 'walked'. Found {chains!r}.")
-
-
 def _divide(value: Scalars, by: int) -> Scalars:
     return tuple(x / by for x in value) if isinstance(value, Sequence) else value / by
 
@@ -156,7 +154,7 @@ class Prices:
 
     Args:
         forward, head, input_grad, weight_grad, update, overhead: times as in `Costs`.
-        chain: time of W beyond `weight_grad` if it walks the chain itself.
+        chain: time of W beyond `weight_grad` if it shares no cotangent with an I.
     """
 
     forward: float
@@ -167,8 +165,11 @@ class Prices:
     chain: float
     overhead: float
 
-    def time(self, action: Action, stage: StageFlow, chains: Chains) -> float:
+    def time(self, action: Action, stage: StageFlow) -> float:
         """Return the time of a computation or an update."""
+        #     I               output --> layer 3 --> layer 2 --> layer 1 --> input
+        #     W after its I                |           |           |                `weight_grad` alone
+        #     W of its own    output --> layer 3 --> layer 2 --> layer 1            and the arrows: + `chain`
         kind = action.kind
         if kind is Kind.FORWARD:
             return self.forward + self.overhead
@@ -179,8 +180,7 @@ class Prices:
         if kind is Kind.BOTH:
             return self.input_grad + self.weight_grad + self.overhead
         if kind is Kind.WEIGHT_GRAD:
-            reused = stage.fused is not None and chains == "stored"
-            return self.weight_grad + (0.0 if reused else self.chain) + self.overhead
+            return self.weight_grad + (0.0 if stage.fused is not None else self.chain) + self.overhead
         return self.update
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
-from nwise.schedule.costs import Chains, Costs, prices
+from nwise.schedule.costs import Costs, prices
 from nwise.schedule.lists import Product, Word, needs, product
 
 
@@ -18,7 +18,6 @@ def nearest_first(
     fuse: Collection[int],
     cap: int,
     costs: Costs,
-    chains: Chains,
     pace: float = 0.0,
 ) -> list[Word]:
     """Run the own head first, then passes of the nearest loss, then forwards, then weight gradients.
@@ -29,10 +28,9 @@ def nearest_first(
         fuse: stages that fuse I and W if these share a cotangent.
         cap: largest number of micro-batches in flight per stage.
         costs: costs of one micro-batch, which decide when actions are ready.
-        chains: see `nwise.schedule.best`.
         pace: least time between two forwards of the first stage; default: 0.
     """
-    return _Greedy(flows, turn, fuse, cap, costs, chains, pace).words()
+    return _Greedy(flows, turn, fuse, cap, costs, pace).words()
 
 
 class _Greedy:
@@ -45,7 +43,6 @@ class _Greedy:
         fuse: Collection[int],
         cap: int,
         costs: Costs,
-        chains: Chains,
         pace: float,
     ) -> None:
         num_stages = len(flows[0].stages)
@@ -55,7 +52,6 @@ class _Greedy:
         self._pace = pace
         self._latency = costs.latency
         self._prices = prices(costs, num_stages)
-        self._chains: Chains = chains
         self._in_flight = [0] * num_stages
         self._words: list[list[Action]] = [[] for _ in range(num_stages)]
         # Per stage one queue for each kind of action, in the order of the micro-batches; the next one is at the end. So a
@@ -89,7 +85,7 @@ class _Greedy:
                 if action is None:
                     continue
                 stage = self._flows[action.microbatch].stages[k]
-                free[k] = now + self._prices[k].time(action, stage, self._chains)
+                free[k] = now + self._prices[k].time(action, stage)
                 heapq.heappush(events, (free[k], k))
                 made = product(action)
                 if made is not None:

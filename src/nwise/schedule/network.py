@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.costs import Chains, Costs, check_chains, prices
+from nwise.schedule.costs import Costs, prices
 from nwise.schedule.lists import Product, Schedule, held_back, needs, product, stuck_message
 
 
@@ -52,9 +52,8 @@ class Network:
     actions: list[Action]
 
 
-def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Network:
+def network(schedule: Schedule, costs: Costs) -> Network:
     """Return the network of a schedule."""
-    check_chains(chains)
     num_stages = schedule.num_stages
     price = prices(costs, num_stages)
     flows = schedule.flows
@@ -68,7 +67,7 @@ def network(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Netw
             key = product(action)
             if key is not None:
                 made[key] = node
-            duration.append(price[k].time(action, flows[action.turn][action.microbatch].stages[k], chains))
+            duration.append(price[k].time(action, flows[action.turn][action.microbatch].stages[k]))
         actions += word
         words.append(list(range(first, len(actions))))
     wanted = [[(made[key], costs.latency if key[1] != a.stage else 0.0) for key in needs(a, flows)] for a in actions]

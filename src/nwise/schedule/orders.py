@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
-from nwise.schedule.costs import Chains, Costs
+from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule, Word, counted
 
@@ -122,7 +122,7 @@ def one_forward_one_backward(flows: Flows, turn: int) -> list[Word]:
     return words
 
 
-def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains, pace: float) -> Schedule:
+def hogwild(flows: Sequence[Flows], costs: Costs, pace: float) -> Schedule:
     """Return the schedule of greedy asynchronous training: the first mini-batches of a run, up to the steady state.
 
     Every stage runs passes before forwards, and updates with the last weight gradient of a mini-batch, when forwards of
@@ -131,14 +131,13 @@ def hogwild(flows: Sequence[Flows], costs: Costs, chains: Chains, pace: float) -
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch, which decide when actions are ready.
-        chains: see `nwise.schedule.best`.
         pace: time of a micro-batch on the busiest stage; faster forwards would only pile up.
     """
     num_stages, size = len(flows[0][0].stages), len(flows[0])
     batches = -(-3 * num_stages // size) + 2
     batches += -batches % len(flows)
     unrolled = [flow for batch in range(batches) for flow in flows[batch % len(flows)]]
-    words = nearest_first(unrolled, 0, fuse=ALL, cap=len(unrolled), costs=costs, chains=chains, pace=pace)
+    words = nearest_first(unrolled, 0, fuse=ALL, cap=len(unrolled), costs=costs, pace=pace)
     return Schedule(
         "hogwild",
         tuple(tuple(flows[batch % len(flows)]) for batch in range(batches)),

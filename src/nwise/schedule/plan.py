@@ -1,14 +1,10 @@
-"""Plan: the fastest strategy and number of micro-batches, compared with the best end-to-end pipelines.
-
-A W that follows an I of the same cotangent costs less if the I keeps the cotangent of every layer, as in zero-bubble
-pipelines. nwise's own stages walk the chain again. If that makes a method slower, it is listed at both prices.
-"""
+"""Plan: the fastest strategy and number of micro-batches, compared with the best end-to-end pipelines."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from nwise.flow import Flow, flows_for
 from nwise.schedule.baselines import BASELINES, timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
-from nwise.schedule.costs import Chains, Costs, check_counts
+from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
 from nwise.strategies import EndToEnd, Local, Strategy, Switch
 from nwise.strategies import strategy as parse
@@ -35,18 +31,11 @@ class Option:
         name: name of a strategy or baseline.
         num_microbatches: number of micro-batches, M.
         timed: the schedule with its period.
-        walked: whether it is slower because W walks the chain again (default: False).
     """
 
     name: str
     num_microbatches: int
     timed: Timed
-    walked: bool = False
-
-    @property
-    def method(self) -> str:
-        """Name of the method, with its price if there are two."""
-        return self.name + (" (walked)" if self.walked else "")
 
     @property
     def period(self) -> float:
@@ -63,15 +52,10 @@ class Option:
         """Whether gradients cross borders and are not stale, so a step is comparable with an end-to-end one."""
         return self.name != "local" and (self.end_to_end or not parse(self.name).asynchronous)
 
-    @property
-    def runs(self) -> bool:
-        """Whether nwise's own stages can run the method at this price."""
-        return not self.timed.stores_cotangents
-
     def as_json(self) -> dict[str, Any]:
         """Return the option as plain values."""
         return {
-            "method": self.method,
+            "method": self.name,
             "microbatches": self.num_microbatches,
             "period": self.period,
             "lower_bound": self.timed.lower_bound,
@@ -79,7 +63,6 @@ class Option:
             "in_flight": list(self.timed.in_flight),
             "peak_bytes": list(self.timed.peak_bytes),
             "end_to_end": self.end_to_end,
-            "nwise_runs_it": self.runs,
         }
 
 
@@ -101,25 +84,17 @@ class Plan:
 
     @property
     def baseline(self) -> Option | None:
-        """The fastest end-to-end pipeline; of equal ones one that nwise runs, then one with few micro-batches in flight."""
+        """The fastest end-to-end pipeline; of equal ones the one with fewer micro-batches in flight."""
         return min((option for option in self.options if option.end_to_end), key=_preference, default=None)
-
-    @property
-    def own_baseline(self) -> Option | None:
-        """The fastest end-to-end pipeline that nwise runs."""
-        return min(
-            (option for option in self.options if option.end_to_end and option.runs), key=_preference, default=None
-        )
 
     @property
     def recommended(self) -> Option:
         """The method with the fastest step among end-to-end pipelines and strategies whose gradients cross borders.
 
-        End-to-end needs the fewest steps, so it is recommended unless it is slower. Strategies count only at the price at
-        which nwise runs them. Local training and Hogwild do not count: their steps are nearly always the fastest, and
-        whether their quality is enough is not a question of time.
+        End-to-end needs the fewest steps, so it is recommended unless it is slower. Local training and Hogwild do not count:
+        their steps are nearly always the fastest, and whether their quality is enough is not a question of time.
         """
-        crossing = [option for option in self.options if option.end_to_end or (option.runs and option.comparable)]
+        crossing = [option for option in self.options if option.comparable]
         return min(crossing or self.options, key=_preference)
 
     def speedup(self, option: Option) -> float:
@@ -157,45 +132,41 @@ def plan(
 
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
     >>> result = plan(lambda flows, m: costs.split_in(m), 8, microbatches=(1, 2, 4, 8, 16))
-    >>> result.recommended.method, result.recommended.num_microbatches
+    >>> result.recommended.name, result.recommended.num_microbatches
     ('zero-bubble', 16)
     """
     if not microbatches:
         raise ValueError("`microbatches` should contain at least one number to try. Found none.")
     check_counts(num_stages=num_stages)
     check_memory(memory)
-    options: dict[tuple[str, Chains], list[Option]] = {}
+    options: dict[str, list[Option]] = {}
     least: dict[str, float] = {}  # bytes per stage that the methods need that do not fit
-    todo = [(name, chains, m) for name, chains in _methods(strategies, num_stages) for m in microbatches]
-    for name, chains, m in progress(todo):
+    todo = [(name, m) for name in _methods(strategies, num_stages) for m in microbatches]
+    for name, m in progress(todo):
         flows = flows_for(EndToEnd() if name in BASELINES else parse(name), num_stages, m)
         costs = stage_costs([batch[0] for batch in flows], m)
-        known = min((option.period for option in options.get((name, chains), [])), default=float("inf"))
+        known = min((option.period for option in options.get(name, [])), default=float("inf"))
         if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):
             continue  # no order with this M can be faster than the known one with another M
-        timed = _time(name, num_stages=num_stages, num_microbatches=m, costs=costs, chains=chains, memory=memory)
+        timed = _time(name, num_stages=num_stages, num_microbatches=m, costs=costs, memory=memory)
         if isinstance(timed, DoesNotFit):
             least[name] = min(timed.least, least.get(name, timed.least))
         else:
-            options.setdefault((name, chains), []).append(Option(name, m, timed))
+            options.setdefault(name, []).append(Option(name, m, timed))
     if not options:
         name, needed = min(least.items(), key=lambda item: item[1])
         raise DoesNotFit(f"{name}, the smallest of all methods,", needed, memory or 0.0)
-    fastest = {key: min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for key, group in options.items()}
-    ranked = sorted(_distinct(fastest), key=_preference)
+    fastest = [min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for group in options.values()]
+    ranked = sorted(fastest, key=_preference)
     skipped = {name: size for name, size in least.items() if not any(option.name == name for option in ranked)}
     return Plan(num_stages, tuple(microbatches), tuple(ranked), skipped)
 
 
-def _methods(strategies: Sequence[str], num_stages: int) -> list[tuple[str, Chains]]:
-    """Return baselines, nwise's own end-to-end, and the strategies that are not end-to-end at this depth, with prices."""
-    methods: list[tuple[str, Chains]] = [(name, "stored") for name in BASELINES]
-    methods += [("zero-bubble", "walked"), ("end-to-end", "walked")]
-    for rule in dict.fromkeys(map(parse, strategies)):
-        if not _computes(rule, EndToEnd(), num_stages):
-            local = _computes(rule, Local(), num_stages)
-            methods += [("local", "walked")] if local else [(rule.name, "stored"), (rule.name, "walked")]
-    return list(dict.fromkeys(methods))
+def _methods(strategies: Sequence[str], num_stages: int) -> list[str]:
+    """Return the baselines, the best order of all for end-to-end, and the strategies that are not end-to-end at this depth."""
+    rules = [rule for rule in map(parse, strategies) if not _computes(rule, EndToEnd(), num_stages)]
+    names = ["local" if _computes(rule, Local(), num_stages) else rule.name for rule in rules]
+    return list(dict.fromkeys([*BASELINES, "end-to-end", *names]))
 
 
 def _computes(rule: Strategy, other: Strategy, num_stages: int) -> bool:
@@ -211,21 +182,9 @@ def _computes(rule: Strategy, other: Strategy, num_stages: int) -> bool:
     return not rule.asynchronous and all(torch.equal(credit, other.credit(num_stages)) for credit in credits)
 
 
-def _distinct(fastest: dict[tuple[str, Chains], Option]) -> Iterator[Option]:
-    """Iterate over the options, leaving out the stored price if it is not faster than the walked one."""
-    for (name, chains), option in fastest.items():
-        other = fastest.get((name, "walked" if chains == "stored" else "stored"))
-        if other is None:
-            yield option
-        elif chains == "walked":
-            yield replace(option, walked=rounded(option.period) > rounded(other.period))
-        elif rounded(option.period) < rounded(other.period):
-            yield option
-
-
-def _preference(option: Option) -> tuple[float, bool, bool, int]:
-    """Return a key that is smallest for the best option: fast, then end-to-end, run by nwise, with little in flight."""
-    return (rounded(option.period), not option.end_to_end, not option.runs, max(option.timed.in_flight))
+def _preference(option: Option) -> tuple[float, bool, int]:
+    """Return a key that is smallest for the best option: fast, then end-to-end, with little in flight."""
+    return (rounded(option.period), not option.end_to_end, max(option.timed.in_flight))
 
 
 def _time(name: str, **options: Any) -> Timed | DoesNotFit:

@@ -8,7 +8,7 @@ from functools import partial
 
 from nwise.flow import Flow
 from nwise.schedule import orders
-from nwise.schedule.costs import Chains, Costs
+from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import nearest_first
 from nwise.schedule.lists import Schedule, Word, counted
 from nwise.schedule.timed import Timed, peak_bytes, timed
@@ -24,13 +24,11 @@ class Search:
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
-        chains: see `nwise.schedule.best`.
         memory: limit per stage in bytes; default: none.
     """
 
     flows: Sequence[Sequence[Flow]]
     costs: Costs
-    chains: Chains
     memory: float | None = None
 
     def fits(self, schedule: Schedule) -> bool:
@@ -39,14 +37,7 @@ class Search:
 
     def timed(self, schedule: Schedule) -> Timed:
         """Return a schedule with its exact period."""
-        return timed(schedule, self.costs, self.chains)
-
-    @property
-    def fuses(self) -> tuple[Collection[int], ...]:
-        """The sets of fusing stages to try."""
-        # One pass instead of two saves an overhead or a walk of the chain. Without either, split passes are never slower.
-        helps = self.chains == "walked" or self.costs.overhead > 0
-        return (orders.NONE, orders.ALL) if helps else (orders.NONE,)
+        return timed(schedule, self.costs)
 
     def rules(self) -> list[Rule]:
         """Return the candidates; of equal ones the first is preferred."""
@@ -74,5 +65,5 @@ class Search:
         return orders.make_schedule(name, self.flows, rule)
 
     def _nearest(self, cap: int) -> Rule:
-        rule = partial(nearest_first, cap=cap, costs=self.costs, chains=self.chains)
+        rule = partial(nearest_first, cap=cap, costs=self.costs)
         return lambda fuse: self._schedule(f"nearest-first-{cap}", partial(rule, fuse=fuse))

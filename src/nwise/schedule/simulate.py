@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.costs import Chains, Costs, check_counts
+from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.lists import Schedule, check_schedule
 from nwise.schedule.network import Network, SimulatedRun, network, run
 
@@ -213,7 +213,6 @@ def simulate(
     schedule: Schedule,
     costs: Costs,
     *,
-    chains: Chains = "stored",
     cycles: int = 4,
     jitter: float = 0.0,
     seed: int = 0,
@@ -223,7 +222,6 @@ def simulate(
     Args:
         schedule: the schedule.
         costs: costs of one micro-batch.
-        chains: see `nwise.schedule.best`; default: ``"stored"``.
         cycles: number of passes through the lists, each one mini-batch, or one of every turn for a rotating strategy;
             default: 4.
         jitter: size of the random factor ``exp(jitter z)`` of every computation, z standard normal; default: 0.
@@ -242,7 +240,7 @@ def simulate(
     if not 0 <= jitter <= 10:
         raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
     check_schedule(schedule)
-    net = network(schedule, costs, chains)
+    net = network(schedule, costs)
     numbers = random.Random(seed)
     free = [0.0] * len(net.words)
     taken: dict[int, float] = {}

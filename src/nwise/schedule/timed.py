@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nwise.schedule.bounds import lower_bound, resource_bound
-from nwise.schedule.costs import Chains, Costs
+from nwise.schedule.costs import Costs
 from nwise.schedule.lists import Schedule, Word
 from nwise.schedule.network import network
 from nwise.schedule.period import period
@@ -22,13 +22,11 @@ class Timed:
     Args:
         schedule: the schedule.
         costs: costs of one micro-batch.
-        chains: price of a W that follows an I of the same cotangent; see `nwise.schedule.best`.
         period: exact time per mini-batch in the steady state; the mean over the cycle for a rotating strategy.
     """
 
     schedule: Schedule
     costs: Costs
-    chains: Chains
     period: float
 
     @property
@@ -65,14 +63,6 @@ class Timed:
         """Bytes of fixed memory and of the micro-batches in flight, for every stage."""
         return peak_bytes(self.in_flight, self.costs)
 
-    @cached_property
-    def stores_cotangents(self) -> bool:
-        """Whether the period needs an I to keep the cotangent of every layer for a W, which nwise's own stages do not."""
-        if self.chains == "walked":
-            return False
-        walked = period(network(self.schedule, self.costs, "walked")) / len(self.schedule.flows)
-        return walked > self.period * (1 + CLOSE) and self.order != "hogwild"
-
     @property
     def rank(self) -> tuple[float, int, bool, int]:
         """Sort key, smallest for the best schedule: period, micro-batches in flight, message order, number of actions."""
@@ -80,9 +70,9 @@ class Timed:
         return (rounded(self.period), max(self.in_flight), not self.schedule.first_in_first_out, actions)
 
 
-def timed(schedule: Schedule, costs: Costs, chains: Chains = "stored") -> Timed:
+def timed(schedule: Schedule, costs: Costs) -> Timed:
     """Return a schedule with its exact period."""
-    return Timed(schedule, costs, chains, period(network(schedule, costs, chains)) / len(schedule.flows))
+    return Timed(schedule, costs, period(network(schedule, costs)) / len(schedule.flows))
 
 
 def peak_bytes(in_flight: Sequence[int], costs: Costs) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
     >>> print(verdict(result)[0])
     Use zero-bubble with M = 16: 4.46 a step. No strategy between local and end-to-end has a shorter one.
     """
-    baseline, own, chosen = plan.baseline, plan.own_baseline, plan.recommended
+    baseline, chosen = plan.baseline, plan.recommended
     if baseline is None:
         return [f"No end-to-end pipeline fits the memory; of the methods that fit, {_named(chosen)} is the fastest."]
     if chosen.end_to_end:
@@ -40,32 +40,22 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
             f"{_faster(ratio(baseline.period, chosen.period))} the best end-to-end pipeline, {_named(baseline)} "
             f"({show(baseline.period)})."
         ]
-    if own is not baseline:
-        best_own = "runs none here" if own is None else f"runs at best {_named(own)}, {show(own.period)} a step"
-        lines.append(
-            f"{baseline.method} keeps every layer's cotangent between I and W, which nwise's own stages do not do: of "
-            f"end-to-end pipelines nwise {best_own}."
-        )
     largest = max(plan.microbatches)
     lines += [
-        f"M = {largest} is the largest M that was tried for {option.method}; a larger one may be faster."
+        f"M = {largest} is the largest M that was tried for {option.name}; a larger one may be faster."
         for option in dict.fromkeys((chosen, baseline))
         if option.num_microbatches == largest > 1
     ]
-    return lines + [_worth(plan, option) for option in plan.options if not option.end_to_end and option.runs]
+    return lines + [_worth(plan, option) for option in plan.options if not option.end_to_end]
 
 
 def _worth(plan: Plan, option: Option) -> str:
-    """Compare a strategy with the best end-to-end pipeline, and with the best one that nwise runs itself."""
-    baselines = [r for r in dict.fromkeys((plan.baseline, plan.own_baseline)) if r is not None]
-    compared = ", ".join(f"{_faster(ratio(r.period, option.period))} {r.method}" for r in baselines)
-    worth = [
-        f"against {r.method} if it reaches your quality in fewer than {ratio(r.period, option.period):.2f} times the steps"
-        for r in baselines
-        if ratio(r.period, option.period) >= 1.005
-    ]
-    return f"{option.name}: a step is {compared}; " + (
-        f"worth it {', '.join(worth)}." if worth else "not worth its time here."
+    """Compare a strategy with the best end-to-end pipeline."""
+    assert plan.baseline is not None
+    speed, name = ratio(plan.baseline.period, option.period), plan.baseline.name
+    worth = f"worth it if it reaches your quality in fewer than {speed:.2f} times the steps"
+    return (
+        f"{option.name}: a step is {_faster(speed)} {name}; {worth if speed >= 1.005 else 'not worth its time here'}."
     )
 
 
@@ -78,4 +68,4 @@ def _faster(speed: float) -> str:
 
 
 def _named(option: Option) -> str:
-    return f"{option.method} with M = {option.num_microbatches}"
+    return f"{option.name} with M = {option.num_microbatches}"

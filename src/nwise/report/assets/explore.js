@@ -31,7 +31,7 @@ function draw() {
     ? `${show(entry.bound)}: no order is faster` : `${show(entry.bound)} (this is ${((entry.period / entry.bound - 1) * 100).toFixed(1)} % above it)`;
   document.getElementById("held").textContent = `${entry.held.join(", ")} micro-batches on stages 0 to ${entry.held.length - 1}`;
   document.getElementById("busy").textContent = `${entry.busy.map(share => Math.round(100 * share)).join(", ")} %`;
-  document.getElementById("order").textContent = entry.order + (entry.runs ? "" : " (needs stored cotangents: nwise's own stages take longer)");
+  document.getElementById("order").textContent = entry.order;
   grid(entry);
 }
 
@@ -88,7 +88,6 @@ function table() {
     cell(row, Math.max(...entry.held));
     cell(row, `${Math.round(100 * entry.busy.reduce((a, b) => a + b) / entry.busy.length)} %`);
     if (compared) { cell(row, show(best.entry.period)); cell(row, best.m); }
-    cell(row, entry.runs ? "yes" : "slower");
     return row;
   }));
 }
@@ -101,7 +100,7 @@ function verdict() {
   const pipeline = first(all.filter(one => isBaseline(one.method)));
   const strategy = first(all.filter(one => !isBaseline(one.method)));
   const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)}` +
-    `${one.entry.runs ? "" : "; nwise's own stages run it slower"})`;
+    `)`;
   if (!pipeline || !strategy) {
     const only = pipeline || strategy;
     return { winner: only && only.method, text: only ? `The shortest step: ${named(only)}.` : "" };

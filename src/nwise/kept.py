@@ -1,0 +1,144 @@
+"""Kept cotangents: an input-gradient pass that leaves the weight gradients for later, without a second walk.
+
+Plain autograd can compute the gradient to the inputs alone and the gradient to the weights alone, but both passes walk the chain
+of layers. `gradient_to_inputs` keeps the cotangent of every layer with weights as it walks, and `Kept.finish` starts from those:
+
+    I    output --> layer 3 --> layer 2 --> layer 1 --> input
+                       |           |           |
+                     keep        keep        keep
+    W                  +-> w3      +-> w2      +-> w1
+
+So I and W together cost what one pass for both gradients (B) costs. The price is memory: a cotangent for every such layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Seeds = Sequence[tuple[Tensor, Tensor]]
+Gradients = tuple[Tensor | None, ...]
+
+
+class Kept:
+    """The cotangents that a pass has kept, each with the parameters that it trains.
+
+    Args:
+        parts: for each node of the graph its cotangents and its parameters.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Node, Gradients, Sequence[Tensor]]]) -> None:
+        self._parts = parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the cotangents, in bytes."""
+        tensors = {g.data_ptr(): g for _, gradients, _ in self._parts for g in gradients if g is not None}
+        return sum(g.nbytes for g in tensors.values())
+
+    def finish(self, *, retain_graph: bool) -> None:
+        """Add the gradients to every parameter's ``.grad``.
+
+        Args:
+            retain_graph: whether another pass through the graph will follow.
+        """
+        for node, gradients, learns in self._parts:
+            edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
+            known = [g for g in gradients if g is not None]
+            torch.autograd.backward(edges, known, retain_graph=retain_graph, inputs=learns)
+
+
+def gradient_to_inputs(seeds: Seeds, inputs: Sequence[Tensor], learns: Sequence[Tensor]) -> Kept | None:
+    """Add the gradient to every input's ``.grad``, and keep what the gradients to the weights need.
+
+    Args:
+        seeds: outputs of the graph, each with its gradient.
+        inputs: leaves of the graph to compute the gradients of now.
+        learns: leaves of the graph to compute the gradients of later.
+
+    Returns:
+        The kept cotangents; None if they cannot be told apart because layers share a parameter. The gradients to the weights
+        then need a walk through the whole graph.
+
+    >>> first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    >>> x = torch.ones(1, 2, requires_grad=True)
+    >>> y = second(first(x))
+    >>> kept = gradient_to_inputs([(y, torch.ones(1, 1))], [x], [first.weight, second.weight])
+    >>> x.grad is None, first.weight.grad is None
+    (False, True)
+    >>> kept.finish(retain_graph=False)
+    >>> first.weight.grad.shape
+    torch.Size([2, 2])
+    """
+    edges = [get_gradient_edge(y) for y, _ in seeds]
+    exits, ends = _exits([edge.node for edge in edges], inputs, learns)
+    gradients: dict[Node, Gradients] = {}
+    handles = [node.register_prehook(partial(gradients.__setitem__, node)) for node in exits or ()]
+    try:
+        if inputs:
+            torch.autograd.backward(
+                [y for y, _ in seeds], [g for _, g in seeds], retain_graph=True, inputs=list(inputs)
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
+    if exits is None:
+        return None
+    parts = [(node, gradients[node], part) for node, part in exits.items() if node in gradients]
+    # An output that no input reaches was not walked at all.
+    for edge, (_, seed) in zip(edges, seeds, strict=True):
+        if edge.node in ends:
+            parts.append((edge.node, (*(None,) * edge.output_nr, seed), ends[edge.node]))
+    return Kept(parts)
+
+
+def _exits(
+    roots: Sequence[Node], inputs: Sequence[Tensor], learns: Sequence[Tensor]
+) -> tuple[dict[Node, list[Tensor]] | None, dict[Node, list[Tensor]]]:
+    """Find the nodes on the way to the inputs at which ways to parameters branch off.
+
+    Returns:
+        The parameters beyond each of these nodes, or None if one is beyond several; and the parameters of every root from which
+        no input can be reached.
+    """
+    wanted, goals = set(learns), set(inputs)
+    reaches: dict[Node, bool] = {}  # whether the way goes on to an input
+    beyond: dict[Node, dict[Tensor, None]] = {}  # the parameters that a node without such a way leads to
+    exits: dict[Node, dict[Tensor, None]] = {}
+    for node in _leaves_first(roots):
+        children = [child for child, _ in node.next_functions if child is not None]
+        leaf = getattr(node, "variable", None)
+        reaches[node] = leaf in goals or any(reaches[child] for child in children)
+        branches = {p: None for child in children if not reaches[child] for p in beyond[child]}
+        if leaf in wanted:
+            branches[leaf] = None
+        if not reaches[node]:
+            beyond[node] = branches
+        elif branches:
+            exits[node] = branches
+    ends = {root: beyond[root] for root in roots if not reaches[root] and beyond[root]}
+    counts = Counter(p for part in (*exits.values(), *ends.values()) for p in part)
+    alone = max(counts.values(), default=1) == 1 and len(ends) == sum(root in ends for root in roots)
+    ways = {node: list(part) for node, part in exits.items()} if alone else None
+    return ways, {root: list(part) for root, part in ends.items()}
+
+
+def _leaves_first(roots: Sequence[Node]) -> list[Node]:
+    """Return all nodes of a graph, each after the nodes that it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, finished = stack.pop()
+        if finished:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return order

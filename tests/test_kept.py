@@ -1,0 +1,128 @@
+"""Kept cotangents: I and then W do the work of B, and give the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
+
+import nwise
+from nwise.flow import flows_for
+from nwise.kept import gradient_to_inputs
+from nwise.models import gpt
+from nwise.schedule.orders import ALL, NONE, make_schedule, phase, skewed
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(self.layer(x))))
+
+
+class Aside(nn.Module):
+    """Two outputs, one of which depends on no input, and a parameter added at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias, self.free = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x) * self.bias.exp() + self.bias, (2 * self.free).expand_as(x)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "layers": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4, bias=False)), True),
+    "convolution": (lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3)), True),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)), True),
+    "a branch": (Aside, False),  # `bias` is used twice
+    "tied weights": (Tied, False),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_kept_cotangents_give_the_gradients_of_one_pass(name: str) -> None:
+    torch.manual_seed(0)
+    make, splits = NETS[name]
+    net = make().double()
+    learns = list(net.parameters())
+    gradients = []
+    for split in (False, True):
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        made = net(x)
+        outputs = made if isinstance(made, tuple) else (made,)
+        seeds = [(y, torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)) for y in outputs]
+        net.zero_grad()
+        if split:
+            kept = gradient_to_inputs(seeds, [x], learns)
+            assert all(p.grad is None for p in learns)
+            assert (kept is not None) == splits
+            if kept is None:
+                continue
+            assert kept.num_bytes > 0
+            kept.finish(retain_graph=False)
+        else:
+            torch.autograd.backward([y for y, _ in seeds], [g for _, g in seeds], inputs=[x, *learns])
+        gradients.append([x.grad, *(p.grad for p in learns)])
+    for here, there in zip(gradients[0], gradients[-1], strict=True):
+        assert torch.equal(here, there)  # type: ignore[arg-type]  # a None would raise
+
+
+def test_outputs_apart_from_the_inputs_are_finished_from_their_seeds() -> None:
+    """An output that no input reaches is not walked by I, so its seed itself is kept."""
+    x, w, v = (torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
+    kept = gradient_to_inputs([(x * w, torch.ones(2)), (v.exp(), torch.ones(2))], [x], [w, v])
+    assert kept is not None
+    kept.finish(retain_graph=False)
+    found = [leaf.grad.tolist() for leaf in (x, w) if leaf.grad is not None]
+    assert found == [[2.0, 2.0], [1.0, 1.0]]
+    assert torch.equal(v.grad, v.detach().exp())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_split_passes_cost_the_flops_of_one_and_are_bitwise_equal(recompute: bool) -> None:
+    """End-to-end on a GPT: I and W of every stage against B; without kept cotangents I and W cost a third more than B."""
+    found = []
+    for fuse in (ALL, NONE):
+        torch.manual_seed(0)
+        model = gpt(2, 2, 8, 2, 5, 11)
+        flows = flows_for(nwise.EndToEnd(), 2, 2)
+        schedule = make_schedule("", flows, partial(phase, fuse=fuse))
+        loss = nwise.losses.TokenCrossEntropy()
+        pipe = nwise.Pipeline(
+            model.stages, [None], loss, "end-to-end", 2, schedule=schedule, seed=0, recompute=recompute
+        )
+        tokens = torch.arange(20).view(4, 5) % 11
+        with FlopCounterMode(display=False) as counter:
+            pipe.step(tokens, target=tokens)
+        found.append((counter.get_total_flops(), [p.grad for p in pipe.parameters()]))
+    (one, together), (two, apart) = found
+    assert two == pytest.approx(one, rel=0.01)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True) if a is not None and b is not None)
+    assert [g is None for g in together] == [g is None for g in apart]
+
+
+def test_second_message_after_a_kept_one_leaves_its_cotangents_alone() -> None:
+    """3-wise-mean sends two messages; the W that shares the cotangent of one of them comes after both."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double() for _ in range(4)]
+    heads = [nn.Linear(3, 3).double() for _ in range(3)]
+    loss = nn.functional.mse_loss
+    x, y = (torch.randn(5, 3, dtype=torch.float64) for _ in range(2))
+    flows = flows_for(nwise.strategy("3-wise-mean"), 4, 2)
+    schedule = make_schedule("", flows, partial(skewed, fuse=NONE, stride=2))
+    pipe = nwise.Pipeline(stages, heads, loss, "3-wise-mean", 2, schedule=schedule)
+    expected = nwise.reference_grads(stages, heads, loss, x, y, pipe.credit, 2)
+    pipe.step(x, target=y)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-12, atol=1e-14), name
