@@ -68,13 +68,12 @@ def main(folder: Path = Path("runs/gpt2"), steps: int = 60) -> list[float]:
             checkpoints.save()
 
     weights = under(gather_weights(pipe), "model.")  # of all stages, on rank 0
-    if pipe.team is None or pipe.team.world.rank == 0:
+    if pipe.processes.is_first:
         model.load_state_dict(weights, strict=True)
         model.save_pretrained(folder / "model")
         again = GPT2LMHeadModel.from_pretrained(folder / "model")
         print(f"saved and loaded back: {folder / 'model'}, {again.num_parameters():,} parameters")
-    if pipe.team is not None:
-        pipe.team.close()
+    pipe.close()
     return history
 
 

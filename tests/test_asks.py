@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import nwise
 from launch import forked, results
-from nwise.runtime import world
+from nwise.runtime import launch as world
 from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
 from test_contract import assert_same, gradients
@@ -73,7 +73,7 @@ def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
 
 def test_rank_without_loss_accepts_target_none(tmp_path: Path) -> None:
     """Rank 0 needs no target because stage 0's head does not run under 2-wise."""
-    body = "x, y = data[0]\npipe.step(x, target=y if RANK else None)\npipe.team.close()\nprint('done')\n"
+    body = "x, y = data[0]\npipe.step(x, target=y if RANK else None)\npipe.close()\nprint('done')\n"
     done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("done") == 2

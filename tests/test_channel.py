@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nwise.runtime.channel import Key, Link, LostPeer, MessagePlan, Receiver, Sender, Spec, start_all
+from nwise.schedule.actions import Action, Kind
 
 
 @dataclass
@@ -66,18 +67,23 @@ class Wire:
         return sum(work.name == "send" and not work.waited for work in self.works)
 
 
-def channel(depth: int = 1, device: str = "cpu") -> tuple[Wire, Sender, Receiver]:
+def channel(device: str = "cpu") -> tuple[Wire, Sender, Receiver]:
     """A wire with its ends."""
     wire = Wire()
     link = Link(cast(Any, wire), 1, torch.device(device))
-    return wire, Sender(link, depth), Receiver(link)
+    return wire, Sender(link), Receiver(link)
 
 
-def plan(shapes: list[list[tuple[int, ...]]], turns: int = 1) -> MessagePlan:
-    """A message for each list of shapes, in each of some mini-batches."""
+def name(m: int, turn: int = 0) -> Key:
+    """The name of an activation."""
+    return Action(Kind.RECEIVE_ACTIVATION, 1, m, None, turn)
+
+
+def plan(shapes: list[list[tuple[int, ...]]], turns: int = 1, travel: int = 0) -> MessagePlan:
+    """A message for each list of shapes, in each of some calls."""
     specs = tuple(tuple(Spec(shape, torch.float64) for shape in one) for one in shapes)
-    keys = tuple((m, None, turn) for turn in range(turns) for m in range(len(shapes)))
-    return MessagePlan(keys, specs * turns)
+    keys = tuple(name(m, turn) for turn in range(turns) for m in range(len(shapes)))
+    return MessagePlan(keys, tuple(key.turn for key in keys), specs * turns, travel)
 
 
 def begin(sender: Sender, receiver: Receiver, on: MessagePlan, turn: int = 0) -> None:
@@ -90,36 +96,39 @@ SHAPES = st.lists(st.lists(st.sampled_from([(), (0, 2), (3,), (2, 2)]), max_size
 
 @settings(max_examples=200, deadline=None)
 @given(
-    plans=st.lists(st.builds(plan, SHAPES, st.integers(1, 3)), min_size=1, max_size=3),
+    plans=st.lists(st.builds(plan, SHAPES, st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=3),
     picks=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7)), min_size=1, max_size=5),
-    depth=st.integers(1, 3),
     data=st.data(),
 )
 def test_messages_arrive_across_plan_changes(
-    plans: list[MessagePlan], picks: list[tuple[int, int]], depth: int, data: st.DataObject
+    plans: list[MessagePlan], picks: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Plans change between any two mini-batches, in the middle of a cycle too; messages are taken in any order, and receives
-    posted at any time."""
-    wire, sender, receiver = channel(depth)
+    """Plans change between any two calls, in the middle of a cycle too; messages are taken in any order and some calls later, and
+    receives posted at any time."""
+    wire, sender, receiver = channel()
     number = 0.0
+    left: deque[dict[Key, list[Tensor]]] = deque()
     for pick, count in picks:
         now = plans[pick % len(plans)]
-        turns = 1 + max(key[2] for key in now.keys)
+        turns = 1 + max(now.calls)
         for step in range(count):
             turn = step % turns
             begin(sender, receiver, now, turn)
             sent: dict[Key, list[Tensor]] = {}
             for key, specs in zip(now.keys, now.specs, strict=True):
-                if key[2] == turn:
+                if key.turn == turn:
                     sent[key] = [torch.full(spec.shape, number := number + 1, dtype=spec.dtype) for spec in specs]
                     sender.send(key, sent[key])
                     if data.draw(st.booleans()):
                         receiver.post()
-            for key in data.draw(st.permutations(list(sent))):
-                taken = receiver.take(key)
-                assert [t.tolist() for t in taken] == [t.tolist() for t in sent[key]]
-                assert [t.shape for t in taken] == [t.shape for t in sent[key]]
-            assert wire.sends_not_waited_for() <= depth * sum(len(specs) for specs in now.specs)
+            left.append(sent)
+            while len(left) > now.travel:
+                due = left.popleft()
+                for key in data.draw(st.permutations(list(due))):
+                    taken = receiver.take(key)
+                    assert [t.tolist() for t in taken] == [t.tolist() for t in due[key]]
+                    assert [t.shape for t in taken] == [t.shape for t in due[key]]
+            assert wire.sends_not_waited_for() <= (1 + now.travel) * sum(len(specs) for specs in now.specs)
     begin(sender, receiver, MessagePlan())
     assert all(work.done for work in wire.works)
     assert wire.sends_not_waited_for() == 0
@@ -132,9 +141,9 @@ def test_send_posts_before_waiting_for_earlier_send() -> None:
     for _ in range(2):
         begin(sender, receiver, one)
         wire.calls.clear()
-        sender.send((0, None, 0), [torch.ones(1, dtype=torch.float64)])
+        sender.send(name(0), [torch.ones(1, dtype=torch.float64)])
         said = list(wire.calls)
-        receiver.take((0, None, 0))
+        receiver.take(name(0))
     assert said == ["send", "wait send"]
 
 
@@ -146,11 +155,11 @@ def test_take_of_arrived_message_posts_no_receive() -> None:
     assert wire.calls == ["receive", "receive"]
     value = [torch.ones(1, dtype=torch.float64)]
     for post, expected in [(True, ["wait receive"]), (True, ["wait receive"]), (False, ["receive", "wait receive"])]:
-        sender.send((0, None, 0), value)
+        sender.send(name(0), value)
         if post:
             receiver.post()
         wire.calls.clear()
-        receiver.take((0, None, 0))
+        receiver.take(name(0))
         assert wire.calls == expected  # one is always posted before it waits
         begin(sender, receiver, one)
 
@@ -161,21 +170,22 @@ def test_sender_by_default_keeps_one_cycle_and_counts_its_bytes() -> None:
     sender = Sender(Link(cast(Any, wire), 1, torch.device("cpu")))
     two = plan([[(1,)], [(3,)]])
     values = [torch.ones(1, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
-    assert sender.num_bytes == 0
+    assert not any(sender.num_bytes.values())
     sender.start(two, 0)
     for m, value in enumerate(values):
-        sender.send((m, None, 0), [value])
-    assert sender.num_bytes == two.num_bytes(0) == 8 * 4
+        sender.send(name(m), [value])
+    kind = Kind.RECEIVE_ACTIVATION
+    assert sender.num_bytes[kind] == two.num_bytes(0, kind) == 8 * 4
     assert wire.calls == ["send", "send"]
     sender.start(two, 0)
     with pytest.raises(LostPeer):  # of this wire, where waiting is in vain
-        sender.send((0, None, 0), [values[0]])
+        sender.send(name(0), [values[0]])
 
 
 def test_no_receive_posted_ahead_on_non_cpu_device() -> None:
     """A posted receive blocks the device, as under nccl; this holds for every device but the CPU."""
     wire, sender, receiver = channel(device="meta")
-    one, key = plan([[(1,)]]), (0, None, 0)
+    one, key = plan([[(1,)]]), name(0)
     begin(sender, receiver, one)
     assert wire.calls == []
     sender.send(key, [torch.ones(1, dtype=torch.float64, device="meta")])
@@ -192,7 +202,7 @@ def test_lost_peer_names_the_rank() -> None:
     _, sender, receiver = channel()
     begin(sender, receiver, plan([[(1,)]]))
     with pytest.raises(LostPeer, match="lost rank 1: nobody is left"):
-        receiver.take((0, None, 0))
+        receiver.take(name(0))
 
 
 def test_send_not_matching_the_plan_raises() -> None:
@@ -201,10 +211,10 @@ def test_send_not_matching_the_plan_raises() -> None:
     begin(sender, receiver, plan([[(1,)]]))
     right = torch.ones(1, dtype=torch.float64)
     for key, tensors in [
-        ((1, None, 0), [right]),
-        ((0, None, 0), []),
-        ((0, None, 0), [right[:0]]),
-        ((0, None, 0), [right.float()]),
+        (name(1), [right]),
+        (name(0), []),
+        (name(0), [right[:0]]),
+        (name(0), [right.float()]),
     ]:
-        with pytest.raises(RuntimeError, match=r"should send \(0, None, 0\) of .* next. Found"):
+        with pytest.raises(RuntimeError, match=r"should send RX1\(0\) of .* next. Found"):
             sender.send(key, tensors)

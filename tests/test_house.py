@@ -36,7 +36,7 @@ RANKS = [
     ["flow"],
     ["kept", "schedule", "_summary"],
     ["stage"],
-    ["hogwild", "runtime", "_arguments", "data"],
+    ["runtime", "_arguments", "data"],
     ["_inference", "pipeline", "recipes"],
     ["training"],
     ["report"],

@@ -15,7 +15,7 @@ import nwise
 from nwise.flow import flows_for
 from nwise.kept import gradient_to_inputs
 from nwise.models import gpt
-from nwise.schedule.orders import ALL, NONE, make_schedule, phase, skewed
+from nwise.schedule.orders import make_schedule, phase, skewed
 
 
 class Tied(nn.Module):
@@ -92,7 +92,7 @@ def test_outputs_apart_from_the_inputs_are_finished_from_their_seeds() -> None:
 def test_split_passes_cost_the_flops_of_one_and_are_bitwise_equal(recompute: bool) -> None:
     """End-to-end on a GPT: I and W of every stage against B; without kept cotangents I and W cost a third more than B."""
     found = []
-    for fuse in (ALL, NONE):
+    for fuse in (True, False):
         torch.manual_seed(0)
         model = gpt(2, 2, 8, 2, 5, 11)
         flows = flows_for(nwise.EndToEnd(), 2, 2)
@@ -119,7 +119,7 @@ def test_second_message_after_a_kept_one_leaves_its_cotangents_alone() -> None:
     loss = nn.functional.mse_loss
     x, y = (torch.randn(5, 3, dtype=torch.float64) for _ in range(2))
     flows = flows_for(nwise.strategy("3-wise-mean"), 4, 2)
-    schedule = make_schedule("", flows, partial(skewed, fuse=NONE, stride=2))
+    schedule = make_schedule("", flows, partial(skewed, fuse=False, stride=2))
     pipe = nwise.Pipeline(stages, heads, loss, "3-wise-mean", 2, schedule=schedule)
     expected = nwise.reference_grads(stages, heads, loss, x, y, pipe.credit, 2)
     pipe.step(x, target=y)

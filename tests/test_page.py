@@ -48,6 +48,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gpipe",
         "zb-h1",
         "zero-bubble",
+        "zb-v",
         "--stages",
         "2",
         "4",
@@ -241,7 +242,6 @@ def test_explorer_winner_matches_planner(
         assert answer.startswith(f"Winner: {plan['recommended']} with M = {m} (")
         [best_row] = driver.find_elements("css selector", "#methods tr.best")
         assert best_row.text.startswith(f"{plan['recommended']} "), "the star and the sentence name one winner"
-        assert ("own stages run it slower" in answer.split(")")[0]) == best_row.text.endswith("slower")
 
 
 def test_every_choice_is_reached_by_keyboard(pages: Path, opened: Callable[[Path], Any]) -> None:

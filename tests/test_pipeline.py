@@ -240,8 +240,10 @@ def test_failed_step_leaves_no_trace(strategy: str, earlier: bool, deferred: boo
         pipe.step(x, target=y)
     identities = {name: p.grad for name, p in pipe.named_parameters()}
     before = copy.deepcopy((pipe.state_dict(), identities, pipe.steps, pipe.staleness, pipe.microbatch_losses))
+    # Under Hogwild stage 0 has no pass in the first call, and what is due of an earlier mini-batch is dropped.
+    failures = ("forward",) if "hogwild" in strategy else ("forward", "backward")
     for k, stage in enumerate(stages):
-        for stage.fail in ("forward", "backward"):
+        for stage.fail in failures:
             stage.error = error
             with pytest.raises(error):
                 pipe.step(x, target=y)
@@ -405,7 +407,9 @@ def test_recomputation_runs_once_and_changes_nothing(strategy: str) -> None:
             optimizer.zero_grad()
     for a, b in zip(plain.buffers(), again.buffers(), strict=True):
         assert torch.equal(a, b)
-    assert [stage.forwards for stage in stages] == [5 * 2 * 2] * 4  # steps, micro-batches, once more
+    late = nwise.staleness(nwise.find_flow(again.credit), 2) if strategy == "hogwild" else [[0]] * 4
+    # Steps, micro-batches, and once more for those whose gradient is there.
+    assert [stage.forwards for stage in stages] == [5 * 2 + (5 - age[0]) * 2 for age in late]
 
 
 def gradients_of(net: Net, strategy: str, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -794,7 +798,7 @@ def test_torchscript_stages_train_within_their_limits() -> None:
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items()), "no trace"
     pipe.step(X, target=Y)
     assert all(p.grad is not None for p in pipe.parameters())
-    with pytest.raises(ValueError, match="Stage 0 should not be TorchScript.*as under Hogwild or with `recompute`"):
+    with pytest.raises(ValueError, match="Stage 0 should not be TorchScript.*as under a delay or with `recompute`"):
         scripted("local", recompute=True).step(X, target=Y)
     with pytest.warns(UserWarning, match=r"With 2 micro-batches, batch norm .* \(stages.0.1\)"):
         pipe = scripted("local", 2)

@@ -20,13 +20,13 @@ from launch import RANKS, forked, results
 from nwise.cli import run
 from nwise.report.measured import Comparison
 from nwise.runtime.channel import Spec
-from nwise.runtime.distributed import packed, unpacked
+from nwise.runtime.engine import packed, unpacked
 from nwise.runtime.shapes import from_json, output_specs, to_json
 from nwise.runtime.timeline import load
 from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.choose import ORDERS, choose
 from nwise.schedule.costs import Costs
+from nwise.schedule.named import ORDERS, choose
 from nwise.training.clip import clip_groups
 from nwise.training.optimizers import parameter_groups
 from ranks import edges
@@ -50,9 +50,10 @@ def test_multi_process_matches_single_process(name: str, found: list[Any]) -> No
 
 
 def test_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
-    done = forked(2, ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2"], tmp_path)
+    arguments = ["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--max-steps", "2", "--num-stages", "2"]
+    done = forked(3, arguments, tmp_path)
     assert done.returncode != 0
-    assert "`torchrun` should start a multiple of 4 processes, one for each stage. Found 2" in done.stderr
+    assert "`torchrun` should start at most 2 processes, one for each stage, or a multiple of 2. Found 3" in done.stderr
     assert "nwise/pipeline.py" not in done.stderr, "no traceback of ours"
 
 
@@ -183,7 +184,6 @@ def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]
         (["--stages", "0"], "`stages` should be at least 1"),
         (["--slot-ms", "0"], "`slot_ms` should be above 0"),
         (["--message-mib", "-1"], "`message_mib` should be from 0"),
-        (["--strategy", "hogwild"], "should have lists that repeat"),
         (["--strategy", "3wise"], "`strategy` should be one like"),
         (["--costs", "1,2"], "Costs should have"),
     ],
@@ -309,7 +309,7 @@ def test_learning_rates_by_stage() -> None:
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "inf"])
 def test_bad_time_limits_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nwise.runtime.team import time_limit
+    from nwise.runtime.launch import time_limit
 
     monkeypatch.setenv("NWISE_TIMEOUT", text)
     with pytest.raises(ValueError, match=r"`(NWISE_TIMEOUT|timeout)` should be a number of seconds"):
@@ -344,9 +344,9 @@ def test_broken_timeline_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-def test_nwise_in_one_process_has_no_team() -> None:
+def test_one_process_holds_all_stages() -> None:
     pipe = pipeline(2, "local", 1)
-    assert pipe.team is None
+    assert (pipe.processes.size, pipe.processes.here) == (1, (0, 1))
     assert not pipe.drain()
     assert (
         nwise.Pipeline([nn.Linear(2, 2)], None, nn.functional.mse_loss, "local", schedule="phase").schedule == "phase"

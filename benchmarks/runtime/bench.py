@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.runtime.virtual import Device, VirtualStage, sharpen_timers
+from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
 from nwise.microbatch import Batch
-from nwise.runtime.distributed import Distributed
-from nwise.runtime.watch import Watch
+from nwise.runtime.engine import Engine
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
 from nwise.schedule.baselines import BASELINES, timed_method
-from nwise.schedule.costs import Prices, costs_of_text, prices
+from nwise.schedule.costs import Costs, Prices, costs_of_text, prices
+from nwise.schedule.named import RULES
+from nwise.schedule.placement import make_placement
 from nwise.schedule.timed import Timed
 
 _BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
@@ -39,6 +40,7 @@ class Case:
     Args:
         method: a strategy, or gpipe, 1f1b, zb-h1.
         stages: A.
+        ranks: processes that share them; 0 for one each.
         microbatches: M.
         slot_ms: milliseconds of a slot.
         message_mib: MiB of every activation, and of every gradient.
@@ -49,6 +51,7 @@ class Case:
 
     method: str = "2-wise"
     stages: int = 4
+    ranks: int = 0
     microbatches: int = 1
     slot_ms: float = 20.0
     message_mib: float = 0.0
@@ -68,18 +71,24 @@ class Case:
 
     def timed(self) -> Timed:
         """The schedule with its predicted period, in slots."""
-        found = timed_method(
+        return timed_method(
             self.method,
             num_stages=self.stages,
+            num_ranks=self.num_ranks,
             num_microbatches=self.microbatches,
             costs=costs_of_text(self.costs),
         )
-        if found.order == "hogwild":
-            raise ValueError(
-                f"`strategy` should have lists that repeat. Found {self.method!r}, which waits for nobody; its step is the "
-                "work of the busiest stage."
-            )
-        return found
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes."""
+        return self.ranks or self.stages
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Rank of every stage."""
+        name = RULES[self.method].placement if self.method in RULES else "contiguous"
+        return make_placement(name, self.stages, self.num_ranks)
 
     @property
     def settle(self) -> int:
@@ -90,7 +99,7 @@ class Case:
     @property
     def message(self) -> torch.Tensor:
         """One message's tensor."""
-        return torch.zeros(max(1, int(self.message_mib * 2**18)))
+        return torch.zeros(max(1, int(self.message_mib * 2**17)), dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +115,7 @@ class Measured:
         ceiling: efficiency of the busiest stage's waits alone, without messages, on all ranks at once.
         actions: computations and messages of the stage that has the most, per mini-batch.
         action_overhead_us: excess over the prediction per such action, in microseconds.
-        bytes_sent: over every boundary and mini-batch, forward and back.
+        bytes_sent: by every rank and mini-batch, as activations and as gradients.
         bytes_predicted: by the schedule.
     """
 
@@ -123,32 +132,34 @@ class Measured:
     bytes_predicted: list[tuple[float, float]]
 
 
-def measure(world: World, watch: Watch, case: Case) -> Measured:
-    """Run a case; on all ranks, each of which is told the result."""
+def measure(world: World, case: Case) -> Measured:
+    """Run a case; on all ranks, each of which gets the result."""
     timed, slot = case.timed(), case.slot_ms / 1e3
     turns = len(timed.schedule.flows)
     price = prices(timed.costs, case.stages)
     device = Device(slot)
-    runtime = Distributed(world, watch, VirtualStage(world.stage, price[world.stage], device), lambda s: s, _CPU)
+    world.placement = case.placement
+    links = _links(timed.costs, case.stages, slot)
+    stages = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in world.here]
+    engine = Engine(world, stages, lambda k, specs: specs, _CPU)
     size = range(case.microbatches)
     inputs = [(case.message,) for _ in size]
     share = 1 / case.microbatches
     batch = Batch(inputs, [None for _ in size], [[share] * case.stages for _ in size], 0)
     settle = turns * -(-case.settle // turns)
     count = turns * -(-case.batches // turns)
-    periods, step = [], 0
-    before = runtime.num_bytes
+    periods, step, sent = [], 0, [0.0, 0.0]
     for _ in range(case.rounds):
         device.start()
         moments = [0.0]
         for _ in range(settle + count):
-            runtime.run(timed.schedule, step % turns, batch, step)
+            engine.run(timed.schedule, step, batch)
+            sent = [total + now for total, now in zip(sent, engine.bytes_of_last_step["measured"], strict=True)]
             moments.append(time.perf_counter())
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
-    sent = [(after - then) / step for after, then in zip(runtime.num_bytes, before, strict=True)]
-    runtime.close()
-    every = world.everyone("periods", [periods, sent])
+    engine.close()
+    every = world.everyone("periods", [periods, [total / step for total in sent]])
     ceiling = median(world.everyone("ceiling", _ceiling(timed, price, device, slot, case.batches)))
     by_round = [max(found[0][i] for found in every) for i in range(case.rounds)]
     actions = max(sum(a.kind not in _BOOKKEEPING for a in word) for word in timed.lists) / turns
@@ -163,27 +174,37 @@ def measure(world: World, watch: Watch, case: Case) -> Measured:
         ceiling=ceiling,
         actions=actions,
         action_overhead_us=1e6 * slot * (found - timed.period) / actions,
-        bytes_sent=[(every[k][1][0], every[k + 1][1][1]) for k in range(case.stages - 1)],
+        bytes_sent=[(one[1][0], one[1][1]) for one in every],
         bytes_predicted=predicted_bytes(timed, case.message.nbytes),
     )
 
 
+def _links(costs: Costs, stages: int, slot: float) -> list[tuple[Link, Link]]:
+    """The links of every stage to the one before and the one after; none of them is shared by two boundaries."""
+    sizes = costs.per_stage("message_bytes", stages)
+    seconds = [slot * size / costs.bandwidth for size in sizes]
+    return [
+        (Link(slot * costs.latency, seconds[max(0, k - 1)]), Link(slot * costs.latency, seconds[k]))
+        for k in range(stages)
+    ]
+
+
 def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:
-    """Over every boundary and mini-batch, forward and back, by the sends of the lists."""
+    """By every rank and mini-batch, as activations and as gradients, by the sends of the lists."""
     turns = len(timed.schedule.flows)
 
-    def sends(k: int, kind: Kind) -> float:
-        return size * sum(a.kind is kind for a in timed.lists[k]) / turns
+    def sends(rank: int, kind: Kind) -> float:
+        return size * sum(a.kind is kind for a in timed.lists[rank]) / turns
 
-    return [(sends(k, Kind.SEND_ACTIVATION), sends(k + 1, Kind.SEND_GRADIENT)) for k in range(len(timed.lists) - 1)]
+    return [(sends(r, Kind.SEND_ACTIVATION), sends(r, Kind.SEND_GRADIENT)) for r in range(len(timed.lists))]
 
 
 def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, batches: int) -> float:
     """The busiest stage's waits, every one of which begins when the one before it has really ended."""
     flows = timed.schedule.flows
     works = [
-        [price[k].time(a, flows[a.turn][a.microbatch].stages[k]) for a in word]
-        for k, word in enumerate(timed.schedule.words)
+        [price[a.stage].time(a, flows[a.turn][a.microbatch].stages[a.stage]) for a in word]
+        for word in timed.schedule.words
     ]
     busiest = max(works, key=sum)
     began = time.perf_counter()
@@ -195,16 +216,16 @@ def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, bat
 
 
 def start(case: Case) -> Measured:
-    """Run a case on processes of this machine, one for every stage."""
+    """Run a case on processes of this machine."""
     return start_all([case])[0]
 
 
 def start_all(cases: Sequence[Case]) -> list[Measured]:
-    """Run cases of equally many stages one after the other, on the same processes."""
-    stages = cases[0].stages
-    if any(case.stages != stages for case in cases):
-        raise ValueError(f"`cases` should have equally many stages. Found {sorted({case.stages for case in cases})}.")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
+    """Run cases of equally many ranks one after the other, on the same processes."""
+    ranks = cases[0].num_ranks
+    if any(case.num_ranks != ranks for case in cases):
+        raise ValueError(f"`cases` should have equally many ranks. Found {sorted({case.num_ranks for case in cases})}.")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "benchmarks.runtime.bench", json.dumps([asdict(case) for case in cases])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -212,27 +233,26 @@ def start_all(cases: Sequence[Case]) -> list[Measured]:
     if len(found) == len(cases):
         return found
     said = [line for line in done.stderr.splitlines() if line.startswith("nwise")] or done.stderr.splitlines()[-1:]
-    raise OSError(f"The {stages} processes should measure and end. Found that they failed: {' '.join(said[:1])}")
+    raise OSError(f"The {ranks} processes should measure and end. Found that they failed: {' '.join(said[:1])}")
 
 
-def join(num_stages: int) -> tuple[World, Watch]:
+def join(num_ranks: int) -> World:
     """This process's place, with timers and threads set for measuring."""
     sharpen_timers()
     torch.set_num_threads(1)
-    world = World(num_stages)
-    return world, Watch(world.store, world.rank, num_stages, world.stage, 60.0)
+    return World(num_ranks, limit=60.0)
 
 
 def main(text: str) -> None:
     """One rank of `start_all`."""
     settings: list[dict[str, Any]] = json.loads(text)
     cases = [Case(**one) for one in settings]
-    world, watch = join(cases[0].stages)
+    world = join(cases[0].num_ranks)
     for case in cases:
-        found = measure(world, watch, case)
+        found = measure(world, case)
         if world.rank == 0:
             print(json.dumps(asdict(found)), flush=True)
-    watch.close()
+    world.close()
 
 
 _CPU = torch.device("cpu")

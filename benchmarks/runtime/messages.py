@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runtime.virtual import sharpen_timers
-from nwise.runtime.world import start
+from nwise.runtime.launch import start
 
 ROUNDS, WARM = 60, 10
 

@@ -21,7 +21,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
-from nwise.runtime.watch import Watch
 from nwise.runtime.world import World
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import costs_of_text
@@ -111,14 +110,14 @@ class SplitModule(VirtualModule):
 
 def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
     """One mini-batch of torch's GPipe, 1F1B or zero-bubble."""
-    stages, costs = world.num_stages, case.timed().costs
-    first, last = world.stage == 0, world.stage == stages - 1
+    stages, costs = world.size, case.timed().costs
+    first, last = world.place == 0, world.place == stages - 1
     forward, chain, weights = (costs.per_stage(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
     begin, size, loss = costs.overhead, case.microbatches, cast(Any, Loss.apply)
     options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
 
     def stage(module: VirtualModule) -> PipelineStage:
-        return PipelineStage(module, world.stage, stages, torch.device("cpu"))
+        return PipelineStage(module, world.place, stages, torch.device("cpu"))
 
     schedule: Any
     if case.method == "zb-h1":
@@ -205,20 +204,20 @@ def best_m(method: str, stages: int) -> int:
     return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)
 
 
-def run(world: World, watch: Watch, rounds: int, sizes: list[float]) -> None:
+def run(world: World, rounds: int, sizes: list[float]) -> None:
     """All cases, taking turns; before the first round each library has sent messages of every size, into fresh memory."""
     for mib in sizes:
-        warm = Case(method="gpipe", stages=world.num_stages, microbatches=4, message_mib=mib, batches=4, rounds=1)
+        warm = Case(method="gpipe", stages=world.size, microbatches=4, message_mib=mib, batches=4, rounds=1)
         measure_torch(world, warm)
-        measure(world, watch, warm)
+        measure(world, warm)
     for number in range(rounds):
-        for library, case in (found for mib in sizes for found in cases(world.num_stages, mib)):
-            found = measure_torch(world, case) if library == "torch" else asdict(measure(world, watch, case))
+        for library, case in (found for mib in sizes for found in cases(world.size, mib)):
+            found = measure_torch(world, case) if library == "torch" else asdict(measure(world, case))
             if world.rank == 0:
                 print(json.dumps({"library": library, "round": number, **asdict(case), **found}), flush=True)
 
 
 if __name__ == "__main__":
-    here, guard = join(int(os.environ["WORLD_SIZE"]))
-    run(here, guard, int(sys.argv[1]), [float(mib) for mib in sys.argv[2].split(",")])
-    guard.close()
+    here = join(int(os.environ["WORLD_SIZE"]))
+    run(here, int(sys.argv[1]), [float(mib) for mib in sys.argv[2].split(",")])
+    here.close()

@@ -1,6 +1,7 @@
 """Virtual devices: stages that wait as long as an accelerator would compute, so that many run truly at once on few cores.
 
-Messages are real tensors of a given size, and everything but the stage is the runtime's own code.
+Messages are real tensors of a given size, and everything but the stage is the runtime's own code. Links may be slow, too: a
+message is due after a latency and the time of its bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,9 +49,45 @@ class Device:
         self._free = max(self._free, received) + self._slot * slots
         _wait_until(self._free)
 
+    @property
+    def free(self) -> float:
+        """Moment at which the last computation ended."""
+        return self._free
+
     def start(self) -> None:
         """Be free from now on."""
         self._free = time.perf_counter()
+
+
+class Link:
+    """A link that delivers a message after a latency and the time of its bytes, one message after the other.
+
+    The moment at which a message is due travels as its first number; processes of one machine have one clock. The host has the
+    message earlier, but the virtual device does not begin before that moment. So slow links are measured on a fast machine.
+
+    Args:
+        latency: seconds.
+        seconds: seconds of a whole message on the link; messages wait for the one before.
+    """
+
+    def __init__(self, latency: float, seconds: float) -> None:
+        self._latency, self._seconds = latency, seconds
+        self._free = 0.0
+
+    def stamp(self, size: int, sent: float) -> Tensor:
+        """Make a message of this many numbers that leaves at a moment."""
+        self._free = max(self._free, sent) + self._seconds
+        message = torch.empty(size, dtype=torch.float64)
+        message[0] = self._free + self._latency
+        return message
+
+
+@dataclass(slots=True)
+class VirtualTape:
+    """A micro-batch of a virtual stage."""
+
+    flow: StageFlow
+    size: int
 
 
 class VirtualStage:
@@ -59,47 +97,33 @@ class VirtualStage:
         index: the stage's place.
         price: times of its actions, in slots.
         device: where it runs.
+        links: to the stages before and after.
     """
 
-    def __init__(self, index: int, price: Prices, device: Device) -> None:
+    def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link, Link]) -> None:
         self.index = index
-        self._price = price
-        self._device = device
-        self._flows: dict[int, tuple[StageFlow, Tensors]] = {}
-        self._made: Tensors = ()
+        self._price, self._device, self._links = price, device, links
 
-    def _work(self, kind: Kind, microbatch: int, *, received: bool = False) -> None:
-        # Before looking up the price, which an accelerator would not do.
-        moment = time.perf_counter() if received else 0.0
-        flow, _ = self._flows[microbatch]
-        self._device.work(self._price.time(Action(kind, self.index, microbatch), flow), received=moment)
+    def _work(self, kind: Kind, flow: StageFlow, due: float = 0.0) -> None:
+        self._device.work(self._price.time(Action(kind, self.index, 0), flow), received=due)
 
     def forward(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        flow: StageFlow,
-        passes: int,
-        seed: int,
-        versions: Mapping[str, Tensor] | None = None,
-    ) -> Tensors:
-        """F: gives its input on."""
-        self._flows[microbatch] = flow, inputs
-        self._work(Kind.FORWARD, microbatch, received=self.index > 0)
-        if self.index:
-            return inputs
-        # An output of its own, made once: the caller's batch would have to be copied to be sent.
-        self._made = self._made or tuple(x.clone() for x in inputs)
-        return self._made
+        self, inputs: Tensors, flow: StageFlow, passes: int, seed: int, versions: Mapping[str, Tensor] | None = None
+    ) -> tuple[VirtualTape, Tensors]:
+        """F: a message as large as its input."""
+        due = max(float(inputs[0][0]), time.perf_counter()) if self.index else 0.0
+        self._work(Kind.FORWARD, flow, due)
+        size = inputs[0].numel()
+        return VirtualTape(flow, size), (self._links[1].stamp(size, self._device.free),)
 
-    def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
+    def run_head(self, tape: VirtualTape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """H: a loss of zero."""
-        self._work(Kind.HEAD, microbatch)
+        self._work(Kind.HEAD, flow)
         return torch.zeros(())
 
     def backward(
         self,
-        microbatch: int,
+        tape: VirtualTape,
         cotangent: Cotangent,
         received: Sequence[Cotangents],
         *,
@@ -109,12 +133,10 @@ class VirtualStage:
     ) -> Cotangents:
         """I, W or B: a gradient as large as the input."""
         kind = Kind.BOTH if inputs and weights else Kind.INPUT_GRAD if inputs else Kind.WEIGHT_GRAD
-        self._work(kind, microbatch, received=any(cotangent.received))
-        return self._flows[microbatch][1] if inputs else ()
-
-    def clear(self) -> None:
-        """Forget the mini-batch."""
-        self._flows.clear()
+        messages = [received[p][0] for p in cotangent.needed]
+        due = max([float(one[0]) for one in messages if one is not None], default=0.0)
+        self._work(kind, tape.flow, max(due, time.perf_counter()) if messages else 0.0)
+        return (self._links[0].stamp(tape.size, self._device.free),) if inputs else ()
 
 
 def _wait_until(deadline: float) -> None:

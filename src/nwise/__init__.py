@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from nwise._compiled import compile_module
     from nwise.batchnorm import defer_batchnorm
     from nwise.flow import Flow, find_flow
-    from nwise.hogwild import staleness
     from nwise.models import heads
     from nwise.models.chain import Chain
     from nwise.models.split import split, untie
     from nwise.pipeline import Pipeline
     from nwise.reference import reference_grads
+    from nwise.schedule.ages import staleness
     from nwise.strategies import (
         Blocks,
         Credit,
         DeepSupervision,
+        Delayed,
         EndToEnd,
         Geometric,
         Hogwild,
@@ -41,6 +42,7 @@ __all__ = [
     "Chain",
     "Credit",
     "DeepSupervision",
+    "Delayed",
     "EndToEnd",
     "Flow",
     "Geometric",
@@ -75,7 +77,7 @@ _PLACES = {
     "heads": "models",
     "reference_grads": "reference",
     "split": "models.split",
-    "staleness": "hogwild",
+    "staleness": "schedule.ages",
     "untie": "models.split",
 }
 

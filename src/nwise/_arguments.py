@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from nwise.flow import Flow
 from nwise.models.chain import Chain
+from nwise.runtime.processes import Processes
 from nwise.stage import LossFn
 
 # A module, or a function that makes it; only the process that holds the module calls it.
@@ -98,6 +102,54 @@ def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
             "The first stage should get the inputs that its forward takes; pass the target by name, "
             f"`pipe.step(x, target=y)`. Found {num_inputs} inputs and no target."
         )
+
+
+def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:
+    """Raise ValueError unless there is a head for every loss of the flows but the last."""
+    for k, last in {k: len(flow.stages) - 1 for flow in flows for k in flow.heads}.items():
+        if k < last and k not in heads:
+            raise ValueError(
+                f"`heads` should have a head for stage {k}, whose loss {strategy!r} needs. Found None; see `nwise.heads` for "
+                "builders."
+            )
+
+
+def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Tell for each stage whether it has a parameter to train; several processes exchange this only once.
+
+    Args:
+        processes: the processes.
+        here: the answer for the stages of this process.
+        known: the earlier answer; empty if there is none.
+
+    Raises:
+        ValueError: the answer for a stage has changed.
+    """
+    if not known or processes.size == 1:
+        return tuple(processes.by_stage(here))
+    for k, learns in here.items():
+        if known[k] != learns:
+            raise ValueError(
+                f"Stage {k} should have parameters to train as it had when the pipeline was made, because the other processes "
+                f"rely on it. Found {'some' if learns else 'none'}; make a new pipeline."
+            )
+    return known
+
+
+def check_same_target(processes: Processes, target: Tensor | Sequence[Tensor] | None) -> None:
+    """Raise ValueError unless all processes with a target have the same one, as from equal loaders."""
+    parts = () if target is None else (target,) if isinstance(target, Tensor) else target
+    code = "".join(
+        sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for t in (parts if processes.size > 1 else ())
+    )
+    codes = [(rank, other) for rank, other in enumerate(processes.everyone("target", code)) if other]
+    for rank, other in codes[1:]:
+        if other != codes[0][1]:
+            raise ValueError(
+                f"Every rank should get the same mini-batches. Found other targets on rank {rank} than on rank "
+                f"{codes[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
+            )
 
 
 def _takes(module: nn.Module, count: int) -> bool:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise._arguments import Given, HeadDict, check_target, checked, refuse_sharing
+import nwise._arguments as arguments
+from nwise._arguments import Given, HeadDict
 from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
-from nwise._inference import Outputs, all_outputs, head_output
+from nwise._inference import Outputs, head_output
 from nwise._snapshot import Snapshot
 from nwise._summary import describe
 from nwise.batchnorm import warn_of_microbatches
 from nwise.flow import Flow, flows_for
-from nwise.hogwild import Past
 from nwise.losses import Divergence, Losses
-from nwise.microbatch import Batch, Tensors, Terms, as_tuple, cut
+from nwise.microbatch import Tensors, Terms, as_tuple, cut
 from nwise.randomness import derive, preserved
-from nwise.runtime.team import Team, build_modules
-from nwise.runtime.worker import execute
-from nwise.runtime.world import launched
+from nwise.runtime.engine import Engine, make_engine
+from nwise.runtime.processes import build_modules
+from nwise.runtime.worker import stack_losses
+from nwise.runtime.world import join
 from nwise.schedule.actions import Action
-from nwise.schedule.choose import Order, check_order, choose
-from nwise.schedule.lists import Schedule
+from nwise.schedule.ages import weight_ages
+from nwise.schedule.named import Order, check_order, choose
+from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
@@ -52,7 +53,10 @@ class Pipeline(nn.Module):
             backward pass (activation checkpointing with one recomputation, however many passes).
         seed: seed of dropout and other random numbers in `step`, which are functions of (seed, stage,
             step, micro-batch); default: `torch.initial_seed()`.
-        mesh: processes under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: one process per stage and replica.
+        placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, or a rank for
+            each; see `nwise.schedule.placement`. One process has all stages.
+        mesh: processes under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for every stage, or fewer, or
+            replicas of all.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
@@ -61,9 +65,11 @@ class Pipeline(nn.Module):
     Attributes:
         steps: number of finished mini-batches, used by `Switch`, rotating strategies and dropout. Set it when you
             resume, because the state dict does not contain it.
-        staleness: ``[A, M]``, updates between each stage's forward and update in the last step.
+        staleness: ``[A, M]``, updates between each stage's forward and update under the last step's strategy.
         microbatch_losses: losses of the last step in this process, by (stage, micro-batch).
-        team: the processes (`nwise.runtime.team.Team`); None if there is only one.
+        loss_shares: for every stage of this process the weight of its last loss in that of the whole mini-batch.
+        processes: the processes (`nwise.runtime.processes.Processes`), possibly one.
+        recorder: None, or a function called with each action's step, action, begin and end.
         on_action: None, or a function called with each `Action` that `step` has executed.
         warns_of_divergence: whether `step` warns, once, of a loss that is not finite.
 
@@ -91,48 +97,48 @@ class Pipeline(nn.Module):
         schedule: Order | None = None,
         recompute: bool = False,
         seed: int | None = None,
+        placement: str | Sequence[int] = "contiguous",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        given, given_heads, losses = checked(list(stages), heads, loss_fn)
+        given, given_heads, losses = arguments.checked(list(stages), heads, loss_fn)
         check_at_least(1, num_microbatches=num_microbatches)
         schedule = None if schedule is None else check_order(schedule)
         rule = parse(strategy)
-        self.team = Team(len(given), mesh, timeout) if launched() else None
+        self.processes = join(len(given), placement, mesh, timeout)
         self.seed = torch.initial_seed() if seed is None else seed
-        mains = [main for main in build_modules(given, "stage", self.team, self.seed) if main is not None]
-        sides = build_modules(given_heads, "head", self.team, self.seed)
-        refuse_sharing(mains, sides)
+        mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
+        sides = build_modules(given_heads, "head", self.processes, self.seed)
+        arguments.refuse_sharing(mains, sides)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         self._strategy = rule
         # One process waits for no other, so the order with the least memory is the best.
-        self._order: Order = schedule or ("depth-first" if self.team is None else "best")
+        self._order: Order = schedule or ("depth-first" if self.processes.num_ranks == 1 else "best")
         self._num_microbatches = num_microbatches
         self.steps = 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
+        self.loss_shares: Mapping[int, float] = {}
+        self.recorder: Callable[[int, Action, float, float], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence = True
         self._divergence = Divergence()
+        self._compared = False  # whether the targets of all ranks have been compared
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
         self._terms = [terms[loss] for loss in losses]
         self._chosen: tuple[Order, Schedule] | None = None
-        self._past = Past()
+        self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._trainable: tuple[bool, ...] = ()
         self._warn_of_wide_windows()
         self._survey()
-        self._check_heads(self._flows_from(0))
+        arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
-        if self.team is not None:
-            self.team.world.agree("strategy", self.strategy.name)
-            self.team.world.agree("num_microbatches", num_microbatches)
-            self.team.world.agree("seed", self.seed)
-            if any(rule.in_force(first).asynchronous for first, _ in rule.phases()):
-                self.team.refuse_replicas()
+        for name, value in (("strategy", rule.name), ("num_microbatches", num_microbatches), ("seed", self.seed)):
+            self.processes.agree(name, value)
 
     @property
     def strategy(self) -> Strategy:
@@ -188,7 +194,7 @@ class Pipeline(nn.Module):
             [sum(p.numel() for p in part.parameters()) for part in (stage, self.heads.get(k) or nn.Module())]
             for k, stage in enumerate(self.stages)
         ]
-        counts = here if self.team is None else self.team.facts(here[self.team.stage])
+        counts = self.processes.by_stage({k: here[k] for k in self.processes.here})
         now = self.strategy.in_force(self.steps)
         plural = "es" if self.num_microbatches > 1 else ""
         title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{plural}"
@@ -205,23 +211,16 @@ class Pipeline(nn.Module):
             inputs: inputs of the first stage.
             only: indices of the stages whose heads run; default: all.
         """
-        if self.team is None:
-            return all_outputs(list(self.stages), self.heads, inputs, only)
-        return self._outputs_here(inputs, only)
-
-    def _outputs_here(self, inputs: Tensors, only: Collection[int] | None) -> Outputs:
-        """Return the outputs, None for stages of other processes."""
-        assert self.team is not None
-        k = self.team.stage
         outputs: Outputs = [None] * self.num_stages
 
-        def call(hidden: Tensors) -> Tensors:
+        def call(k: int, hidden: Tensors) -> Tensors:
             output = self.stages[k](*hidden)
             made = as_tuple(output, f"The output of stage {k}")
             outputs[k] = output if k == self.num_stages - 1 else head_output(self.heads, k, made, only)
             return made
 
-        self.team.infer(self._stages[k], as_tuple(inputs, "The input"), self.steps, call)
+        given = as_tuple(inputs, "The input")
+        self._connected(given).infer(given, self.steps, call)
         return outputs
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Losses:
@@ -237,74 +236,71 @@ class Pipeline(nn.Module):
             inputs: inputs of the first stage, samples along dimension 0.
             target: the second argument of every loss, samples along dimension 0; default: none.
 
+        Under a delay the gradients are those of an earlier mini-batch (`nwise.Delayed`), and the first steps leave none.
+
         Returns:
-            The losses, detached, ``[A]``; nan if a head did not run or ran in another process.
+            The losses of this mini-batch, detached, ``[A]``; nan if a head did not run or ran in another process.
 
         Raises:
             ValueError, TypeError: the batch does not fit the pipeline.
             nwise.runtime.watch.RankError: a rank failed.
         """
-        check_target(len(inputs), target, self.stages[0])
-        replica, num_replicas = (0, 1) if self.team is None else (self.team.world.replica, self.team.world.num_replicas)
+        arguments.check_target(len(inputs), target, self.stages[0])
+        processes = self.processes
         batch = cut(
             inputs,
             target,
             self.num_microbatches,
             self._terms,
             seed=derive(self.seed, self.steps),
-            replica=replica,
-            num_replicas=num_replicas,
+            replica=processes.replica,
+            num_replicas=processes.num_replicas,
         )
-        if self.team is not None:
-            self.team.same_target(target)
+        if not self._compared:
+            arguments.check_same_target(processes, target)
+            self._compared = True
         modules = self._survey()
-        now = self.strategy.in_force(self.steps)
-        schedule, turn = self._schedule_for(now), self.steps % now.turns
-        self._check_heads(schedule.flows[turn])
+        schedule = self._schedule_for(self.strategy.in_force(self.steps))
+        arguments.check_heads(schedule.flows[self.steps % len(schedule.flows)], self.heads, self.strategy.name)
+        engine = self._connected(batch.inputs[0])
+        engine.recorder = self.recorder
         before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
         try:
             with preserved(self._device(inputs[0])):
-                losses, ages = self._run(schedule, turn, batch, stale=now.asynchronous)
+                workers = engine.run(schedule, self.steps, batch, self.on_action)
             before.commit()
         except BaseException:
             before.restore()
             raise
-        self.staleness, self.microbatch_losses = ages, batch.losses
+        losses = stack_losses([workers[k].loss if k in workers else None for k in range(self.num_stages)])
+        self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
+        self.microbatch_losses, self.loss_shares = batch.losses, {k: worker.share for k, worker in workers.items()}
         self.steps += 1
-        result = Losses(losses, {k for k, _ in batch.losses}, None if self.team is None else [self.team.stage])
+        result = Losses(losses, {k for k, _ in batch.losses}, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
 
-    def _run(self, schedule: Schedule, turn: int, batch: Batch, *, stale: bool) -> tuple[Tensor, Tensor]:
-        """Execute a mini-batch; return the losses ``[A]`` and the staleness ``[A, M]``."""
-        ages = torch.zeros(self.num_stages, self.num_microbatches, dtype=torch.int64)
-        if not stale:
-            self.forget_versions()
-        if self.team is not None and stale:
-            here = self.team.stage
-            losses, age = self.team.stale_step(self._stages[here], schedule.flows, turn, batch, self.steps)
-            ages[here] = age
-        elif self.team is not None:
-            losses = self.team.step(self._stages[self.team.stage], schedule, turn, batch, self.steps, self.on_action)
-        else:
-            if stale:
-                versions, old = self._past.versions(self.stages, schedule.flows, schedule.flows[turn])
-                batch, ages = replace(batch, versions=versions), torch.tensor(old)
-            order = schedule.one_process_turns[turn]
-            losses = execute(self._stages, order, schedule.flows[turn], batch, self.on_action)
-        return losses, ages
-
     def drain(self) -> bool:
-        """Add the gradients of the oldest mini-batch that no update has used yet, under Hogwild with several processes.
+        """Add the gradients of mini-batches that no step has left yet, under a delay: those of one call.
 
-        After the last step, call it and update until it returns False.
+        After the last step, call it and update until it returns False. All processes call it equally often.
 
         Returns:
-            Whether there was such a mini-batch; otherwise nothing has been added.
+            Whether such gradients were due; otherwise nothing has been added.
         """
         with preserved(self._device()):
-            return self.team is not None and self.team.drain()
+            return self._engine is not None and self._engine.drain()
+
+    @property
+    def bytes_per_step(self) -> dict[str, list[int]]:
+        """Bytes that this process sent in the last step as activations and as gradients, measured and predicted."""
+        assert self._engine is not None, "read after a step"
+        return self._engine.bytes_of_last_step
+
+    def close(self) -> None:
+        """End the exchange between processes; a call for all of them, after the last step. One process need not call it."""
+        self.processes.close()
 
     def needed_heads(self, *, later: bool = True) -> set[int]:
         """Return the indices of the stages whose auxiliary heads run.
@@ -317,9 +313,10 @@ class Pipeline(nn.Module):
         flows = self._flows_from(self.steps) if later else [flow for turn in self._flows(now) for flow in turn]
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
 
-    def forget_versions(self) -> None:
-        """Drop the old parameters that Hogwild keeps, as after loading new ones."""
-        self._past = Past()
+    def forget_pending(self) -> None:
+        """Drop the mini-batches whose gradients are still due under a delay, as after loading other parameters."""
+        if self._engine is not None:
+            self._engine.forget()
 
     def discard_heads(self) -> None:
         """Drop all heads once no later step needs one, as the paper does when it switches to end-to-end.
@@ -339,29 +336,17 @@ class Pipeline(nn.Module):
     def _survey(self) -> list[nn.Module]:
         """Pick up what the caller changed since the last step; return all modules of all stages and heads."""
         heads = self.heads.by_stage(self.num_stages)
+        if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
+            self.forget_pending()  # a new stage cannot take the gradients of an old one
         stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
-        self._trainable = self._known_trainable()
+        here = {k: bool(self._stages[k].learns) for k in self.processes.here}
+        self._trainable = arguments.known_trainable(self.processes, here, self._trainable)
         allow_several_passes(modules)
         return modules
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
-
-    def _known_trainable(self) -> tuple[bool, ...]:
-        """Tell for each stage whether it has a parameter to train; processes exchange this only once."""
-        trainable = tuple(bool(stage.learns) for stage in self._stages)
-        if self.team is None:
-            return trainable
-        here = trainable[self.team.stage]
-        if not self._trainable:
-            return tuple(self.team.facts(here))
-        if self._trainable[self.team.stage] != here:
-            raise ValueError(
-                f"Stage {self.team.stage} should have parameters to train as it had when the pipeline was made, because the "
-                f"other processes rely on it. Found {'some' if here else 'none'}; make a new pipeline."
-            )
-        return self._trainable
 
     def _flows(self, now: Strategy) -> tuple[tuple[Flow, ...], ...]:
         """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
@@ -377,24 +362,39 @@ class Pipeline(nn.Module):
     def _schedule_for(self, now: Strategy) -> Schedule:
         """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
         flows = self._flows(now)
-        if self._chosen is None or self._chosen[0] != self._order or self._chosen[1].flows != flows:
-            self._chosen = self._order, choose(self._order, flows)
+        ages = weight_ages(now, flows)
+        key = (self._order, flows, ages)
+        known = None if self._chosen is None else (self._chosen[0], self._chosen[1].flows, self._chosen[1].ages)
+        if known != key:
+            schedule = choose(self._order, flows, self.processes.placement, ages)
+            self._chosen = self._order, schedule
+        assert self._chosen is not None
         return self._chosen[1]
 
-    def _check_heads(self, flows: Iterable[Flow]) -> None:
-        for k in {k: None for flow in flows for k in flow.heads}:
-            if k < self.num_stages - 1 and self._stages[k].head is None:
-                raise ValueError(
-                    f"`heads` should have a head for stage {k}, whose loss {self.strategy.name!r} needs. Found None; "
-                    "see `nwise.heads` for builders."
-                )
+    def _connected(self, inputs: Tensors) -> Engine:
+        """Return the engine of this process's stages; the first call connects and is one for all processes."""
+        if self._engine is None:
+            device = self._device(inputs[0]) or torch.device("cpu")
+            self._engine = make_engine(self.processes, [self._stages[k] for k in self.processes.here], device)
+        return self._engine
 
     def _warn_of_wide_windows(self) -> None:
         for first, _ in self.strategy.phases():
             if (text := self.strategy.in_force(first).caution(self.num_stages)) is not None:
                 warnings.warn(text, stacklevel=4)  # at the caller of `Pipeline`, or of the setter
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast everything, as `to` and `double` do; gradients of another kind are not due any more."""
+        self.forget_pending()
+        if self.processes.size == 1:
+            self._engine = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
+        return {**self.__dict__, "_engine": None, "_chosen": None}
+
 
 def _forget(pipe: Pipeline, keys: object) -> None:
     del keys
-    pipe.forget_versions()
+    pipe.forget_pending()

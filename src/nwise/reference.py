@@ -93,6 +93,29 @@ def reference_grads(
     return grads
 
 
+def late_grads(calls: Sequence[dict[str, Tensor]], ages: Sequence[int]) -> dict[str, Tensor]:
+    """Choose the gradients that the newest call leaves under a delay, from the definition.
+
+    Args:
+        calls: the result of `reference_grads` for every call of a pipeline's `step` so far, the newest last: the gradients of its
+            mini-batch at the parameters that the network had then.
+        ages: for every stage the number of calls by which its gradients are late; those of heads are not.
+
+    Returns:
+        The gradients; those of a stage whose first gradient is not due yet are missing.
+
+    >>> late_grads([{"stages.0.w": torch.tensor(1.0)}, {"stages.0.w": torch.tensor(2.0)}], [1])
+    {'stages.0.w': tensor(1.)}
+    """
+    grads: dict[str, Tensor] = {}
+    for name, newest in calls[-1].items():
+        part, stage, *_ = name.split(".")
+        age = ages[int(stage)] if part == "stages" else 0
+        if age < len(calls):
+            grads[name] = calls[-1 - age][name] if age else newest
+    return grads
+
+
 def _add(grads: dict[str, Tensor], prefix: str, module: nn.Module, loss: Tensor, weight: float) -> None:
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:

@@ -6,7 +6,8 @@
     W  gradient of the summed cotangent to the stage's parameters only
     B  I and W in one pass, if they share their cotangent
 
-A stage knows nothing of other stages: it takes and returns tensors.
+A stage knows nothing of other stages or mini-batches: it takes and returns tensors, and leaves a tape of each micro-batch to its
+caller.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ Cotangents = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True)
-class _Tape:
-    """The tensors of one micro-batch that a stage keeps until its last pass."""
+class Tape:
+    """The tensors of one micro-batch that are kept until its last pass.
+
+    Args:
+        inputs: leaves of the graph.
+        outputs: outputs of the forward.
+        passes_left: number of calls of `Stage.backward` that will follow.
+        versions: parameters that the forward used instead of the current ones, by name.
+        rerun: function that runs the forward once more; None if its graph is there.
+        own: gradient of the stage's own loss to its outputs.
+        kept: cotangents that an I has kept for a later W.
+    """
 
     inputs: Tensors
     outputs: Tensors
@@ -61,17 +72,6 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
-        self._tapes: dict[int, _Tape] = {}
-
-    def fresh(self) -> Stage:
-        """Return a stage of the same modules without tapes, for another mini-batch at the same time."""
-        other = Stage(self.index, self.module, self.head, self.loss_fn, self.recompute)
-        other.learns, other.head_learns = self.learns, self.head_learns
-        return other
-
-    def holds(self, microbatch: int) -> bool:
-        """Tell whether tensors of a micro-batch are kept."""
-        return microbatch in self._tapes
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
@@ -85,24 +85,27 @@ class Stage:
         self.learns, self.head_learns = _trainable(main), _trainable(side)
         return main + side
 
+    def copy_parameters(self) -> dict[str, Tensor]:
+        """Return copies of the parameters by name, for passes that come after the next update."""
+        return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self.module.named_parameters()}
+
     def forward(
         self,
-        microbatch: int,
         inputs: Tensors,
         flow: StageFlow,
         passes: int,
         seed: int,
         versions: Mapping[str, Tensor] | None = None,
-    ) -> Tensors:
-        """Run F and return the outputs, detached.
+    ) -> tuple[Tape, Tensors]:
+        """Run F and return a tape, and the outputs, detached.
 
         Args:
-            microbatch: index of the micro-batch.
             inputs: the outputs of the previous stage, or the model's input.
             flow: this stage's work for the micro-batch.
             passes: number of calls of `backward` that will follow; the last one frees the graph.
             seed: seed of every random number drawn here.
-            versions: parameters to use instead of the current ones, by name (Hogwild).
+            versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last
+                pass.
         """
         leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs)
         graph = passes > 0
@@ -113,34 +116,29 @@ class Stage:
             rerun = lambda: self._call(leaves, seed, {**(versions or {}), **buffers})  # noqa: E731
         with torch.set_grad_enabled(graph and rerun is None):
             outputs = self._call(leaves, seed, versions)
-        self._tapes[microbatch] = _Tape(leaves, outputs, passes, versions, rerun)
-        result = tuple(y.detach() for y in outputs)
-        if not graph and not flow.head:
-            self.drop(microbatch)
-        return result
+        return Tape(leaves, outputs, passes, versions, rerun), tuple(y.detach() for y in outputs)
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
         if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
             raise ValueError(
                 f"Stage {self.index} should not be TorchScript when it runs with replaced parameters or buffers, as under "
-                "Hogwild or with `recompute`. Found a scripted module; pass the original module."
+                "a delay or with `recompute`. Found a scripted module; pass the original module."
             )
         _draw_from(seed, inputs[0].device)
         with unchanged(inputs, f"Stage {self.index}"):
             outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")
 
-    def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
+    def run_head(self, tape: Tape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """Run H: fill the ``.grad`` of the head's parameters, and return the micro-batch's mean loss, detached.
 
         Args:
-            microbatch: index of the micro-batch.
+            tape: tape of the micro-batch.
             target: the second argument of `loss_fn`.
             flow: this stage's work for the micro-batch.
             weight: share of this micro-batch in the mini-batch.
             seed: seed of every random number drawn here.
         """
-        tape = self._tapes[microbatch]
         leaves = tuple(y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
         _draw_from(seed, leaves[0].device)
         with (
@@ -167,13 +165,11 @@ class Stage:
             with _no_autocast(loss):
                 torch.autograd.backward(loss, seed_gradient, inputs=wrt)
         tape.own = tuple(leaf.grad for leaf in leaves)
-        if not tape.passes_left:
-            self.drop(microbatch)
         return loss.detach().reshape(()) if weight else torch.zeros_like(loss.detach()).reshape(())
 
     def backward(
         self,
-        microbatch: int,
+        tape: Tape,
         cotangent: Cotangent,
         received: Sequence[Cotangents],
         *,
@@ -184,7 +180,7 @@ class Stage:
         """Run I (``inputs``), W (``weights``) or B (both).
 
         Args:
-            microbatch: index of the micro-batch.
+            tape: tape of the micro-batch.
             cotangent: weights of the own cotangent and of the messages.
             received: the messages from the next stage; a message of weight 0 may be anything.
             inputs: whether to return the gradient to the inputs.
@@ -202,7 +198,6 @@ class Stage:
         #       gradients           layer with parameters
         #
         # The graph can be walked again until the last pass, which frees it.
-        tape = self._tapes[microbatch]
         if tape.rerun is not None:
             with torch.enable_grad():
                 tape.outputs = tape.rerun()
@@ -233,31 +228,21 @@ class Stage:
                 x.grad = None
         if weights and tape.versions is not None:
             self._move_gradients(tape.versions)
-        if not tape.passes_left:
-            self.drop(microbatch)
         return gradients
 
-    def _leaves(self, tape: _Tape) -> list[Tensor]:
+    def _leaves(self, tape: Tape) -> list[Tensor]:
         """Return the parameters that the micro-batch was computed with."""
         if tape.versions is None:
             return self.learns
-        return [tape.versions[name] for name, p in self.module.named_parameters() if p.requires_grad]
+        return [version for version in tape.versions.values() if version.requires_grad]
 
     def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:
         """Move gradients from the old versions to the current parameters, where they are stale."""
         for name, parameter in self.module.named_parameters():
             old = versions[name]
-            if old.grad is not None:
+            if old.grad is not None and parameter.requires_grad:
                 parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad
                 old.grad = None
-
-    def drop(self, microbatch: int) -> None:
-        """Free all tensors of a micro-batch."""
-        self._tapes.pop(microbatch, None)
-
-    def clear(self) -> None:
-        """Free the tensors of all micro-batches, as after an error in the middle of a step."""
-        self._tapes.clear()
 
 
 def _draw_from(seed: int, device: torch.device) -> None:

@@ -82,8 +82,7 @@ def digests(pipe: nwise.Pipeline) -> dict[str, str]:
 
 def closed(pipe: nwise.Pipeline, value: Any) -> Any:
     """The value, after the other processes have what they need."""
-    if pipe.team is not None:
-        pipe.team.close()
+    pipe.close()
     return value
 
 

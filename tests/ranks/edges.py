@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import sys
 import time
@@ -24,7 +23,6 @@ from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
-from nwise.training.phase import check_phases
 from ranks.common import RANK, batches, closed, digests, make_optimizer, network, pipeline, trained, write
 
 A = 3
@@ -96,8 +94,7 @@ def evaluation_between() -> Any:
         pipe.stages[0].train()
     with evaluating(pipe):
         output = pipe(data[0][0])
-    rank = 0 if pipe.team is None else pipe.team.stage
-    there = pipe.team is None or rank == A - 1
+    there = A - 1 in pipe.processes.here
     assert (output is not None) == there
     return closed(pipe, {**state(pipe), "scores": scores})
 
@@ -179,7 +176,7 @@ def built_where_held() -> Any:
         "2-wise",
         seed=0,
     )
-    if pipe.team is not None:
+    if pipe.processes.size > 1:
         assert made == [RANK] + ([10 + RANK] if RANK < A - 1 else [])
         with pytest.raises(RuntimeError, match="should be called on rank"):
             pipe.stages[(RANK + 1) % A](torch.zeros(1, 4))
@@ -255,7 +252,7 @@ def gives_its_parameter() -> Any:
 def large_and_kept() -> Any:
     """Messages of 196,608 bytes, which no socket takes at once, and half of which a user keeps."""
     pipe = pipeline(A, "2-wise", 2)
-    kept: dict[int, list[torch.Tensor]] = {k: [] for k in range(A) if pipe.team is None or k == RANK}
+    kept: dict[int, list[torch.Tensor]] = {k: [] for k in pipe.processes.here}
     for k, found in kept.items():
         pipe.stages[k].register_forward_pre_hook(lambda _, x, found=found: found.append(x[0][::2]))
     trained(pipe, "sgd", batches(6, sizes=(16384,)))
@@ -271,8 +268,8 @@ def hand_counted_bytes() -> Any:
     much back over the upper boundary, one over the lower."""
     pipe = pipeline(A, "3-wise", 2)
     trained(pipe, "sgd", batches(3, sizes=(5,)))
-    if pipe.team is not None:
-        sent = pipe.team.bytes_per_step
+    if pipe.processes.size > 1:
+        sent = pipe.bytes_per_step
         credit = {0: [120.0, 0.0], 1: [120.0, 120.0], 2: [0.0, 120.0]}[RANK]
         assert sent == {"measured": credit, "predicted": credit}, sent
     return closed(pipe, state(pipe))
@@ -292,16 +289,18 @@ def refusals() -> Any:
     return closed(pipe, state(pipe))
 
 
-def refused_at_once() -> Any:
-    """What only a later phase cannot do was once refused when it came, after all steps before."""
-    pipe = pipeline(A, "2-wise@3,hogwild", 1)
-    if pipe.team is not None:
-        for changes, name in (({"clip": 1.0}, "clip_by"), ({"on_nan": "skip"}, "on_nan")):
-            config = dataclasses.replace(recipe("digits"), **changes)
-            with pytest.raises(
-                ValueError, match=f"Under Hogwild on several processes `{name}` should be st(op or ignore|age)"
-            ):
-                check_phases(config, pipe, 10)
+def late_and_clipped() -> Any:
+    """Clipping by one norm, and skipping, where the updates of a step are of several mini-batches."""
+    pipe = pipeline(A, "hogwild", 1)
+    clip, finite = Clip(pipe, 0.05), NonFiniteGuard(pipe, "skip")
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    for x, y in batches(6):
+        finite.remember()
+        pipe.step(x, target=y)
+        assert not finite()
+        clip()
+        update.step()
+        update.zero_grad()
     return closed(pipe, state(pipe))
 
 
@@ -344,7 +343,7 @@ CASES: dict[str, Case] = {
     "large and kept": large_and_kept,
     "hand-counted bytes": hand_counted_bytes,
     "refusals": refusals,
-    "refused at once": refused_at_once,
+    "late and clipped": late_and_clipped,
     "leaves nothing": leaves_nothing,
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nwise.schedule.choose import RULES
+from nwise.schedule.named import RULES
 from ranks.common import batches, closed, digests, pipeline, trained, write
 
 STRATEGIES = (
@@ -26,7 +26,7 @@ CASES += [
 ]
 
 
-def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: str) -> Any:
+def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: Any) -> Any:
     """Digests after eight steps, some of whose batches are ragged."""
     pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order)
     trained(pipe, optimizer, batches(8, sizes=(8, 8, 7, 8, 9, 9)))

@@ -10,37 +10,38 @@ import torch.distributed as dist
 
 from nwise.runtime.channel import MessagePlan, Spec
 from nwise.runtime.world import World
+from nwise.schedule.actions import Action, Kind
 from ranks.common import write
 
-ONE = MessagePlan(((0, None, 0),), ((Spec((1,), torch.float32),),))
+KEY = Action(Kind.RECEIVE_ACTIVATION, 1, 0)
+ONE = MessagePlan((KEY,), (0,), ((Spec((1,), torch.float32),),))
 
 
 def first_message(world: World, value: float) -> float:
     """Of a forward channel that is not closed, so that its receives stay posted."""
-    ends = world.ends(torch.device("cpu"))
-    if ends.activations_out is not None:
-        ends.activations_out.start(ONE, 0)
-        ends.activations_out.send((0, None, 0), [torch.tensor([value])])
+    senders, receivers = world.channels(torch.device("cpu"))
+    if world.place == 0:
+        senders[1].start(ONE, 0)
+        senders[1].send(KEY, [torch.tensor([value])])
         return value
-    assert ends.activations_in is not None
-    ends.activations_in.start(ONE, 0)
-    return ends.activations_in.take((0, None, 0))[0].item()
+    receivers[0].start(ONE, 0)
+    return receivers[0].take(KEY)[0].item()
 
 
 def main() -> None:
     """Connect two stages, twice, with a message of somebody else's in between."""
-    world = World(2, timeout=20.0)
-    world.ends(torch.device("cpu"))
+    world = World(2, limit=5.0)
+    first = first_message(world, 1.0)
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     found = {"loops": threads.count("gloo_tcp_loop"), "mesh": list(world.mesh.mesh_dim_names or ())}
-    found["first"] = first_message(world, 1.0)
+    found["first"] = first
     other = torch.tensor([7.0])
     if world.rank == 0:
         dist.send(other, 1)
     else:
         dist.recv(other := torch.zeros(1), 0)
     found["other"] = other.item()
-    second = World(2, timeout=20.0)
+    second = World(2, limit=5.0)
     found["second"] = first_message(second, 2.0)
     dist.barrier()  # what has not been taken over would be lost with its sender
     write(found)

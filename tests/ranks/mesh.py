@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import nwise
 import nwise.runtime.replicas
-from nwise.runtime.world import start
+from nwise.runtime.launch import start
 from nwise.training.nonfinite import NonFiniteGuard
 from ranks.common import RANK, batches, closed, network, trained, write
 
@@ -70,17 +69,10 @@ def left_out(num_stages: int) -> Any:
         left.append(bool(finite()))
         update.step()
         update.zero_grad()
-    if pipe.team is not None:  # ranks that have nothing to send take part in the group's making
-        found = pipe.team.collect({str(RANK): torch.ones(1)})
+    if pipe.processes.size > 1:  # ranks that have nothing to send take part in the group's making
+        found = pipe.processes.collect({str(RANK): torch.ones(1)})
         assert list(found) == (["0", "2"] if RANK == 0 else []), "one process of every stage sends"
     return closed(pipe, {"left": left, "values": values(pipe)})
-
-
-def refused() -> None:
-    """Hogwild in a later phase, before the first step."""
-    stages, heads = network(2)
-    with pytest.raises(ValueError, match="Hogwild should run with one replica"):
-        nwise.Pipeline(stages, heads, nn.functional.cross_entropy, "2-wise@3,hogwild", seed=1)
 
 
 def tensor_parallel(*, alone: bool = False) -> Any:
@@ -90,9 +82,9 @@ def tensor_parallel(*, alone: bool = False) -> Any:
     blocks[1].append(nn.Linear(6, 4))
     mesh = None if alone else init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=NAMES)
     pipe = nwise.Pipeline(blocks, [nn.Linear(6, 4)], nn.functional.cross_entropy, "2-wise-mean", 2, seed=1, mesh=mesh)
-    if mesh is not None and pipe.team is not None:
+    if mesh is not None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(pipe.stages[pipe.team.stage], mesh["tp"], plan)
+        parallelize_module(pipe.stages[pipe.processes.place], mesh["tp"], plan)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
     for x, y in batches(10):
         pipe.step(x, target=y)
@@ -102,13 +94,12 @@ def tensor_parallel(*, alone: bool = False) -> Any:
     return closed(pipe, found)
 
 
-CASES = [("local", 1, 2**22), ("2-wise", 2, 1), ("2-wise-mean", 1, 200)]
+CASES = [("local", 1, 2**22), ("2-wise", 2, 1), ("2-wise-mean", 1, 200), ("end-to-end-delay-1", 2, 2**22)]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     start()
     if sys.argv[2] == "dp":
         write([*(replicas(*case) for case in CASES), left_out(2)])
-        refused()
     else:
         write(tensor_parallel())

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import nwise
 from nwise.models.chain import Chain
-from nwise.runtime.world import start
+from nwise.runtime.launch import start
 from nwise.training import Checkpoints
 from ranks.common import batches, closed, write
 
@@ -27,8 +27,8 @@ def main(source: Path, target: Path, parts: int, steps: int) -> dict[str, Any]:
     blocks = [Chain(pieces) for pieces in layers]
     mesh = init_device_mesh("cpu", (2, 1, parts), mesh_dim_names=("pp", "dp", "tp")) if parts else None
     pipe = nwise.Pipeline(blocks, [nn.Linear(6, 4)], nn.functional.cross_entropy, "2-wise-mean", 2, seed=1, mesh=mesh)
-    if mesh is not None and pipe.team is not None and parts > 1:
-        k = pipe.team.stage
+    if mesh is not None and parts > 1:
+        k = pipe.processes.place
         parallelize_module(pipe.stages[k], mesh["tp"], {f"{k}.in": ColwiseParallel(), f"{k}.out": RowwiseParallel()})
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
     Checkpoints(source, pipe, optimizer).resume()

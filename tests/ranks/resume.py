@@ -74,7 +74,7 @@ def main(
         "said": None if resumed is None else resumed.changes,
         "losses": losses,
         "steps": pipe.steps,
-        "stage": None if pipe.team is None else pipe.team.stage,
+        "stage": None if pipe.processes.size == 1 else pipe.processes.place,
         "pipe": pipe,
     }
 

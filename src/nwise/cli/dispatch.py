@@ -15,9 +15,9 @@ from nwise._errors import current_name, hint
 from nwise.cli.commands import COMMANDS, load_command
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
 from nwise.recipes import recipe
-from nwise.runtime.team import tell_all
+from nwise.runtime.launch import launched
 from nwise.runtime.watch import RankError
-from nwise.runtime.world import launched
+from nwise.runtime.world import tell_all
 from nwise.training import Run
 
 

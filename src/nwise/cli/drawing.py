@@ -24,6 +24,7 @@ from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import costs_of_text
+from nwise.schedule.placement import parse_placement
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json")
 
@@ -59,7 +60,7 @@ class ScheduleCommand:
     """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace."""
 
     strategy: tuple[str, ...] = ("2-wise",)
-    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, separated by spaces."""
+    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, interleaved-1f1b, zb-v, separated by spaces."""
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (4,)
     """Number of stages; several for several pictures."""
     microbatches: tuple[int, ...] = (2,)
@@ -67,10 +68,14 @@ class ScheduleCommand:
     costs: tuple[str, ...] = ("paper",)
     """Costs of one micro-batch: paper (a slot for a forward and for each loss's pass, heads free), transformer, a list like
     forward=1,head=0.5,input_grad=1,weight_grad=1,latency=0.1 (per stage: head=0:0.5:0.5:1), or a JSON file."""
+    ranks: int | None = None
+    """Processes that share the stages; default: one for each."""
+    placement: str | None = None
+    """Which rank runs which stage: contiguous, interleaved, v, or ranks like 0,1,1,0; default: what a pipeline is made for."""
     batches: int = 2
     """Mini-batches to draw, starting with an empty pipeline."""
     lists: bool = False
-    """Print every stage's list of actions too."""
+    """Print every rank's list of actions too."""
     out: Path | None = None
     """File to write: .png, .svg, .pdf (figure), .html (interactive page), .json (trace for ui.perfetto.dev)."""
     json: bool = False
@@ -100,8 +105,8 @@ class ScheduleCommand:
         if self.lists and not self.json:
             for picture in pictures:
                 console.print(f"\n{picture.title}", highlight=False)
-                for k, word in enumerate(picture.timed.lists):
-                    console.say(f"stage {k}: {' '.join(map(str, word))}")
+                for name, word in zip(picture.rows, picture.timed.lists, strict=True):
+                    console.say(f"{name}: {' '.join(map(str, word))}")
         return OK
 
     def _pictures(self) -> Iterator[Picture]:
@@ -115,11 +120,15 @@ class ScheduleCommand:
                     f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
                     "fewer stages, micro-batches or mini-batches."
                 )
-            title = f"{name}, A = {stages}, M = {m}" + (f", costs {costs}" if len(self.costs) > 1 else "")
+            ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
+            title = f"{name}, A = {stages}{ranks}, M = {m}" + (f", costs {costs}" if len(self.costs) > 1 else "")
             yield Picture(title, timed, self.batches)
 
     def _timed(self, name: str, num_stages: int, m: int, text: str) -> Timed:
-        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs_of_text(text))
+        options: dict[str, Any] = {} if self.ranks is None else {"num_ranks": self.ranks}
+        if self.placement is not None:
+            options["placement"] = parse_placement(self.placement)
+        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs_of_text(text), **options)
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +145,7 @@ class ExploreCommand:
     """Write a page on which to explore schedules: grid, period, bound and memory by strategy, A, M, costs and latency."""
 
     strategy: tuple[str, ...] = METHODS
-    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, separated by spaces."""
+    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, interleaved-1f1b, zb-v, separated by spaces."""
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (2, 4, 8)
     """Numbers of stages, A."""
     microbatches: tuple[int, ...] = (1, 2, 4, 8)

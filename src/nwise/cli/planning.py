@@ -125,7 +125,7 @@ class PlanCommand:
                 "`costs` should give `activation_bytes` (and `fixed_bytes`), the memory of a mini-batch in a stage, if `memory` "
                 f"is limited. Found none in {self.costs!r}."
             )
-        return (lambda flows, m: costs.split_in(m)), None, self.batch_size
+        return (lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // self.devices)), None, self.batch_size
 
     def _measure(self) -> tuple[planner.CostsOf, Profile, int]:
         assert self.recipe is not None

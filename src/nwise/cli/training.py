@@ -25,8 +25,8 @@ from nwise.report import compare as comparison
 from nwise.report.display import display_for, number, numbers_table, quality
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
-from nwise.runtime.team import tell_all
-from nwise.runtime.world import variable
+from nwise.runtime.launch import variable
+from nwise.runtime.world import tell_all
 from nwise.training import (
     CheckpointPolicy,
     NotFiniteError,
@@ -72,7 +72,7 @@ class TrainCommand:
         trainer = Trainer(self.config, None if resumed is None else self.config.load(resumed.tokenizer()))
         trainer.record_timeline(self.timeline)
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
-        is_first = trainer.pipe.team is None or not trainer.pipe.team.world.rank
+        is_first = trainer.pipe.processes.is_first
         callbacks: list[Any] = [] if self.json or not is_first else [display_for(console)]
         if is_first:
             callbacks += loggers(self.log_to)

@@ -18,7 +18,7 @@ from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
 from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
-from nwise.schedule.choose import ORDERS, check_order
+from nwise.schedule.named import ORDERS, check_order
 from nwise.strategies import Heads, strategy
 from nwise.strategies.base import example_names
 

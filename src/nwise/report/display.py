@@ -66,8 +66,8 @@ class _Display(Callback):
         return (
             f"{recipe.name}: {pipe.num_stages} stages, {recipe.strategy}, {parameters:,} parameters"
             f" + {side:,} in heads, {trainer.num_steps:,} steps of {recipe.batch_size} on {trainer.device}"
-            f"{'' if pipe.team is None else f', {pipe.team.world.size} processes'}"
-            f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.team is None else ' each'}"
+            f"{'' if pipe.processes.size == 1 else f', {pipe.processes.size} processes'}"
+            f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.processes.size == 1 else ' each'}"
         )
 
 

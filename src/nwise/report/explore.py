@@ -17,11 +17,22 @@ from torch import Tensor
 from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture
 from nwise.report.html import write_page
 from nwise.schedule import Timed
-from nwise.schedule.baselines import BASELINES, known_method, timed_method
-from nwise.schedule.costs import Costs
+from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
+from nwise.schedule.costs import Costs, prices
+from nwise.schedule.plan import is_late
 from nwise.strategies import NWise, Switch, strategy
 
-METHODS = ("2-wise", "local", "2-wise-mean", "3-wise", "4-wise", "end-to-end", *BASELINES)
+METHODS = (
+    "2-wise",
+    "local",
+    "2-wise-mean",
+    "3-wise",
+    "4-wise",
+    "rotating-2-microbatch",
+    "end-to-end",
+    "end-to-end-delay-1",
+    *BASELINES,
+)
 _END_TO_END = (*BASELINES, "end-to-end")
 MOST = 20_000  # actions in one picture
 _ACTIONS = 5  # approximate number per stage and micro-batch
@@ -97,7 +108,9 @@ class Choices:
         """Time a combination."""
         method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
-        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs)
+        size = stages_on(stages, method)
+        parts = costs.cut_in(size // stages)
+        return timed_method(method, num_stages=size, num_ranks=stages, num_microbatches=m, costs=parts)
 
 
 def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None]) -> list[dict[str, Any]]:
@@ -131,7 +144,7 @@ def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None
     return [
         {
             **{name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)},
-            **{_KEYS.get(name, name): value for name, value in entry.items() if name != "events"},
+            **{_KEYS.get(name, name): value for name, value in entry.items() if name not in ("events", "rows")},
         }
         for place, entry in entries.items()
     ]
@@ -162,7 +175,7 @@ def write_schedules(
         compared: whether the page names the best schedule, each method at its best number of micro-batches.
     """
     own = [name for name in dimensions["method"] if compared and name not in _END_TO_END]
-    local = [name for name in own if _is_local(name, max(dimensions["stages"]))]
+    local = [name for name in own if is_late(strategy(name)) or _is_local(name, max(dimensions["stages"]))]
     numbers = {name for name, values in dimensions.items() if not isinstance(values[0], str)}
     data = {
         "dimensions": dimensions,
@@ -197,30 +210,33 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
         "optimal": timed.optimal,
         "order": timed.order,
         "held": list(timed.in_flight),
+        "rows": picture.rows,
         "busy": [_round(share) for share in steady_utilisation(picture)],
         "events": list(_events(picture)),
     }
 
 
 def steady_utilisation(picture: Picture) -> list[float]:
-    """Return the share of a steady mini-batch that each stage computes."""
-    batches = picture.timeline.cycles * len(picture.timed.schedule.flows)
-    work = [0.0] * picture.timed.schedule.num_stages
-    for event in picture.timeline.events:
-        work[event.action.stage] += (event.end - event.start) / batches
+    """Return the share of a steady mini-batch that each rank computes."""
+    schedule, costs = picture.timed.schedule, picture.timed.costs
+    price, flows = prices(costs, schedule.num_stages), schedule.flows
+    work = [0.0] * schedule.num_ranks
+    for rank, word in enumerate(schedule.words):
+        for a in word:
+            work[rank] += price[a.stage].time(a, flows[a.turn][a.microbatch].stages[a.stage]) / len(flows)
     return [each / picture.timed.period if picture.timed.period else 0.0 for each in work]
 
 
 def _events(picture: Picture) -> Iterator[list[Any]]:
-    """List kind, stage, micro-batch, loss, mini-batch, start and length of every event."""
+    """List kind, row, micro-batch, loss, mini-batch, start and length of every event."""
     for event in picture.events:
-        kind, stage, m, *_ = event.action
+        kind, _, m, *_ = event.action
         yield [
             kind.value,
-            stage,
+            picture.row(event),
             m,
             picture.farthest_loss(event),
-            picture.batch_index(event),
+            event.batch,
             _round(event.start),
             _round(event.end - event.start),
         ]
@@ -249,7 +265,7 @@ gradient comes from; every other mini-batch is hatched. nwise found every schedu
 </div>
 <h2>All of them</h2>
 <p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
-compared by time. </span>nwise runs every method at this price.</p>
+compared by time, nor are late gradients. </span>nwise runs every method at this price.</p>
 <div class="wide" tabindex="0"><table id="methods"><thead><tr>
 <th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
 <th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from nwise.report.figures import COLOURS
 from nwise.schedule import Kind, Timed, Timeline, simulate
+from nwise.schedule.placement import Placement
 from nwise.schedule.simulate import Event
 
 if TYPE_CHECKING:
@@ -71,68 +72,82 @@ class Picture:
     def timeline(self) -> Timeline:
         """The simulated run."""
         timed = self.timed
-        turns = len(timed.schedule.flows)
-        return simulate(timed.schedule, timed.costs, cycles=max(1, -(-self.batches // turns)))
+        cycles = -(-(self.batches + timed.schedule.oldest) // len(timed.schedule.flows))
+        return simulate(timed.schedule, timed.costs, cycles=max(1, cycles))
 
     @cached_property
     def events(self) -> list[Event]:
         """Everything that takes time in the first `batches` mini-batches."""
-        return [e for e in self.timeline.events if e.end > e.start and self.batch_index(e) < self.batches]
+        return [e for e in self.timeline.events if e.end > e.start and e.batch < self.batches]
 
-    def batch_index(self, event: Event) -> int:
-        """Return the mini-batch of an event, from 0."""
-        return event.cycle * len(self.timed.schedule.flows) + event.action.turn
+    @property
+    def rows(self) -> list[str]:
+        """Names of the rows, one per rank."""
+        return row_names(self.timed.schedule.placement)
+
+    def row(self, event: Event) -> int:
+        """Return the row of an event."""
+        return self.timed.schedule.placement[event.action.stage]
+
+    def name(self, event: Event) -> str:
+        """Return the short name of an event: its stage, if a rank has several, its kind and its micro-batch."""
+        schedule, action = self.timed.schedule, event.action
+        stage = str(action.stage) if schedule.num_ranks < schedule.num_stages else ""
+        return f"{stage}{action.kind.value}{action.microbatch}"
 
     def farthest_loss(self, event: Event) -> int | None:
         """Return the loss that a backward pass comes from; of several, the farthest."""
-        kind, k, m, q, turn = event.action
+        kind, k, m, q, turn, _ = event.action
         if kind in (Kind.INPUT_GRAD, Kind.BOTH, Kind.WEIGHT_GRAD):
             return self.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
         return None
 
 
+def row_names(placement: Placement) -> list[str]:
+    """Name the ranks, by their stage if each has one."""
+    ranks = range(1 + max(placement))
+    if len(ranks) < len(placement):
+        return [f"rank {rank}" for rank in ranks]
+    return [f"stage {placement.index(rank)}" for rank in ranks]
+
+
 def terminal_grid(picture: Picture, width: int) -> Text:
-    """Draw a row for each stage; time runs to the right, a dot is a wait.
+    """Draw a row for each rank; time runs to the right, a dot is a wait.
 
     Args:
         picture: the schedule.
         width: width of the terminal, in characters; a note says so if the drawing is cut.
     """
     events = picture.events
-    stages = [f"stage {k} " for k in range(picture.timed.schedule.num_stages)]
-    margin = max(map(len, stages))
+    rows = [f"{name} " for name in picture.rows]
+    margin = max(map(len, rows))
     if not events:
         return Text("nothing takes any time\n", "dim")
     # The shortest action must have room for its name and a space.
-    cell = max(len(_name(event)) for event in events) + 1
+    cell = max(len(picture.name(event)) for event in events) + 1
     last = max(event.end for event in events)
     scale = cell / max(last / _LONGEST, min(event.end - event.start for event in events))
     grid, cut = Text(), False
-    for k, stage in enumerate(stages):
-        grid.append(stage.rjust(margin))
+    for number, row in enumerate(rows):
+        grid.append(row.rjust(margin))
         at = 0
-        for event in (e for e in events if e.action.stage == k):
+        for event in (e for e in events if picture.row(e) == number):
             begin, end = round(scale * event.start), round(scale * event.end)
             if end > max(cell, width - margin - 1):
                 cut = True
                 break
             grid.append("".join("·" if i % cell == 1 and i < begin - at - 1 else " " for i in range(begin - at)), "dim")
             shade = "white" if event.action.kind is Kind.UPDATE else "black"
-            style = f"{shade} on {KIND_COLOURS[event.action.kind]}" + (
-                " bold" if picture.batch_index(event) % 2 else ""
-            )
+            style = f"{shade} on {KIND_COLOURS[event.action.kind]}" + (" bold" if event.batch % 2 else "")
             if end > begin:  # else it is too short to draw
-                grid.append(_name(event)[: end - begin].ljust(end - begin - 1, "─"), style)
-                grid.append(" " * (end - begin > len(_name(event)[: end - begin])))
+                name = picture.name(event)[: end - begin]
+                grid.append(name.ljust(end - begin - 1, "─"), style)
+                grid.append(" " * (end - begin > len(name)))
                 at = end
         grid.append("\n")
     if cut:
         grid.append("(cut at the right; a wider terminal or --out FILE shows more)\n", "dim")
     return grid
-
-
-def _name(event: Event) -> str:
-    return f"{event.action.kind.value}{event.action.microbatch}"
 
 
 def legend(pictures: Sequence[Picture]) -> Text:
@@ -159,9 +174,9 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
             raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
         longest = max(event.end for events in drawn for event in events)
         shortest = min(e.end - e.start for events in drawn for e in events if e.action.kind is not Kind.UPDATE)
-        stages = [picture.timed.schedule.num_stages for picture in pictures]
+        rows = [len(picture.rows) for picture in pictures]
         width = min(24.0, max(5.0, 0.26 * longest / shortest))
-        heights = [0.24 * count + 0.9 for count in stages]
+        heights = [0.24 * count + 0.9 for count in rows]
         figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
         panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, picture, events in zip(panels, pictures, drawn, strict=True):
@@ -188,11 +203,11 @@ def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float,
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator
 
-    num_stages = picture.timed.schedule.num_stages
+    rows = picture.rows
     inch = width / longest
     for event in events:
-        k, length = event.action.stage, event.end - event.start
-        later = picture.batch_index(event) % 2
+        k, length = picture.row(event), event.end - event.start
+        later = event.batch % 2
         box = Rectangle(
             (event.start, k - 0.44), length, 0.88,
             facecolor=KIND_COLOURS[event.action.kind], edgecolor="#ffffff", lw=0.8, hatch="///" if later else None,
@@ -202,11 +217,11 @@ def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float,
         if inch * length > 0.13 and event.action.kind is not Kind.UPDATE:
             loss = picture.farthest_loss(event)
             small = inch * length < 0.24 or loss is None
-            number = picture.batch_index(event) if _is_whole(picture) else event.action.microbatch
+            number = event.batch if _is_whole(picture) else event.action.microbatch
             name = f"{number}" + ("" if small else f"$_{{{loss}}}$")
             axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set(xlim=(0, longest), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages))
-    axes.set_yticklabels([f"stage {k}" for k in range(num_stages)])
+    axes.set(xlim=(0, longest), ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)))
+    axes.set_yticklabels(rows)
     axes.tick_params(length=2)
     axes.spines[["top", "right"]].set_visible(False)
     caption = picture.caption if width > 7 else picture.caption.split(";")[0]

@@ -17,8 +17,8 @@ from nwise.schedule.simulate import Event, Message
 _COMPUTE = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 _MS = 1e3
 
-# What one stage did: step, action, and its start and end in seconds.
-StageRecord = Sequence[tuple[int, Action, float, float]]
+# What one rank did: step, action, and its start and end in seconds.
+RankRecord = Sequence[tuple[int, Action, float, float]]
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,23 @@ class Comparison:
 
     Args:
         schedule: the schedule of the run.
-        stages: record of each stage.
-        bytes_sent: bytes of activations and gradients per stage and step, measured and predicted.
+        ranks: record of each rank.
+        bytes_sent: bytes of activations and gradients per rank and step, measured and predicted.
     """
 
     schedule: Schedule
-    stages: Sequence[StageRecord]
+    ranks: Sequence[RankRecord]
     bytes_sent: Sequence[dict[str, Any]]
 
     @cached_property
     def costs(self) -> Costs:
         """Medians of the measured times; for messages, of those that a receiver waited for."""
         columns: dict[str, list[float]] = {name: [] for name in ("forward", "head", "input_grad", "weight_grad")}
-        for record in self.stages:
+        for k in range(self.schedule.num_stages):
             times: dict[Kind, list[float]] = defaultdict(list)
-            for _, action, begin, end in record:
-                times[action.kind].append(_MS * (end - begin))
+            for _, action, begin, end in self.ranks[self.schedule.placement[k]]:
+                if action.stage == k:
+                    times[action.kind].append(_MS * (end - begin))
             middle = {kind: median(values) for kind, values in times.items()}
             both = middle.get(Kind.BOTH, 0.0)  # of a B only the sum of I and W is known: halve it
             columns["forward"].append(middle.get(Kind.FORWARD, 0.0))
@@ -67,7 +68,7 @@ class Comparison:
     def predicted(self) -> Timeline:
         """Simulation of as many mini-batches as were measured."""
         turns = len(self.schedule.flows)
-        steps = len({step for step, *_ in self.stages[0]})
+        steps = len({step for step, *_ in self.ranks[0]})
         return simulate(self.schedule, self.costs, cycles=max(2, steps // turns))
 
     @cached_property
@@ -81,10 +82,10 @@ class Comparison:
         return self._select(*SENDS.keys(), *SENDS.values())
 
     def _select(self, *kinds: Kind) -> list[Event]:
-        zero = min(begin for record in self.stages for _, _, begin, _ in record)
+        zero = min(begin for record in self.ranks for _, _, begin, _ in record)
         return [
             Event(action, step, _MS * (begin - zero), _MS * (end - zero))
-            for record in self.stages
+            for record in self.ranks
             for step, action, begin, end in record
             if action.kind in kinds
         ]
@@ -121,7 +122,7 @@ class Comparison:
     def period(self) -> float:
         """Measured time per mini-batch: mean time between a stage's updates, averaged over stages."""
         spans = []
-        for k in range(len(self.stages)):
+        for k in range(self.schedule.num_stages):
             ends = sorted(e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k)
             if len(ends) > 1:
                 spans.append((ends[-1] - ends[0]) / (len(ends) - 1))
@@ -129,17 +130,17 @@ class Comparison:
 
     @cached_property
     def utilisation(self) -> list[float]:
-        """Measured share of the time that each stage computes."""
+        """Measured share of the time that each rank computes."""
         time = self.period * len({e.cycle for e in self.events})
-        busy = [0.0] * len(self.stages)
+        busy = [0.0] * len(self.ranks)
         for e in self.events:
             if e.action.kind in _COMPUTE:
-                busy[e.action.stage] += e.end - e.start
+                busy[self.schedule.placement[e.action.stage]] += e.end - e.start
         return [each / time if time else 0.0 for each in busy]
 
     @property
     def bubble(self) -> float:
-        """Measured share of the time that stages do not compute, the mean over stages."""
+        """Measured share of the time that ranks do not compute, the mean over ranks."""
         return 1 - mean(self.utilisation) if self.period else 0.0
 
     def deviations(self, count: int = 5) -> list[Deviation]:
@@ -151,10 +152,10 @@ class Comparison:
     def trace(self, title: str) -> dict[str, Any]:
         """Make the Chrome trace JSON of both timelines, the measured one first."""
         events = [*self.events, *(e for e in self.waits if e.action.kind not in SENDS)]
-        measured = process_events(0, f"{title}: measured", len(self.stages), events, self.messages)
+        measured = process_events(0, f"{title}: measured", self.schedule.placement, events, self.messages)
         heading = f"{title}: predicted with the measured costs"
         timeline = self.predicted
-        predicted = process_events(1, heading, len(self.stages), timeline.events, timeline.messages)
+        predicted = process_events(1, heading, self.schedule.placement, timeline.events, timeline.messages)
         return make_trace([*measured, *predicted])
 
 

@@ -15,7 +15,8 @@ from nwise.flow import flows_for
 from nwise.recipes import Recipe, to_json
 from nwise.report.measured import Comparison
 from nwise.runtime.timeline import load
-from nwise.schedule.choose import choose
+from nwise.schedule.ages import weight_ages
+from nwise.schedule.named import choose
 from nwise.strategies import Strategy
 from nwise.training import Run
 
@@ -167,10 +168,13 @@ class Summary:
             return None
         recorded = load(path)
         if not recorded.events or not all(recorded.events):
-            raise ValueError(f"{path} should hold actions of every stage. Found a stage without; record more steps.")
+            raise ValueError(f"{path} should hold actions of every rank. Found a rank without; record more steps.")
         strategy = nwise.strategy(recorded.strategy, heads=self.recipe.heads)
-        flows = flows_for(strategy, len(recorded.events), self.recipe.microbatches)
-        return Comparison(choose(self.recipe.schedule, flows), recorded.events, recorded.bytes_sent)
+        ranks = {action.stage: rank for rank, events in enumerate(recorded.events) for _, action, _, _ in events}
+        flows = flows_for(strategy, len(ranks), self.recipe.microbatches)
+        placement = tuple(ranks[k] for k in range(len(ranks)))
+        schedule = choose(self.recipe.schedule, flows, placement, weight_ages(strategy, flows))
+        return Comparison(schedule, recorded.events, recorded.bytes_sent)
 
     def settings(self) -> dict[str, str]:
         """Return configuration and versions as flat text."""

@@ -11,18 +11,18 @@ import json
 import threading
 from typing import Any
 
-from nwise.runtime.team import Team
+from nwise.runtime.processes import Processes
 
 
 class Appointment:
     """Agrees with all ranks on a step; before each step every rank calls `due`.
 
     Args:
-        team: the team of the pipeline; None for one process.
+        processes: the processes of the pipeline.
     """
 
-    def __init__(self, team: Team | None) -> None:
-        self._team = team
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self._asked: list[str] = []
         # A round, seen from a rank: `_limit` is None until a request comes up. Then it is the number of steps begun, which
         # the rank publishes and does not exceed. `_agreed` is None until the numbers of all ranks are there.
@@ -31,8 +31,7 @@ class Appointment:
         self._limit: int | None = None
         self._agreed: tuple[int, str] | None = None
         self._changed = threading.Condition()
-        if team is not None:
-            team.watch.on_beat = self._look
+        processes.set_beat(self._look)
 
     def ask(self, what: str) -> None:
         """Request something of all ranks before one of the next steps; safe in a signal handler.
@@ -52,12 +51,12 @@ class Appointment:
         Raises:
             RankError: another rank failed while this one waited for it.
         """
-        if self._team is None:
+        if self._processes.size == 1:
             return self._asked.pop(0) if self._asked else None
         with self._changed:
             while self._limit is not None and self._agreed is None and step >= self._limit:
                 self._changed.wait(0.1)
-                self._team.watch.check()
+                self._processes.check()
             if self._agreed is not None and step >= self._agreed[0]:
                 _, what = self._agreed
                 self._round, self._limit, self._agreed = self._round + 1, None, None
@@ -69,15 +68,14 @@ class Appointment:
 
     def _look(self, store: Any) -> None:
         """Publish this rank's number of steps and read the others' numbers; runs in the watch's thread."""
-        assert self._team is not None
         with self._changed:
             key = f"appointment/{self._round}"
             if self._asked and self._limit is None:
                 store.compare_set(f"{key}/what", "", self._asked[0])
             if self._limit is None and store.check([f"{key}/what"]):
                 self._limit = self._begun
-                store.set(f"{key}/{self._team.world.rank}", json.dumps(self._begun))
-            keys = [f"{key}/{rank}" for rank in range(self._team.world.size)]
+                store.set(f"{key}/{self._processes.rank}", json.dumps(self._begun))
+            keys = [f"{key}/{rank}" for rank in range(self._processes.size)]
             if self._limit is not None and self._agreed is None and store.check(keys):
                 step = max(json.loads(store.get(name)) for name in keys)
                 self._agreed = step, store.get(f"{key}/what").decode()

@@ -1,8 +1,9 @@
-"""Channels: one direction between two neighbours, activations forward or gradients back.
+"""Channels: one direction between two ranks, for activations and gradients.
 
-In every mini-batch a channel carries the messages of its plan in the order of their sends. So messages need no tags, which
-nccl does not have. The receiver always has its next receive posted, across mini-batches too, so a message travels at once
-while both sides compute. Posting takes as long as a small message. Two receives are therefore posted right after a send,
+There is one channel from every rank to every rank that it sends to. In every call it carries the messages of its plan in the
+order of their sends. So messages need no tags, which nccl does not have. A message of a mini-batch that does not exist, as in the
+first calls under a delay, is zeros. The receiver always has its next receive posted, across calls too, so a message travels at
+once while both sides compute. Posting takes as long as a small message. Two receives are therefore posted right after a send,
 when no rank waits, and a message that has arrived is taken without another post:
 
     receiver              posted receives
@@ -12,7 +13,8 @@ when no rank waits, and a message that has arrived is taken without another post
     take message 1              2
     take message 2                 3       posted before the wait, because none was left
 
-A sender waits only for its same message of the previous cycle of mini-batches, so it never keeps more than one cycle of them.
+A sender waits only for its same message of the previous cycle of calls, so it never keeps more than one cycle of them; under a
+delay it keeps as many more as messages wait for their use.
 
 When the plan changes (another batch size, another strategy), the receives already posted for the old plan are completed with
 dummy messages and discarded:
@@ -23,7 +25,7 @@ dummy messages and discarded:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,9 +37,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nwise.microbatch import Tensors
+from nwise.schedule.actions import SENDS, Action, Kind
 
-# The name of a message: micro-batch, message (None for an activation), turn.
-Key = tuple[int, int | None, int]
+# The name of a message: the action that receives it, without its age.
+Key = Action
 
 _TAG = 0x6E77  # separates these messages from others of the same gloo group; nccl has no tags
 _AHEAD = 2  # receives posted in advance
@@ -67,23 +70,33 @@ def make_spec(tensor: Tensor) -> Spec:
 
 @dataclass(frozen=True)
 class MessagePlan:
-    """The messages of a channel in one pass through the lists, in the order of their sends."""
+    """The messages of a channel in one pass through the lists, in the order of their sends.
+
+    Args:
+        keys: name of every message.
+        calls: call of the cycle that sends it.
+        specs: shapes and dtypes of its tensors.
+        travel: largest number of calls between a send and its receive; default: 0.
+    """
 
     keys: tuple[Key, ...] = ()
+    calls: tuple[int, ...] = ()
     specs: tuple[tuple[Spec, ...], ...] = ()
+    travel: int = 0
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Size of every message, in bytes."""
         return tuple(sum(spec.num_bytes for spec in specs) for specs in self.specs)
 
-    def num_bytes(self, turn: int) -> int:
-        """Return the bytes that are sent in a mini-batch."""
-        return sum(size for key, size in zip(self.keys, self.sizes, strict=True) if key[2] == turn)
+    def num_bytes(self, call: int, kind: Kind) -> int:
+        """Return the bytes that are sent in a call by messages of one kind of receive."""
+        messages = zip(self.keys, self.calls, self.sizes, strict=True)
+        return sum(size for key, one, size in messages if one == call and key.kind is kind)
 
-    def first_place(self, turn: int) -> int:
-        """Return the place of the first message of a turn."""
-        return next((i for i, key in enumerate(self.keys) if key[2] >= turn), 0)
+    def first_place(self, call: int) -> int:
+        """Return the place of the first message of a call, or of a later one."""
+        return next((i for i, one in enumerate(self.calls) if one >= call), 0)
 
 
 NOTHING = MessagePlan()
@@ -132,42 +145,30 @@ class _End:
         self._plan = NOTHING
         self._place = 0  # place of the next message in the plan
 
-    def follows(self, plan: MessagePlan, turn: int) -> bool:
-        """Tell whether this end is at the beginning of a turn of a plan."""
-        return (self._plan, self._place) == (plan, plan.first_place(turn))
-
-    def _set(self, plan: MessagePlan, place: int) -> None:
-        self._plan, self._place = plan, place
-
-    def _advance(self) -> None:
-        self._place = (self._place + 1) % len(self._plan.keys)
-
 
 class Sender(_End):
     """The end that sends.
 
     Args:
         link: the end's group, peer and device.
-        depth: largest number of cycles of mini-batches whose messages are kept without waiting; default: 1.
 
     Attributes:
-        num_bytes: number of bytes sent so far.
+        num_bytes: number of bytes sent so far, by kind of the receive.
     """
 
-    def __init__(self, link: Link, depth: int = 1) -> None:
+    def __init__(self, link: Link) -> None:
         super().__init__(link)
-        self.num_bytes = 0
-        self._depth = depth
+        self.num_bytes = dict.fromkeys(SENDS.values(), 0)
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
 
-    def start(self, plan: MessagePlan, turn: int) -> None:
-        """Begin a mini-batch."""
-        if not self.follows(plan, turn):
+    def start(self, plan: MessagePlan, call: int) -> None:
+        """Begin a call."""
+        if (self._plan, self._place) != (plan, plan.first_place(call)):
             self.flush()
-            self._set(plan, plan.first_place(turn))
+            self._plan, self._place = plan, plan.first_place(call)
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Send the next message of the plan, and wait for the same one of `depth` cycles before."""
+        """Send the next message of the plan, and wait for the same one of an earlier cycle."""
         place = self._place
         expected, specs = self._plan.keys[place], self._plan.specs[place]
         # Compare without making specs of the tensors: the other end is waiting.
@@ -180,7 +181,13 @@ class Sender(_End):
                 "stage's output depend on more than the shapes of its input?"
             )
         self._send(tensors)
-        self.num_bytes += sum(t.nbytes for t in tensors)
+        self.num_bytes[key.kind] += sum(t.nbytes for t in tensors)
+
+    def send_nothing(self) -> None:
+        """Send zeros as the next message of the plan, which belongs to no mini-batch."""
+        self._send(
+            [torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in self._plan.specs[self._place]]
+        )
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
         link = self._link
@@ -188,20 +195,19 @@ class Sender(_End):
         # The group's own call, because `dist.isend` would look up the group and the peer again.
         works = [_transport(link.peer, link.group.send, [t], link.peer, _TAG) for t in kept]
         self._on_the_way.append((kept, works))
-        self._advance()
+        self._place = (self._place + 1) % len(self._plan.keys)
         # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one.
-        if len(self._on_the_way) > self._depth * len(self._plan.keys):
+        if len(self._on_the_way) > (1 + self._plan.travel) * len(self._plan.keys):
             _wait(self._on_the_way.popleft()[1], link.peer)
 
     def flush(self) -> None:
         """Fill the receives that the other end has posted, and wait until the transport has taken all messages."""
         for _ in range(_AHEAD if self._plan.keys and self._link.early else 0):
-            specs = self._plan.specs[self._place]
-            self._send([torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in specs])
+            self.send_nothing()
         for _, works in self._on_the_way:
             _wait(works, self._link.peer)
         self._on_the_way.clear()
-        self._set(NOTHING, 0)
+        self._plan, self._place = NOTHING, 0
 
 
 class Receiver(_End):
@@ -210,14 +216,25 @@ class Receiver(_End):
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self._posted: deque[tuple[Tensors, list[Any]]] = deque()
-        self._arrived: dict[Key, Tensors] = {}
+        self._arrived: defaultdict[Key, deque[Tensors]] = defaultdict(deque)
+        self._missing = 0  # number of messages of the calls so far that are still to be taken from the transport
 
-    def start(self, plan: MessagePlan, turn: int) -> None:
-        """Begin a mini-batch."""
-        if not self.follows(plan, turn):
+    def follows(self, plan: MessagePlan, call: int) -> bool:
+        """Tell whether this end is at the beginning of a call of a plan."""
+        return self._plan == plan and (not plan.keys or self._sent == plan.first_place(call))
+
+    @property
+    def _sent(self) -> int:
+        """Place in the plan after everything that the calls so far have sent."""
+        return (self._place + self._missing) % len(self._plan.keys)
+
+    def start(self, plan: MessagePlan, call: int) -> None:
+        """Begin a call."""
+        if not self.follows(plan, call):
             self.flush()
-            self._set(plan, plan.first_place(turn))
+            self._plan, self._place = plan, plan.first_place(call)
             self.post()
+        self._missing += sum(one == call for one in plan.calls)
 
     def post(self, count: int = _AHEAD) -> None:
         """Post the next receives until `count` are posted."""
@@ -232,55 +249,68 @@ class Receiver(_End):
 
     def take(self, key: Key) -> Tensors:
         """Wait for a message and return it; those that were sent before it are kept for later."""
-        while key not in self._arrived:
-            tensors, works = self._posted.popleft() if self._posted else self._post()
-            due = self._plan.keys[self._place]
-            self._advance()
-            self.post(1)
-            _wait(works, self._link.peer)
-            self._arrived[due] = tensors
-        return self._arrived.pop(key)
+        while not self._arrived[key]:
+            self._next()
+        return self._arrived[key].popleft()
+
+    def _next(self) -> None:
+        """Wait for the next message of the plan and keep it."""
+        tensors, works = self._posted.popleft() if self._posted else self._post()
+        due = self._plan.keys[self._place]
+        self._place = (self._place + 1) % len(self._plan.keys)
+        self._missing -= 1
+        self.post(1)
+        _wait(works, self._link.peer)
+        self._arrived[due].append(tensors)
+
+    def forget(self) -> None:
+        """Drop the messages that have arrived for a schedule that is over."""
+        self._arrived.clear()
+
+    def catch_up(self) -> None:
+        """Take all messages that were sent, and post the next receives."""
+        while self._missing:
+            self._next()
+        self.post()
 
     def flush(self) -> None:
-        """Wait for the posted receives and discard them."""
+        """Wait for the posted receives, which the other end fills with zeros, and discard them."""
+        self.catch_up()
         while self._posted:
             _wait(self._posted.popleft()[1], self._link.peer)
-        self._arrived.clear()
-        self._set(NOTHING, 0)
+        self._plan, self._place = NOTHING, 0
 
 
 def start_all(
-    outgoing: Iterable[tuple[Sender | None, MessagePlan]],
-    incoming: Sequence[tuple[Receiver | None, MessagePlan]],
-    turn: int,
+    outgoing: Iterable[tuple[Sender, MessagePlan]], incoming: Sequence[tuple[Receiver, MessagePlan]], call: int
 ) -> None:
-    """Begin a mini-batch on all channels of a rank."""
-    # If plans change, every rank posts its receives, then fills its peers' receives, then waits for its own. So every receive
-    # is posted before any rank waits.
+    """Begin a call on all channels of a rank."""
+    # If plans change, every rank takes what was sent and posts its receives, then fills its peers' receives, then waits for its
+    # own. So every receive is posted before any rank waits.
     for receiver, plan in incoming:
-        if receiver is not None and not receiver.follows(plan, turn):
-            receiver.post()
+        if not receiver.follows(plan, call):
+            receiver.catch_up()
     for sender, plan in outgoing:
-        if sender is not None:
-            sender.start(plan, turn)
+        sender.start(plan, call)
     for receiver, plan in incoming:
-        if receiver is not None:
-            receiver.start(plan, turn)
+        receiver.start(plan, call)
 
 
-def introduce(group: ProcessGroup, before: int | None, after: int | None, device: torch.device) -> None:
-    """Connect all ranks of one direction by a number that each passes on to the next.
+def introduce(group: ProcessGroup, links: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:
+    """Connect ranks by a number over each link.
 
     Args:
-        group: process group of the direction.
-        before, after: ranks from which this one receives and to which it sends; None without a neighbour.
+        group: process group of the links.
+        links: links as (sending rank, receiving rank), in the same order on all ranks.
+        rank: this process's rank.
         device: device of the tensors that will be sent.
     """
-    # nccl connects at the first use and waits for the other end. Two neighbours that first use different directions would
-    # wait for each other forever.
+    # nccl connects at the first use and waits for the other end. Two ranks that first use different links would wait for each
+    # other forever.
     number = torch.zeros(1, device=device)
-    for peer, call in ((before, group.recv), (after, group.send)):
-        if peer is not None:
+    for sender, receiver in links:
+        if rank in (sender, receiver):
+            peer, call = (receiver, group.send) if rank == sender else (sender, group.recv)
             _transport(peer, _transport(peer, call, [number], peer, _TAG).wait)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nwise.runtime.world import World
+from nwise.runtime.processes import Processes
 
 _KEPT = 8  # number of columns on their way before a rank waits for the oldest
 
@@ -20,11 +20,11 @@ class Ledger:
     All ranks make one, and put in columns of the same length at the same steps.
 
     Args:
-        world: the processes.
+        processes: the processes; more than one.
     """
 
-    def __init__(self, world: World) -> None:
-        self._group = world.new_group(backend="gloo")  # a separate group: no other messages mix in
+    def __init__(self, processes: Processes) -> None:
+        self._group = processes.new_group()  # a separate group: no other messages mix in
         self._under_way: deque[tuple[int, list[Tensor], Any]] = deque()
 
     def put(self, step: int, column: list[float]) -> None:

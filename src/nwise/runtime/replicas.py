@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nwise._dtensor import is_dtensor
+from nwise.stage import Stage
 
 BUCKET_BYTES = 2**22  # size of one sum: large enough to outweigh its latency, small enough to begin early
 
@@ -25,27 +26,25 @@ class Replicas:
 
     Args:
         group: group of the ranks that hold the stage.
-        main, head: functions that return the parameters that learn.
+        stage: the stage.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, main: Callable[[], Iterable[Tensor]], head: Callable[[], Iterable[Tensor]]
-    ) -> None:
-        self._group = group
-        self._parameters = {False: main, True: head}  # the key is the argument `head` of `summing`
+    def __init__(self, group: dist.ProcessGroup, stage: Stage) -> None:
+        self._group, self._stage = group, stage
         self._before: list[tuple[Tensor, Tensor]] = []
         self._begun: list[tuple[list[Tensor], Tensor, Any]] = []
 
-    def make_equal(self, tensors: Iterable[Tensor]) -> None:
+    def make_equal(self) -> None:
         """Copy the first replica's values to all replicas, before the first step."""
         first = dist.get_process_group_ranks(self._group)[0]
-        for tensor in tensors:
+        modules = [self._stage.module] + ([] if self._stage.head is None else [self._stage.head])
+        for tensor in (tensor for module in modules for tensor in module.state_dict().values()):
             dist.broadcast(_local(tensor.detach()), first, group=self._group)
 
     def start(self) -> None:
         """Put aside the gradients of earlier steps, which are already summed."""
         self._begun.clear()
-        learns = [p for parameters in self._parameters.values() for p in parameters()]
+        learns = self._stage.learns + self._stage.head_learns
         self._before = [(p, p.grad) for p in learns if p.grad is not None]
         for p, _ in self._before:
             p.grad = None
@@ -63,7 +62,7 @@ class Replicas:
         #
         #     backward    layer 4   layer 3   layer 2   layer 1
         #     sums                            [  bucket 0  ]    [  bucket 1  ]
-        buckets = list(_buckets(self._parameters[head]()))
+        buckets = list(_buckets(self._stage.head_learns if head else self._stage.learns))
         missing = [len(bucket) for bucket in buckets]
         place = {p: i for i, bucket in enumerate(buckets) for p in bucket}
         begun = 0

@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from nwise.runtime.team import Team
+from nwise.runtime.processes import Processes
+from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind
 
 _PINGS = 5
 _CHUNK = 50_000  # largest number of actions that a process records; later ones are dropped
 
 
+class Recordable(Protocol):
+    """A pipeline as a recorder sees it."""
+
+    processes: Processes
+    recorder: Callable[[int, Action, float, float], None] | None
+
+    @property
+    def bytes_per_step(self) -> dict[str, list[int]]:
+        """Bytes that this process sent in the last step."""
+
+
 class TimelineRecorder:
     """Records this process's actions in a range of steps.
 
     Args:
-        team: the pipeline's team.
+        pipe: the pipeline, on several processes.
         strategy: name of the strategy in force.
         first, last: first step that is recorded, and the step after the last one.
     """
 
-    def __init__(self, team: Team, strategy: str, first: int, last: int) -> None:
-        self._team, self._strategy = team, strategy
+    def __init__(self, pipe: Recordable, strategy: str, first: int, last: int) -> None:
+        self._pipe, self._strategy = pipe, strategy
         self._first, self._last = first, last
         self._events: list[tuple[int, Action, float, float]] = []
-        team.recorder = self
+        pipe.recorder = self
 
     def __call__(self, step: int, action: Action, begin: float, end: float) -> None:
         """Record an action.
@@ -50,26 +63,26 @@ class TimelineRecorder:
         Returns:
             The timeline as JSON values, in the format that `load` reads.
         """
-        offset = _clock_offset(self._team)
+        processes = self._pipe.processes
+        assert isinstance(processes, World)
+        offset = _clock_offset(processes)
         mine = [
-            [a.kind.value, a.stage, a.microbatch, a.message, a.turn, step, begin + offset, end + offset]
+            [a.kind.value, a.stage, a.microbatch, a.message, a.turn, step, begin + offset, end + offset, a.age]
             for step, a, begin, end in self._events
         ]
-        team = self._team
-        ranks = team.world.everyone("timeline", {"events": mine, "bytes": team.bytes_per_step})
         # With several replicas, keep the actions of this rank's replica.
-        here = [ranks[rank] for rank in team.world.ranks]
+        here = processes.by_place("timeline", {"events": mine, "bytes": self._pipe.bytes_per_step})
         return {"strategy": self._strategy, **{name: [one[name] for one in here] for name in ("events", "bytes")}}
 
 
-def _clock_offset(team: Team) -> float:
+def _clock_offset(world: World) -> float:
     """Return the seconds to add to this process's clock to get rank 0's, from the quickest of several round trips."""
     # The reply has rank 0's time, which is taken for that of the middle between send and receive. The quickest round trip
     # leaves the least room for an error:
     #
     #     this rank   sent -----------------------> back
     #     rank 0            \---> its time ---/             offset = its time - (sent + back) / 2
-    world, control, best = team.world, team.world.control, (float("inf"), 0.0)
+    control, best = world.control, (float("inf"), 0.0)
     for rank in range(1, dist.get_world_size()):
         for _ in range(_PINGS):
             message = torch.zeros(1, dtype=torch.float64)
@@ -92,8 +105,8 @@ class Recorded:
 
     Args:
         strategy: name of the strategy that was in force.
-        events: for each stage its actions, with step, and begin and end in seconds.
-        bytes_sent: for each stage the bytes sent per step as activations and as gradients, measured and predicted.
+        events: for each rank its actions, with step, and begin and end in seconds.
+        bytes_sent: for each rank the bytes sent per step as activations and as gradients, measured and predicted.
     """
 
     strategy: str
@@ -119,8 +132,11 @@ def load(path: Path) -> Recorded:
         value = json.loads(path.read_text())
         kinds = {kind.value: kind for kind in Kind}
         events = [
-            [(step, Action(kinds[kind], k, m, q, turn), begin, end) for kind, k, m, q, turn, step, begin, end in stage]
-            for stage in value["events"]
+            [
+                (step, Action(kinds[kind], k, m, q, turn, *age), begin, end)  # version 0.1 wrote no age
+                for kind, k, m, q, turn, step, begin, end, *age in rank
+            ]
+            for rank in value["events"]
         ]
         return Recorded(value["strategy"], events, value["bytes"])
     except (ValueError, KeyError, TypeError) as error:

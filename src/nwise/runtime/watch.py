@@ -17,7 +17,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ class Watch:
     Args:
         store: store shared by all ranks, `World.store`.
         rank, world_size: this process's rank and the number of processes.
-        stage: index of the stage that this rank holds.
+        stages: indices of the stages that this rank holds.
         limit: limit in seconds of one action, and of a rank's silence.
 
     Attributes:
@@ -90,13 +90,14 @@ class Watch:
         left: number of calls at which this rank began to close; None before.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, stage: int, limit: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, stages: Sequence[int], limit: float) -> None:
         self.doing: Doing | None = None
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
         self._store, self._error_store = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
-        self._name = f"rank {rank} (stage {stage})"
+        names = ", ".join(map(str, stages))
+        self._name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {names})"
         self._heard: tuple[dict[str, Any], float] = ({}, time.monotonic())
         self._failure = ""
         self._tells = False  # whether this rank reports its own error

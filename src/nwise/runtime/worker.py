@@ -1,6 +1,6 @@
-"""One stage at work on one mini-batch, and the runtime of one process, which has a worker for every stage.
+"""One stage at work on one mini-batch.
 
-A runtime brings a worker its inputs and messages, names the next action, and carries the result to a neighbour:
+The runtime brings a worker its inputs and messages, names the next action, and carries the result to a neighbour:
 
               inputs                      outputs of F
     stage k-1 ------> worker of stage k ------> stage k+1
@@ -10,9 +10,8 @@ A runtime brings a worker its inputs and messages, names the next action, and ca
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,29 +24,23 @@ from nwise.stage import Cotangents
 
 
 class Workable(Protocol):
-    """A stage as a runtime sees it: `nwise.stage.Stage`, or a timed wait instead of it."""
+    """A stage as a runtime sees it: `nwise.stage.Stage`, or a timed wait instead of it; a tape is of its own type."""
 
     @property
     def index(self) -> int:
         """The stage's index, from 0."""
 
     def forward(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        flow: StageFlow,
-        passes: int,
-        seed: int,
-        versions: Mapping[str, Tensor] | None = None,
-    ) -> Tensors:
+        self, inputs: Tensors, flow: StageFlow, passes: int, seed: int, versions: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, Tensors]:
         """F."""
 
-    def run_head(self, microbatch: int, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
+    def run_head(self, tape: Any, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """H."""
 
     def backward(
         self,
-        microbatch: int,
+        tape: Any,
         cotangent: Cotangent,
         received: Sequence[Cotangents],
         *,
@@ -57,9 +50,6 @@ class Workable(Protocol):
     ) -> Cotangents:
         """I, W or B."""
 
-    def clear(self) -> None:
-        """Free everything."""
-
 
 class Worker:
     """A stage at work on one mini-batch.
@@ -68,45 +58,57 @@ class Worker:
         stage: the stage, which does the tensor work.
         flows: the flow of every micro-batch.
         batch: the data.
-        passes: number of backward passes of the stage for each micro-batch; see `count_passes`.
+        passes: number of backward passes by (stage, micro-batch).
+        versions: copies of the parameters for passes that come after an update; default: none.
     """
 
     def __init__(
-        self, stage: Workable, flows: Sequence[Flow], batch: Batch, passes: Mapping[tuple[int, int], int]
+        self,
+        stage: Workable,
+        flows: Sequence[Flow],
+        batch: Batch,
+        passes: Mapping[tuple[int, int], int],
+        versions: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.stage = stage
         self.inputs: dict[int, Tensors] = {}
         self.messages: dict[int, dict[int, Cotangents]] = {}
-        self._flows = flows
-        self._batch = batch
-        self._passes_left = Counter(passes)
+        self._flows, self._batch, self._versions = flows, batch, versions
+        self._left = {m: passes[stage.index, m] for m in range(len(flows))}
+        self._tapes: dict[int, Any] = {}
         self._losses: list[tuple[float, Tensor]] = []
 
     def run(self, action: Action) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W."""
-        kind, k, m, q, _ = action
+        kind, k, m, q, _, _ = action
         stage, flow, batch = self.stage, self._flows[m].stages[k], self._batch
         if kind is Kind.FORWARD:
             seed = derive(batch.seed, "stage", k, batch.first + m)
-            versions = batch.versions.get((k, m))
-            return stage.forward(m, self.inputs.pop(m), flow, self._passes_left[k, m], seed, versions)
+            tape, outputs = stage.forward(self.inputs.pop(m), flow, self._left[m], seed, self._versions)
+            if flow.head or self._left[m]:
+                self._tapes[m] = tape
+            return outputs
         if kind is Kind.HEAD:
             weight = batch.weights[m][k]
             seed = derive(batch.seed, "head", k, batch.first + m)
-            loss = stage.run_head(m, batch.targets[m], flow, weight, seed)
+            loss = stage.run_head(self._tapes[m], batch.targets[m], flow, weight, seed)
             self._losses.append((weight, loss))
             batch.losses[k, m] = loss
+            if not self._left[m]:
+                del self._tapes[m]
             return ()
         # Messages stay until the micro-batch's last pass, because several passes may use the same one.
         cotangent = flow.cotangent(q)
         messages = self.messages.get(m, {})
         received = [messages.get(p, ()) for p in range(len(cotangent.received))]
-        self._passes_left[k, m] -= 1
-        if not self._passes_left[k, m]:
+        self._left[m] -= 1
+        tape = self._tapes[m]
+        if not self._left[m]:
             self.messages.pop(m, None)
-        shared = flow.fused is not None and (q == flow.fused or q is None) and kind is not Kind.BOTH
+            del self._tapes[m]
+        shared = flow.fused is not None and kind is not Kind.BOTH and q in (flow.fused, None)
         return stage.backward(
-            m, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD, shared=shared
+            tape, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD, shared=shared
         )
 
     @property
@@ -120,50 +122,6 @@ class Worker:
     def share(self) -> float:
         """The weight of the micro-batches in which the head ran, as a share of the mini-batch."""
         return sum(weight for weight, _ in self._losses)
-
-
-def execute(
-    stages: Sequence[Workable],
-    order: Sequence[Action],
-    flows: Sequence[Flow],
-    batch: Batch,
-    on_action: Callable[[Action], None] | None = None,
-) -> Tensor:
-    """Run one mini-batch in one process and fill every ``.grad``.
-
-    Args:
-        stages: the stages.
-        order: every computation of the mini-batch, each after its requirements (`Schedule.one_process`).
-        flows: the flow of every micro-batch.
-        batch: the data.
-        on_action: called after each action, to watch or to count.
-
-    Returns:
-        The losses, ``[A]``; nan where a head did not run.
-    """
-    passes = count_passes(order)
-    workers = [Worker(stage, flows, batch, passes) for stage in stages]
-    workers[0].inputs.update(enumerate(batch.inputs))
-    try:
-        for action in order:
-            k, m = action.stage, action.microbatch
-            result = workers[k].run(action)
-            if action.kind is Kind.FORWARD:
-                if k + 1 < len(workers):
-                    workers[k + 1].inputs[m] = result  # type: ignore[assignment]
-            elif action.message is not None:
-                workers[k - 1].messages.setdefault(m, {})[action.message] = result
-            if on_action is not None:
-                on_action(action)
-    finally:
-        for stage in stages:
-            stage.clear()
-    return stack_losses([worker.loss for worker in workers])
-
-
-def count_passes(actions: Iterable[Action]) -> Counter[tuple[int, int]]:
-    """Count backward passes by (stage, micro-batch)."""
-    return Counter((a.stage, a.microbatch) for a in actions if a.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH))
 
 
 def stack_losses(losses: Sequence[Tensor | None]) -> Tensor:

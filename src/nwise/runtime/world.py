@@ -1,12 +1,12 @@
-"""The world: the place of every process among stages and replicas, and the channels between processes.
+"""The world: several processes with a pipeline's stages, and the channels between them.
 
-Processes lie on a mesh of up to three dimensions: ``pp`` (stages) outermost, then ``dp`` (replicas of every stage, each with
-a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the store of
-`torch.distributed`, tensors through channels. The ranks of 8 processes with 4 stages and 2 replicas:
+Processes lie on a mesh of up to three dimensions: ``pp`` (ranks with different stages) outermost, then ``dp`` (replicas of these
+stages, each with a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the
+store of `torch.distributed`, tensors through channels. The ranks of 8 processes with 4 stages and 2 replicas:
 
             dp 0   dp 1
     pp 0      0      1        Each column is a pipeline with its own channels.
-    pp 1      2      3        Each row sums the gradients of its stage.
+    pp 1      2      3        Each row sums the gradients of its stages.
     pp 2      4      5
     pp 3      6      7
 """
@@ -17,77 +17,113 @@ import atexit
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
-from nwise._process import prepare_rank
-from nwise.runtime.channel import Link, Receiver, Sender, introduce
+from nwise._dtensor import is_dtensor
+from nwise._process import exit_at_once, on_uncaught_error
+from nwise.runtime.channel import Link, Receiver, Sender, Spec, introduce, make_spec
+from nwise.runtime.launch import launched, make_mesh, start, time_limit
+from nwise.runtime.processes import Alone, Processes
+from nwise.runtime.shapes import from_json, to_json
+from nwise.runtime.watch import Doing, RankError, Watch
+from nwise.schedule.actions import Action
+from nwise.schedule.placement import Placement, make_placement
 
-DIMENSIONS = ("pp", "dp", "tp")
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
+_open: list[World] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """This rank's ends of its channels; None where there is no neighbour."""
-
-    activations_in: Receiver | None
-    activations_out: Sender | None
-    gradients_in: Receiver | None
-    gradients_out: Sender | None
+def tell_all(error: BaseException) -> None:
+    """Report an error that ends this process to the others; for programs that catch their errors."""
+    if not isinstance(error, RankError):
+        for world in _open:
+            world.watch.failed(error)
 
 
-class World:
-    """This process's place among all processes.
+@cache
+def _report_crashes() -> None:
+    """End all ranks after an uncaught error, for example in a data loader or an optimizer."""
+    on_uncaught_error(tell_all)
+
+
+def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:
+    """Return the processes that hold a pipeline's stages: this one alone, unless `torchrun` has started several.
+
+    Args:
+        num_stages, placement, mesh: see `World`.
+        timeout: limit of an action in seconds; None for the environment's ``NWISE_TIMEOUT``, else 300.
+    """
+    if launched():
+        return World(num_stages, placement, mesh, time_limit(timeout))
+    ranks = 1 if isinstance(placement, str) else 1 + max(placement, default=0)
+    make_placement(placement, num_stages, ranks)  # one process refuses the same placements
+    return Alone(num_stages)
+
+
+class World(Processes):
+    """Several processes with a pipeline's stages, seen from one of them.
 
     Args:
         num_stages: number of stages, A.
+        placement: place of every stage's rank, see `nwise.schedule.placement`; default: neighbouring stages share a rank.
         mesh: mesh with dimensions ``("pp", "dp", "tp")``, or some of them in this order, ``"pp"`` included; default: a mesh of
             all processes, with as many replicas as fit.
-        timeout: limit of a wait in seconds; default: 300.
+        limit: limit of an action in seconds; default: 300.
 
     Attributes:
-        rank: this process's rank.
-        size: number of processes.
-        stage: index of the stage that this process holds.
-        replica, num_replicas: index of this replica of the stage, and the number of replicas.
-        ranks: ranks of the processes that hold the stages 0 .. A-1 of this replica.
+        mesh: the mesh.
         store: store in which the ranks exchange facts.
+        watch: the watch over this rank and the next.
+        calls: number of steps and forwards that this rank has begun.
 
     Raises:
-        ValueError: the number of processes or the mesh does not fit the stages.
+        ValueError: the number of processes, the mesh or the placement does not fit the stages.
     """
 
-    def __init__(self, num_stages: int, mesh: DeviceMesh | None = None, timeout: float = 300.0) -> None:
-        self._timeout = timedelta(seconds=timeout)
+    def __init__(
+        self,
+        num_stages: int,
+        placement: str | Sequence[int] = "contiguous",
+        mesh: DeviceMesh | None = None,
+        limit: float = 300.0,
+    ) -> None:
+        self._timeout = timedelta(seconds=4 * limit)
         # The default group is free for our own messages if it was made here.
-        self._default = dist.group.WORLD if start(timeout) else None
-        self.mesh = _mesh(num_stages, mesh)
+        self._default = dist.group.WORLD if start(4 * limit) else None
+        self.mesh = make_mesh(num_stages, mesh)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
         self.num_replicas = sizes.get("dp", 1)
         self.replica = self.mesh.get_local_rank("dp") if "dp" in sizes else 0
-        self.stage = self.mesh.get_local_rank("pp")
+        self.place = self.mesh.get_local_rank("pp")
         self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
-        self.num_stages = num_stages
+        self.placement = make_placement(placement, num_stages, len(self.ranks))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"nwise/{attempt}/{next(_numbers)}"
-        self.store = PrefixStore(prefix, _get_default_store())
+        self.store = PrefixStore(f"nwise/{attempt}/{next(_numbers)}", _get_default_store())
         # Destroy the groups of a mesh made here with the others; a mesh from the caller keeps its groups.
         own = self.mesh.get_all_groups() if mesh is None else []
         self._made = [group for group in own if group is not dist.group.WORLD]
         self._shared: dict[str, int] = {}
-        self._ends: dict[torch.device, Ends] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
+        self.watch = Watch(self.store, self.rank, self.size, self.here, limit)
+        self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
+        self._on_close: list[Callable[[], None]] = []
+        self._is_open = True
+        _open.append(self)
+        _report_crashes()
+        atexit.register(self._close_at_exit)
 
     @cached_property
     def control(self) -> dist.ProcessGroup:
@@ -95,226 +131,203 @@ class World:
 
         It is made late because every gloo group has a thread that wakes up a hundred times a second.
         """
-        return self.new_group(backend="gloo")
+        return self.new_group()
 
-    def gradient_channels(self, count: int, device: torch.device, depth: int) -> tuple[list[Sender], list[Receiver]]:
-        """Connect to the neighbours by one channel for each gradient message; a call for all ranks.
+    def new_group(self) -> dist.ProcessGroup:
+        return self._new_group(backend="gloo")
 
-        Args:
-            count: number of channels in each direction.
-            device: device of the tensors.
-            depth: number of cycles of mini-batches whose messages are kept before a sender waits.
-
-        Returns:
-            The senders to the stage before and the receivers from the next stage; empty where there is no neighbour.
-        """
-        groups = [self.new_group() for _ in range(count)]
-        below, above = self._neighbours()
-        for group in groups:
-            introduce(group, above, below, device)
-        return (
-            [] if below is None else [Sender(Link(group, below, device), depth) for group in groups],
-            [] if above is None else [Receiver(Link(group, above, device)) for group in groups],
-        )
-
-    def _neighbours(self) -> tuple[int | None, int | None]:
-        """Return the ranks of the stages before and after; None where there is none."""
-        k = self.stage
-        return self.ranks[k - 1] if k else None, self.ranks[k + 1] if k < self.num_stages - 1 else None
-
-    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-        """Make a process group that lives as long as the world; a call for all ranks.
-
-        Args:
-            ranks: the members' ranks; default: all.
-            backend: name of the backend; default: gloo on CPUs and nccl on GPUs.
-        """
+    def _new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         group = dist.new_group(None if ranks is None else list(ranks), timeout=self._timeout, backend=backend)
         if ranks is None or self.rank in ranks:
             self._made.append(group)
         return group
 
-    def close(self) -> None:
-        """Destroy the world's process groups, once no rank needs them any more."""
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
+    def replicas_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group("dp") if self.num_replicas > 1 else None
 
-    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
-        """Make the groups that `group_for` returns, in the same order on all ranks.
-
-        Args:
-            sets: sets of stages, one for each group.
-            replicas: whether all replicas of the stages share one group; default: a group for each replica.
-        """
+    def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+        if (device, self.placement) in self._channels:
+            return self._channels[device, self.placement]
+        # One group for each direction: neither waits behind the other.
+        groups = [self._group_forward(device), self._new_group()]
+        pairs = dict.fromkeys(
+            pair
+            for here, there in itertools.pairwise(self.placement)
+            for pair in ((here, there), (there, here))
+            if here != there
+        )
         columns = self._columns()
-        for stages in sets:
-            if (stages, replicas) in self._groups:
-                continue
-            # Ranks outside the group take part too: all ranks make a group, or none does.
-            self._groups[stages, replicas] = None
-            each = [[column[k] for k in stages] for column in columns]
-            for ranks in [[rank for part in each for rank in part]] if replicas else each:
-                group = self.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
-                if self.rank in ranks:
-                    self._groups[stages, replicas] = group
+        for back, group in enumerate(groups):
+            links = [(column[a], column[b]) for a, b in sorted(pairs) if (a > b) == back for column in columns]
+            introduce(group, links, self.rank, device)
+        senders = {b: Sender(Link(groups[a > b], self.ranks[b], device)) for a, b in sorted(pairs) if a == self.place}
+        receivers = {
+            a: Receiver(Link(groups[a > b], self.ranks[a], device)) for a, b in sorted(pairs) if b == self.place
+        }
+        self._channels[device, self.placement] = senders, receivers
+        return senders, receivers
 
-    def group_for(self, stages: tuple[int, ...], *, replicas: bool = False) -> dist.ProcessGroup | None:
-        """Return the group of the processes that hold these stages; None if this process is alone.
+    def _group_forward(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the group of the channels to higher ranks.
 
-        Args:
-            stages: indices of the stages.
-            replicas: whether the group spans all replicas; default: this replica only.
+        The first call on the CPU takes the default group if it was made here: its gloo thread runs anyway, see `control`.
         """
-        return self._groups.get((stages, replicas))
+        group, self._default = self._default, None
+        return group if group is not None and device.type == "cpu" else self._new_group()
 
     def _columns(self) -> list[list[int]]:
-        """Return one list for each replica and each part of a stage: the ranks that hold it, stage after stage."""
+        """Return one list for each replica and each part of a stage: its ranks, by place."""
         ranks = self.mesh.mesh.flatten(1) if self.mesh.mesh.ndim > 1 else self.mesh.mesh.unsqueeze(1)
         return [list(map(int, column)) for column in ranks.T.tolist()]
 
-    @property
-    def sends_for_its_stage(self) -> bool:
-        """Whether this rank is in rank 0's replica, which has exactly one rank of every stage."""
-        return 0 in self.ranks
+    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
+        columns = self._columns()
+        for stages in sets:
+            places = self._places(stages)
+            if (places, replicas) in self._groups:
+                continue
+            # Ranks outside the group take part too: all ranks make a group, or none does.
+            self._groups[places, replicas] = None
+            each = [[column[place] for place in places] for column in columns]
+            for ranks in [[rank for part in each for rank in part]] if replicas else each:
+                group = self._new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    self._groups[places, replicas] = group
+
+    def _places(self, stages: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted({self.placement[k] for k in stages}))
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        """Exchange a value between all ranks.
-
-        Args:
-            name: name of the value; may be used again.
-            value: this rank's value, serialisable as JSON.
-
-        Returns:
-            The values of all ranks, in order of the ranks.
-        """
         key = self._key(name)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
+        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
 
-    def hand_on(self, name: str, value_of: Any) -> Any:
-        """Pass a value from stage to stage; each stage computes its own from the one before.
+    def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
+        key = f"{self._key(name)}/{self._columns_index()}"
+        for k in stages:
+            before = json.loads(self.store.get(f"{key}/{k - 1}")) if k else None
+            self.store.set(f"{key}/{k}", json.dumps(value_of(k, before)))
 
-        Args:
-            name: name of the value; may be used again.
-            value_of: function from the value of the stage before (None at stage 0) to this stage's; both values are
-                serialisable as JSON.
-
-        Returns:
-            This stage's value.
-        """
-        key = self._key(name)
-        before = json.loads(self.store.get(f"{key}/{self.ranks[self.stage - 1]}")) if self.stage else None
-        value = value_of(before)
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        return value
-
-    def agree(self, name: str, value: Any) -> None:
-        """Raise ValueError unless all ranks have the same value."""
-        values = self.everyone(name, value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ValueError(
-                    f"`{name}` should be the same on every rank. Found {values[0]!r} on rank 0 and {other!r} on rank {rank}."
-                )
+    def _columns_index(self) -> int:
+        """Return the index of this rank's pipeline, among those of all replicas and parts."""
+        return next(i for i, column in enumerate(self._columns()) if self.rank in column)
 
     def _key(self, name: str) -> str:
         # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.
         self._shared[name] = self._shared.get(name, -1) + 1
         return f"{name}/{self._shared[name]}"
 
-    def ends(self, device: torch.device) -> Ends:
-        """Return the channels to the neighbours for tensors of a device; the first call connects and is one for all ranks."""
-        if device not in self._ends:
-            # One group for each direction: neither waits behind the other.
-            forward, back = self._group_forward(device), self.new_group()
-            below, above = self._neighbours()
-            introduce(forward, below, above, device)
-            introduce(back, above, below, device)
-            self._ends[device] = Ends(
-                None if below is None else Receiver(Link(forward, below, device)),
-                None if above is None else Sender(Link(forward, above, device)),
-                None if above is None else Receiver(Link(back, above, device)),
-                None if below is None else Sender(Link(back, below, device)),
-            )
-        return self._ends[device]
+    def table(self, rows: Mapping[int, Tensor]) -> Tensor:
+        mine = torch.stack([rows[k] for k in self.here])
+        # All ranks send as many rows as the rank with the most stages has.
+        most = max(self.placement.count(place) for place in range(self.num_ranks))
+        padded = torch.zeros(most, *mine.shape[1:], dtype=mine.dtype)
+        padded[: len(mine)] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        with self.telling():
+            dist.all_gather(parts, padded, group=self.control)
+        by_place = torch.stack(parts).unflatten(0, (self.num_ranks, -1)).mean(1)
+        index = [self.placement[:k].count(place) for k, place in enumerate(self.placement)]
+        return torch.stack([by_place[place, i] for place, i in zip(self.placement, index, strict=True)])
 
-    def _group_forward(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group of the forward channels.
+    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
+        with self.telling():
+            works = [
+                dist.all_reduce(values, group=group, async_op=True)
+                for stages, values in rows
+                if (group := self._groups.get((self._places(stages), replicas))) is not None
+            ]
+            for work in works:
+                work.wait()
+        return [values for _, values in rows]
 
-        The first call on the CPU takes the default group if it was made here: its gloo thread runs anyway, see `control`.
-        """
-        group, self._default = self._default, None
-        return group if group is not None and device.type == "cpu" else self.new_group()
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
+        mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
+        header = json.dumps([[name, *to_json((make_spec(t),))[0]] for name, t in mine.items()]).encode()
+        with self.telling():
+            control = self.control  # also on ranks that send nothing: all ranks make the group
+            if self.rank:
+                if 0 in self.ranks:  # one rank of every place sends
+                    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                    for tensor in (torch.tensor([len(text)]), text, *mine.values()):
+                        if tensor.numel():
+                            dist.send(tensor, 0, group=control)
+                return {}
+            collected = dict(mine)
+            for rank in self.ranks[1:]:
+                size = self._received(Spec((1,), torch.int64), rank)
+                text = self._received(Spec((int(size),), torch.uint8), rank)
+                for name, shape, dtype in json.loads(bytes(text.tolist())):
+                    collected[name] = self._received(from_json([[shape, dtype]])[0], rank)
+        return collected
 
+    def _received(self, spec: Spec, rank: int) -> Tensor:
+        tensor = spec.empty(torch.device("cpu"))
+        if tensor.numel():
+            dist.recv(tensor, rank, group=self.control)
+        return tensor
 
-def launched() -> bool:
-    """Return whether this process is one of several, started by `torchrun` or joined in an existing process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
-    variable("RANK")
-    return "RANK" in os.environ and variable("WORLD_SIZE", 1) > 1
+    def begin(self, step: int, action: Action, *, over: bool = False) -> None:
+        self.watch.doing = Doing(step, action, time.perf_counter(), over)
 
+    @contextmanager
+    def watched(self, *, closing: bool = False) -> Iterator[None]:
+        self.watch.calls += not closing
+        self.watch.check()
+        try:
+            yield
+        except RankError:
+            raise
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.watch.failed(error)
+            raise
+        except Exception as error:
+            raise self.watch.failed(error) from error
+        finally:
+            self.watch.doing = None
 
-def variable(name: str, default: int = 0) -> int:
-    """Return a whole number from the environment, as torchrun sets it.
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        self.watch.check()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.watch.failed(error) from error
 
-    Args:
-        name: name of the environment variable.
-        default: value if the variable is not set; default: 0.
+    def check(self) -> None:
+        self.watch.check()
 
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ValueError(f"`{name}` in the environment should be a whole number, as torchrun sets it. Found {text!r}.")
-    return int(text)
+    def set_beat(self, on_beat: Callable[[Any], None]) -> None:
+        self.watch.on_beat = on_beat
 
+    def before_close(self, action: Callable[[], None]) -> None:
+        self._on_close.append(action)
 
-def start(timeout: float = 300.0) -> bool:
-    """Join the process group that `torchrun` describes, unless this process is already in one.
+    def close(self) -> None:
+        if not self._is_open or self.watch.has_failed:
+            return
+        self._is_open = False
+        _open.remove(self)
+        # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
+        calls = self.watch.left = self.watch.calls
+        with self.telling():
+            steps = self.everyone("calls", calls)
+        if len(set(steps)) > 1:
+            raise self.watch.failed(ValueError(f"All ranks should make the same number of steps. Found {steps}."))
+        for action in self._on_close:
+            action()
+        self.everyone("closed", None)
+        self.watch.close()
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+        atexit.unregister(self._close_at_exit)
 
-    Args:
-        timeout: limit of a wait in seconds; default: 300.
-
-    Returns:
-        Whether this call joined it.
-    """
-    if dist.is_initialized():
-        return False
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    prepare_rank(variable("LOCAL_WORLD_SIZE", 1), one_machine=one_machine)
-    limit = timedelta(seconds=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or not one_machine:
-        dist.init_process_group(timeout=limit)
-    else:
-        # torchrun keeps its store over a restart, with the addresses of the processes that ended; a prefix hides them.
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        dist.init_process_group(
-            store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
-        )
-    atexit.register(dist.destroy_process_group)
-    return True
-
-
-def _mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
-    size = dist.get_world_size()
-    if mesh is None:
-        if size % num_stages:
-            raise ValueError(
-                f"`torchrun` should start a multiple of {num_stages} processes, one for each stage. Found {size}; cut the "
-                f"network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start {num_stages}."
-            )
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        # Without replicas there is no "dp" dimension: it would have a group, and so a thread, see `World.control`.
-        shape = (num_stages,) if size == num_stages else (num_stages, size // num_stages)
-        return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
-    names: Sequence[str] = mesh.mesh_dim_names or ()
-    if not names or names[0] != "pp" or list(names) != [name for name in DIMENSIONS if name in names]:
-        raise ValueError(f"`mesh` should have dimensions 'pp', 'dp', 'tp', in this order. Found {tuple(names)}.")
-    if mesh.shape[0] != num_stages:
-        raise ValueError(
-            f"`mesh` should have {num_stages} ranks along 'pp', one for each stage. Found {mesh.shape[0]}."
-        )
-    return mesh
+    def _close_at_exit(self) -> None:
+        """Close, and exit with 1 after an error: exceptions raised in exit handlers do not change the exit code."""
+        try:
+            self.close()
+        except RankError:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            exit_at_once()

@@ -8,12 +8,13 @@ the validator and both runtimes take this one value. A timed schedule also has i
 
 Read the folder in this order:
 
-    actions, lists          the values: an action, its inputs and its products, a schedule
+    actions, schedule       the values: an action, its inputs and its products, a schedule
+    placement, ages         the rank of every stage, and how old gradients may be
     orders, greedy          the rules that make lists
-    costs                   the time of every action
+    costs, memory           the time of every action, and the bytes of every rank
     network, period         a schedule as a graph of waits, and its exact period
     bounds, timed           the lower bound; a schedule with both
-    search, best, choose    the candidates, the best one, and the one that a pipeline runs
+    best, named             the best of several orders, and orders by name
     simulate, validate      times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
     partition, plan         stages of equal work; all methods compared
@@ -43,8 +44,8 @@ from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
-from nwise.schedule.lists import Schedule
 from nwise.schedule.paper import Slot, fit_slot, paper_time
+from nwise.schedule.schedule import Schedule
 from nwise.schedule.simulate import Timeline, simulate
 from nwise.schedule.timed import Timed, timed
 from nwise.schedule.validate import Buffer, validate

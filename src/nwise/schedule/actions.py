@@ -37,6 +37,8 @@ class Action(NamedTuple):
         message: index of the message that an I or B produces, or that a gradient's send or receive carries; None
             for other actions (default).
         turn: index of the mini-batch in a rotating strategy's cycle; 0 for other strategies (default).
+        age: number of mini-batches by which the action's one is before the newest: an action of age a in call s of
+            `Pipeline.step` works on mini-batch s - a. Default: 0.
     """
 
     kind: Kind
@@ -44,22 +46,18 @@ class Action(NamedTuple):
     microbatch: int
     message: int | None = None
     turn: int = 0
+    age: int = 0
 
     def __str__(self) -> str:
         message = "" if self.message is None else f".{self.message}"
         turn = f"/{self.turn}" if self.turn else ""
         place = "" if self.kind is Kind.UPDATE else f"({self.microbatch}{message}{turn})"
-        return f"{self.kind.value}{self.stage}{place or turn}"
+        return f"{self.kind.value}{self.stage}{place or turn}" + (f"-{self.age}" if self.age else "")
 
 
 # The receive at the other end of every kind of send.
 SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
-
-
-def counterpart(send: Action) -> Action:
-    """Return the receive at the other end of a send."""
-    step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
-    return send._replace(kind=SENDS[send.kind], stage=send.stage + step)
+PASSES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 
 
 def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, turn: int = 0) -> list[Action]:
@@ -86,3 +84,9 @@ def forwards(stage: StageFlow, index: int, microbatch: int, turn: int = 0) -> li
     """Return the forward of a stage, and the action of its head if that runs."""
     head = [Action(Kind.HEAD, index, microbatch, None, turn)] if stage.head else []
     return [Action(Kind.FORWARD, index, microbatch, None, turn), *head]
+
+
+def counterpart(send: Action) -> Action:
+    """Return the receive at the other end of a send, of the same age."""
+    step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
+    return send._replace(kind=SENDS[send.kind], stage=send.stage + step)

@@ -1,31 +1,39 @@
-"""End-to-end pipelines for comparison: GPipe, 1F1B and zero-bubble.
-
-    gpipe        all forwards, then all backwards
-    1f1b         at most A - k micro-batches in flight on stage k, the period of GPipe
-    zb-h1        backward split into I and W, at most A micro-batches in flight
-    zero-bubble  the same without a cap: no bubble if there are enough micro-batches
-
-The split keeps the cotangents of all layers between I and W (`nwise.kept`).
-"""
+"""End-to-end pipelines for comparison, timed: GPipe, 1F1B, zero-bubble and their kin with several stages on a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from nwise._errors import current_name, hint
 from nwise.flow import flows_for
-from nwise.schedule import orders
-from nwise.schedule.best import DoesNotFit, best
+from nwise.schedule.ages import Flows
+from nwise.schedule.best import DoesNotFit, best, check_placement
 from nwise.schedule.costs import Costs, check_counts
-from nwise.schedule.greedy import nearest_first
-from nwise.schedule.lists import Schedule
-from nwise.schedule.search import Search
-from nwise.schedule.timed import Timed, check_memory, peak_bytes
+from nwise.schedule.greedy import Free
+from nwise.schedule.memory import peak_bytes
+from nwise.schedule.named import RULES, named_schedule
+from nwise.schedule.orders import make_schedule, skewed
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import Schedule
+from nwise.schedule.timed import Timed, check_memory, timed
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as parse
 
-BASELINES = ("gpipe", "1f1b", "zb-h1", "zero-bubble")
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zero-bubble")
+# With two stages on a rank, or more.
+SEVERAL_STAGES = ("interleaved-1f1b", "zb-v")
+BASELINES = (*ONE_STAGE, *SEVERAL_STAGES)
+
+
+def stages_on(devices: int, name: str) -> int:
+    """Return the number of stages of a method on a number of devices: two on each if it is made for several.
+
+    >>> stages_on(4, "zb-v"), stages_on(4, "2-wise")
+    (8, 4)
+    """
+    return devices * (2 if name in SEVERAL_STAGES else 1)
 
 
 def baseline(
@@ -35,6 +43,8 @@ def baseline(
     num_microbatches: int,
     costs: Costs,
     memory: float | None = None,
+    placement: str | Sequence[int] | None = None,
+    num_ranks: int | None = None,
 ) -> Timed:
     """Return an end-to-end pipeline with its period.
 
@@ -43,7 +53,9 @@ def baseline(
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
-        memory: limit per stage in bytes, which zero-bubble meets with fewer micro-batches in flight; default: none.
+        memory: limit per rank in bytes, which zero-bubble meets with fewer micro-batches in flight; default: none.
+        placement: rank of every stage; default: the one that the pipeline is made for.
+        num_ranks: number of ranks; default: one for each stage, or the placement's.
 
     Raises:
         ValueError: the name is unknown, or a number is out of range.
@@ -57,12 +69,14 @@ def baseline(
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
-    search = Search(flows_for(EndToEnd(), num_stages, num_microbatches), costs, memory)
-    schedules = _schedules(name, search)
-    options = [search.timed(schedule) for schedule in schedules if search.fits(schedule)]
-    if not options:
-        raise DoesNotFit(name, min(max(peak_bytes(s.in_flight, costs)) for s in schedules), memory or 0.0)
-    return min(options, key=lambda t: t.rank)
+    flows = flows_for(EndToEnd(), num_stages, num_microbatches)
+    ranks = check_placement(RULES[name].placement if placement is None else placement, num_stages, num_ranks)
+    schedules = list(_schedules(name, flows, ranks, costs, small=memory is not None))
+    sizes = [max(peak_bytes(schedule, costs)) for schedule in schedules]
+    fitting = [s for s, size in zip(schedules, sizes, strict=True) if memory is None or size <= memory]
+    if not fitting:
+        raise DoesNotFit(name, min(sizes), memory or 0.0)
+    return min((timed(schedule, costs) for schedule in fitting), key=lambda option: option.rank)
 
 
 def timed_method(name: str, **options: Any) -> Timed:
@@ -97,24 +111,17 @@ def known_method(name: str) -> Strategy:
         raise
 
 
-def _schedules(name: str, search: Search) -> list[Schedule]:
-    """Return the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
-    flows, size = search.flows, len(search.flows[0])
-    if name == "gpipe":
-        return [orders.make_schedule(name, flows, partial(orders.phase, fuse=orders.ALL))]
-    if name == "1f1b":
-        return [orders.make_schedule(name, flows, orders.one_forward_one_backward)]
-    num_stages = len(flows[0][0].stages)
-    capped = name == "zb-h1"
-    schedules = [
-        orders.make_schedule(name, flows, partial(orders.skewed, fuse=orders.NONE, stride=stride))
-        for stride in ((1,) if capped else (1, 2))
-    ]
-    # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
-    # Smaller caps help only if memory is short.
-    caps = {num_stages} if capped else {2 * num_stages - 1, size}
-    caps |= set() if search.memory is None else set(range(1, num_stages))
-    for cap in sorted({min(cap, size) for cap in caps}):
-        rule = partial(nearest_first, fuse=orders.NONE, cap=cap, costs=search.costs)
-        schedules.append(orders.make_schedule(name, flows, rule))
-    return schedules
+def _schedules(name: str, flows: Flows, placement: Placement, costs: Costs, *, small: bool) -> Iterator[Schedule]:
+    """Iterate over the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
+    size, num_stages = len(flows[0]), len(placement)
+    ages = (0,) * num_stages
+    yield named_schedule(name, flows, placement, ages, costs)
+    rule = RULES[name]
+    if rule.cap is None:
+        return
+    if name in ("zb-h1", "zero-bubble"):
+        for stride in (1,) if name == "zb-h1" else (1, 2):
+            yield make_schedule(name, flows, partial(skewed, fuse=False, stride=stride), placement, costs=costs)
+    caps = set(range(1, num_stages)) if small else set()
+    for cap in sorted({min(cap, size) for cap in (*caps, *((size,) if name == "zero-bubble" else ()))}):
+        yield make_schedule(name, flows, rule.rule, placement, costs=costs, free=Free(cap))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
+from nwise.schedule.ages import Flows, When, message_ages, weight_ages
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs, check_counts
-from nwise.schedule.search import Search
-from nwise.schedule.timed import CLOSE, Timed, check_memory, peak_bytes
+from nwise.schedule.greedy import Free
+from nwise.schedule.orders import Rule, make_schedule
+from nwise.schedule.placement import Placement, make_placement
+from nwise.schedule.schedule import Deadlock, Schedule, counted
+from nwise.schedule.timed import CLOSE, Timed, check_memory, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
+
+_OTHER_AGES: tuple[When, ...] = ("early", "even")
 
 
 class DoesNotFit(ValueError):
@@ -19,8 +27,8 @@ class DoesNotFit(ValueError):
 
     Args:
         what: name of the method that does not fit.
-        least: bytes that a stage needs at least.
-        memory: bytes that a stage may use.
+        least: bytes that a rank needs at least.
+        memory: bytes that a rank may use.
     """
 
     def __init__(self, what: str, least: float, memory: float) -> None:
@@ -43,19 +51,22 @@ def best(
     num_microbatches: int,
     costs: Costs,
     memory: float | None = None,
+    placement: str | Sequence[int] = "contiguous",
+    num_ranks: int | None = None,
 ) -> Timed:
     """Find the schedule with the shortest period.
 
     The candidates are the orders of `nwise.schedule.orders` and list schedules. Of equal periods the one with fewer
-    micro-batches in flight is better, then the one with first-in-first-out messages. Under Hogwild no stage waits for an
-    update, so the busiest stage determines the period.
+    micro-batches in flight is better, then the one with first-in-first-out messages.
 
     Args:
         strategy: a strategy or its name.
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
-        memory: limit per stage in bytes (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
+        memory: limit per rank in bytes (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
+        placement: rank of every stage, see `nwise.schedule.placement`; default: neighbouring stages share a rank.
+        num_ranks: number of ranks; default: one for each stage, or those of the placement.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the strategy is a `Switch`.
@@ -76,41 +87,90 @@ def best(
             "`strategy.in_force(step)`."
         )
     flows = flows_for(rule, num_stages, num_microbatches)
-    bound = resource_bound(flows, costs) / len(flows)
-    search = Search(flows, costs, memory)
-    if rule.asynchronous:
-        free = orders.hogwild(flows, costs, pace=bound / num_microbatches)
-        if not search.fits(free):
-            raise DoesNotFit("Hogwild", max(peak_bytes(free.in_flight, costs)), memory or 0.0)
-        return Timed(free, costs, bound)
-    return _orders(search, bound)[0]
+    ranks = check_placement(placement, num_stages, num_ranks)
+    return best_order(flows, costs, ranks, weight_ages(rule, flows), memory=memory)
 
 
-def best_order(flows: Sequence[Sequence[Flow]], costs: Costs) -> Timed:
-    """Find the best of the closed-form orders and list schedules, for some costs.
+def check_placement(placement: str | Sequence[int], num_stages: int, num_ranks: int | None) -> Placement:
+    """Return the rank of every stage; see `best`."""
+    if num_ranks is None:
+        num_ranks = num_stages if isinstance(placement, str) else 1 + max(placement, default=0)
+    check_counts(num_ranks=num_ranks)
+    return make_placement(placement, num_stages, num_ranks)
+
+
+def best_order(
+    flows: Flows,
+    costs: Costs,
+    placement: Placement,
+    ages: tuple[int, ...],
+    *,
+    memory: float | None = None,
+) -> Timed:
+    """Find the best of the closed-form orders and list schedules.
 
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
+        placement: rank of every stage.
+        ages: age of every stage's weight gradients.
+        memory: limit per rank in bytes; default: none.
+
+    Raises:
+        DoesNotFit: no order fits the memory.
     """
-    return _orders(Search(flows, costs), resource_bound(flows, costs) / len(flows))[0]
-
-
-def _orders(search: Search, bound: float) -> list[Timed]:
-    """Time the closed-form orders and list schedules that fit the memory, and return them, the best first."""
+    bound = resource_bound(flows, costs, placement) / len(flows)
     options: list[Timed] = []
     least = float("inf")
-    for rule in search.rules():
-        # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
-        for fuse in (orders.ALL, orders.NONE):
-            schedule = rule(fuse)
-            if not search.fits(schedule):
-                least = min(least, max(peak_bytes(schedule.in_flight, search.costs)))
-                continue
-            options.append(search.timed(schedule))
-            # Stop at an optimal first option: it has the least memory, and first-in-first-out messages.
-            if len(options) == 1 and options[0].period <= bound * (1 + CLOSE):
-                return options
+    for schedule in _candidates(flows, costs, placement, ages, small=memory is not None):
+        try:
+            option = timed(schedule, costs)
+        except Deadlock:  # a delay puts the words of several turns together, which not every order allows
+            continue
+        if memory is not None and max(option.peak_bytes) > memory:
+            least = min(least, *option.peak_bytes)
+            continue
+        options.append(option)
+        # The first candidates have the least memory, and first-in-first-out messages.
+        if option.period <= bound * (1 + CLOSE):
+            break
     if not options:
-        raise DoesNotFit("the smallest order of this strategy", least, search.memory or 0.0)
-    return sorted(options, key=lambda t: t.rank)
+        raise DoesNotFit("the smallest order of this strategy", least, memory or 0.0)
+    return min(options, key=lambda option: option.rank)
+
+
+def _candidates(
+    flows: Flows, costs: Costs, placement: Placement, weights: tuple[int, ...], *, small: bool
+) -> Iterator[Schedule]:
+    """Iterate over schedules to try; of equal ones the first is preferred."""
+    choices = dict.fromkeys((message_ages(flows, weights), *(message_ages(flows, weights, w) for w in _OTHER_AGES)))
+    for ages in choices:
+        for name, rule, free in _rules(flows, small=small):
+            # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
+            for fuse in (True, False):
+                split_or_not: Rule = partial(rule, fuse=fuse)  # type: ignore[call-arg]
+                with suppress(Deadlock):
+                    yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, free=free)
+
+
+def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[tuple[str, Rule, Free | None]]:
+    """Iterate over rules with their names and freedom.
+
+    Args:
+        flows: flow of every micro-batch, ``[turns][M]``.
+        small: whether memory is limited.
+    """
+    size = len(flows[0])
+    # In the skewed order with stride 1 or 2, reach + 1 or 2 reach + 1 micro-batches are in flight: these caps give list
+    # schedules with the same memory.
+    reach = max(map(orders.reach, counted(flows)))
+    yield "skewed", orders.skewed, None
+    yield "skewed-2", partial(orders.skewed, stride=2), None
+    yield "1f1b", orders.one_forward_one_backward, None
+    for cap in sorted({min(size, cap) for cap in (reach + 1, 2 * reach + 1, size)}):
+        yield f"nearest-first-{cap}", orders.depth_first, Free(cap)
+    yield "phase", orders.phase, None
+    if small:
+        yield "depth-first", orders.depth_first, None
+        for cap in range(1, size + 1):
+            yield f"nearest-first-{cap}", orders.depth_first, Free(cap)

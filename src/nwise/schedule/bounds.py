@@ -1,18 +1,20 @@
 """Lower bounds on the period of any schedule.
 
-    resource        the busiest stage (or link) must do all its work
+    resource        the busiest rank (or link) must do all its work
     dependency      messages need the time of their path, however free the stages are
-    head-work-tail  between the start of stage a's list and the end of stage b's must fit all work of a stage s that
+    head-work-tail  between the start of rank a's list and the end of rank b's must fit all work of a rank s that
                     depends on a and feeds b, plus the paths to it and from it (Jackson's preemptive bound):
 
                     start of a --- head ---> [ work of s ] --- tail ---> end of b
 
-The third contains the first two. For each turn it gives a matrix of least times from stage a to stage b. The bound is the
-largest mean of a cycle through these matrices. It holds for every order, with or without fusion of W and I.
+The third contains the first two. For each turn it gives a matrix of least times from rank a to rank b. The bound is the
+largest mean of a cycle through these matrices. It holds for every order, with or without fusion of W and I. Under a delay the
+paths may take several calls, and only the first two bounds are used.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +23,9 @@ from numpy.typing import NDArray
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.lists import counted, held_back, merge, needs, product
-from nwise.schedule.orders import NONE, depth_first
+from nwise.schedule.orders import depth_first
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import counted, held_back, merge, needs, product
 
 Matrix = NDArray[np.float64]
 
@@ -31,31 +34,49 @@ _CLOSE = 1e-9
 _MOST_EFFORT = 2e8
 
 
-def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs) -> float:
-    """Return the work of the busiest stage or the time of the busiest link, per cycle of mini-batches."""
+def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement = ()) -> float:
+    """Return the work of the busiest rank or the time of the busiest link, per cycle of mini-batches."""
     num_stages = len(flows[0][0].stages)
+    ranks = placement or tuple(range(num_stages))
     work = [0.0] * num_stages
-    down, up = [0.0] * num_stages, [0.0] * num_stages
-    sizes = costs.per_stage("message_bytes", num_stages)
+    links: dict[tuple[int, int], float] = defaultdict(float)
+    times = [size / costs.bandwidth for size in costs.per_stage("message_bytes", num_stages)]
     for k, price in enumerate(prices(costs, num_stages)):
-        for flow, count in counted(flows):
+        for flow, count in counted(flows).items():
             stage = flow.stages[k]
             kinds = [*forwards(stage, k, 0), *passes(stage, k, 0, fuse=False)]
-            work[k] += count * sum(_least(price, action, flow) for action in kinds)
-            down[k] += count * sizes[k] / costs.bandwidth if k < num_stages - 1 else 0.0
-            up[k] += count * len(stage.messages) * sizes[k - 1] / costs.bandwidth if k else 0.0
-        work[k] += len(flows) * price.update
-    return max(*work, *down, *up, *_held_back(flows, costs, num_stages))
+            work[ranks[k]] += count * sum(_least(price, action, flow) for action in kinds)
+            if k and ranks[k - 1] != ranks[k]:
+                links[ranks[k - 1], ranks[k]] += count * times[k - 1]
+                links[ranks[k], ranks[k - 1]] += count * times[k - 1] * len(stage.messages)
+        work[ranks[k]] += len(flows) * price.update
+    return max(*work, *links.values(), 0.0)
 
 
-def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, num_stages: int) -> list[float]:
+def delay_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, ages: Sequence[int]) -> float:
+    """Return the larger of the resource bound and of the path of one gradient, spread over the calls that it may take."""
+    known = resource_bound(flows, costs, placement)
+    for batch in flows:
+        paths = _Ways(batch[:1], costs, tuple(range(len(ages))))
+        start, end = paths.heads(), paths.tails()
+        for i, action in enumerate(paths.actions):
+            if action.kind is Kind.WEIGHT_GRAD:
+                k = action.stage
+                known = max(known, len(flows) * (start[i, k] + paths.work[i] + end[i, k]) / (ages[k] + 1))
+    return known
+
+
+def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement) -> list[float]:
     """Return for every held-back stage the time from a forward until its activation is taken."""
-    sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
-    return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows)]
+    size = len(flows[0][0].stages)
+    sizes, times = costs.per_stage("message_bytes", size), costs.per_stage("forward", size)
+    return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows, placement)]
 
 
-def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = np.inf) -> float:
-    """Return a lower bound on the time of one cycle of mini-batches, for any order.
+def lower_bound(
+    flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = np.inf, placement: Placement = ()
+) -> float:
+    """Return a lower bound on the time of one cycle of synchronous mini-batches, for any order.
 
     Large schedules get a cheaper, less sharp bound.
 
@@ -63,20 +84,22 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = n
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
         enough: time of a known schedule; the search ends at a bound that meets it. Default: no limit.
+        placement: rank of every stage; default: a rank for each.
     """
-    known = resource_bound(flows, costs)
-    num_stages = len(flows[0][0].stages)
-    effort = num_stages**2 * (len(flows[0]) * max(map(_actions, flows[0]))) ** 2
+    ranks = placement or tuple(range(len(flows[0][0].stages)))
+    known = max(resource_bound(flows, costs, ranks), *_held_back(flows, costs, ranks), 0.0)
+    num_ranks = 1 + max(ranks)
+    effort = num_ranks**2 * (len(flows[0]) * max(map(_actions, flows[0])) * len(ranks) / num_ranks) ** 2
     if len(flows) == 1 and effort < _MOST_EFFORT:
-        # The longest cycle is usually that of a stage with itself, which costs much less than all pairs.
-        known = max(known, float(np.diag(_least_times(flows[0], costs, pairs=False)).max()))
-    if known >= enough * (1 - _CLOSE) or effort * num_stages > _MOST_EFFORT:
+        # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
+        known = max(known, float(np.diag(_least_times(flows[0], costs, ranks, pairs=False)).max()))
+    if known >= enough * (1 - _CLOSE) or effort * num_ranks > _MOST_EFFORT:
         return known
     matrices: dict[tuple[Flow, ...], Matrix] = {}
     least: Matrix | None = None
     for batch in map(tuple, flows):
         if batch not in matrices:
-            matrices[batch] = _least_times(batch, costs)
+            matrices[batch] = _least_times(batch, costs, ranks)
         this = matrices[batch]
         # Turns follow each other: a max-plus product, in which times add up and the longest path counts.
         least = this if least is None else (least[:, :, None] + this[None, :, :]).max(axis=1)
@@ -97,17 +120,17 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
     return time - price.overhead if shared else time
 
 
-def _least_times(flows: Sequence[Flow], costs: Costs, *, pairs: bool = True) -> Matrix:
-    """Return the least times from the start of stage a's list to the end of stage b's, ``[a, b]``; -inf without a path."""
-    ways = _Ways(flows, costs)
-    num_stages = len(flows[0].stages)
+def _least_times(flows: Sequence[Flow], costs: Costs, placement: Placement, *, pairs: bool = True) -> Matrix:
+    """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
+    ways = _Ways(flows, costs, placement)
+    num_ranks = 1 + max(placement)
     heads = ways.heads()
     tails = ways.tails()
-    least = np.full((num_stages, num_stages), -np.inf)
-    stages = np.array([action.stage for action in ways.actions])
-    for s in range(num_stages):
-        here = stages == s
-        for a in range(num_stages):
+    least = np.full((num_ranks, num_ranks), -np.inf)
+    ranks = np.array([placement[action.stage] for action in ways.actions])
+    for s in range(num_ranks):
+        here = ranks == s
+        for a in range(num_ranks):
             ends = slice(None) if pairs else slice(a, a + 1)
             bound = _jackson(heads[here, a], ways.work[here], tails[here, ends])
             least[a, ends] = np.maximum(least[a, ends], bound)
@@ -115,39 +138,43 @@ def _least_times(flows: Sequence[Flow], costs: Costs, *, pairs: bool = True) -> 
 
 
 class _Ways:
-    """Longest paths through one mini-batch if a stage could run any number of actions at once."""
+    """Longest paths through one mini-batch if a rank could run any number of actions at once."""
 
-    def __init__(self, flows: Sequence[Flow], costs: Costs) -> None:
-        self._num_stages = len(flows[0].stages)
-        self._prices = prices(costs, self._num_stages)
+    def __init__(self, flows: Sequence[Flow], costs: Costs, placement: Placement) -> None:
+        self._placement, self._num_ranks = placement, 1 + max(placement)
+        self._prices = prices(costs, len(placement))
         # Any valid order works: in it every action comes after all the actions that it needs.
-        self.actions = merge(depth_first(flows, 0, fuse=NONE), [flows])
+        self.actions = merge(depth_first(flows, 0, fuse=False), [flows])
         place: dict[object, int] = {product(action): i for i, action in enumerate(self.actions)}
         self.work = np.array([_least(self._prices[a.stage], a, flows[a.microbatch]) for a in self.actions])
-        self._before = _before(self.actions, place, flows, costs)
+        self._before = _before(self.actions, place, flows, costs, placement)
 
     def heads(self) -> Matrix:
-        """Return the times from the start of stage a's list to the start of every action, ``[action, a]``."""
-        heads = np.full((len(self.actions), self._num_stages), -np.inf)
+        """Return the times from the start of rank a's list to the start of every action, ``[action, a]``."""
+        heads = np.full((len(self.actions), self._num_ranks), -np.inf)
         for i, action in enumerate(self.actions):
-            heads[i, action.stage] = 0.0
+            rank = self._placement[action.stage]
+            heads[i, rank] = max(heads[i, rank], 0.0)
             for other, lag in self._before[i]:
                 np.maximum(heads[i], heads[other] + (self.work[other] + lag), out=heads[i])
         return heads
 
     def tails(self) -> Matrix:
-        """Return the times from the end of every action to the end of stage b's list, ``[action, b]``."""
-        tails = np.full((len(self.actions), self._num_stages), -np.inf)
+        """Return the times from the end of every action to the end of rank b's list, ``[action, b]``."""
+        tails = np.full((len(self.actions), self._num_ranks), -np.inf)
+        updates = [0.0] * self._num_ranks  # a rank updates its stages one after another
+        for k, rank in enumerate(self._placement):
+            updates[rank] += self._prices[k].update
         for i in reversed(range(len(self.actions))):
-            k = self.actions[i].stage
-            tails[i, k] = max(tails[i, k], self._prices[k].update)
+            rank = self._placement[self.actions[i].stage]
+            tails[i, rank] = max(tails[i, rank], updates[rank])
             for other, lag in self._before[i]:
                 np.maximum(tails[other], tails[i] + (self.work[i] + lag), out=tails[other])
         return tails
 
 
 def _before(
-    actions: Sequence[Action], place: dict[object, int], flows: Sequence[Flow], costs: Costs
+    actions: Sequence[Action], place: dict[object, int], flows: Sequence[Flow], costs: Costs, placement: Placement
 ) -> list[list[tuple[int, float]]]:
     """Return for every action its predecessors, each with the time that its result travels."""
     # If micro-batches are alike, swapping two of them changes no time. So actions of one kind run in their order, without
@@ -160,7 +187,8 @@ def _before(
         k = action.stage
         earlier = []
         for key in needs(action, [flows]):
-            lag = 0.0 if key[1] == k else costs.latency + (sizes[k - 1] if key[1] < k else sizes[k])
+            apart = placement[key[1]] != placement[k]
+            lag = costs.latency + sizes[min(k, key[1])] if apart else 0.0
             earlier.append((place[key], lag))
         kind = (action.kind, k, action.message)
         if alike and kind in last:

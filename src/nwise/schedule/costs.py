@@ -28,6 +28,7 @@ _PER_STAGE = (
     "message_bytes",
     "activation_bytes",
     "cotangent_bytes",
+    "weight_bytes",
     "fixed_bytes",
 )
 
@@ -52,6 +53,7 @@ class Costs:
             with the default 1, `bandwidth` counts messages.
         activation_bytes: memory of one micro-batch between its forward and its last pass; default: 1.
         cotangent_bytes: memory of the cotangents that an I keeps for a later W (`nwise.kept`); default: 0.
+        weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions; default: 0.
         fixed_bytes: memory that is always in use (parameters, their gradients, optimizer state); default: 0.
 
     Raises:
@@ -73,6 +75,7 @@ class Costs:
     message_bytes: Scalars = 1.0
     activation_bytes: Scalars = 1.0
     cotangent_bytes: Scalars = 0.0
+    weight_bytes: Scalars = 0.0
     fixed_bytes: Scalars = 0.0
 
     def __post_init__(self) -> None:
@@ -118,10 +121,38 @@ class Costs:
             "message_bytes",
             "activation_bytes",
             "cotangent_bytes",
+            "weight_bytes",
         )
         check_counts(num_microbatches=num_microbatches)
         changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in divided}
         return replace(self, **changes)
+
+    def cut_in(self, parts: int) -> Costs:
+        """Return the costs of stages of which each is a part of one of these; the head is that of a whole stage.
+
+        Args:
+            parts: number of equal parts of a stage.
+        """
+        check_counts(parts=parts)
+        if parts == 1:
+            return self
+        divided = (
+            "forward",
+            "input_grad",
+            "weight_grad",
+            "update",
+            "activation_bytes",
+            "cotangent_bytes",
+            "fixed_bytes",
+        )
+        cut: dict[str, Any] = {name: _divide(getattr(self, name), parts) for name in (*divided, "weight_bytes")}
+        several = {**{name: getattr(self, name) for name in _PER_STAGE}, **cut}
+        changes: dict[str, Any] = {n: _repeat(v, parts) if isinstance(v, tuple) else v for n, v in several.items()}
+        return replace(self, **changes)
+
+
+def _repeat(values: Sequence[float], times: int) -> tuple[float, ...]:
+    return tuple(value for value in values for _ in range(times))
 
 
 def _check(name: str, number: object) -> None:

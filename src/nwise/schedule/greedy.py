@@ -1,133 +1,177 @@
-"""List scheduling: a free stage takes the most urgent action that is ready."""
+"""List scheduling: a free rank takes the most urgent action that is ready."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nwise.flow import Flow
-from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, prices
-from nwise.schedule.lists import Product, Word, needs, product
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import Deadlock, Word, needs, product
+
+# The result of an action of a mini-batch: what, stage, micro-batch, and the number of the mini-batch.
+_Result = tuple[str | int, int, int, int]
 
 
-def nearest_first(
-    flows: Sequence[Flow],
-    turn: int,
-    *,
-    fuse: Collection[int],
-    cap: int,
-    costs: Costs,
-    pace: float = 0.0,
-) -> list[Word]:
-    """Run the own head first, then passes of the nearest loss, then forwards, then weight gradients.
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Freedom of a rank to order its actions by urgency, instead of in the order of a rule.
 
     Args:
-        flows: flow of every micro-batch.
-        turn: index of the mini-batch in the cycle.
-        fuse: stages that fuse I and W if these share a cotangent.
-        cap: largest number of micro-batches in flight per stage.
-        costs: costs of one micro-batch, which decide when actions are ready.
-        pace: least time between two forwards of the first stage; default: 0.
+        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
     """
-    return _Greedy(flows, turn, fuse, cap, costs, pace).words()
+
+    cap: int
 
 
-class _Greedy:
-    """An event-driven simulation of one mini-batch that decides the order as it goes."""
+def list_schedule(
+    calls: Sequence[Sequence[Word]],
+    flows: Sequence[Sequence[Flow]],
+    placement: Placement,
+    costs: Costs,
+    free: Free | None = None,
+) -> list[list[Word]]:
+    """Simulate calls in which every rank takes the most urgent ready action: its head, a pass, a forward, then weights.
+
+    Args:
+        calls: for each call of the cycle the actions of every stage.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        placement: rank of every stage.
+        costs: costs of one micro-batch, which decide when actions are ready.
+        free: freedom to reorder the actions of a stage; None if their order is kept.
+
+    Returns:
+        For each call of the cycle the actions of every rank in order. With a delay they come from a call in which the pipeline is
+        full.
+
+    Raises:
+        Deadlock: the words cannot run.
+    """
+    oldest = max(a.age for call in calls for word in call for a in word)
+    scheduler = _Scheduler(calls, flows, placement, costs, free, rounds=1 if not oldest else oldest + 2)
+    return scheduler.run()[-len(calls) :]
+
+
+class _Scheduler:
+    """An event-driven simulation that decides the order as it goes."""
 
     def __init__(
         self,
-        flows: Sequence[Flow],
-        turn: int,
-        fuse: Collection[int],
-        cap: int,
+        calls: Sequence[Sequence[Word]],
+        flows: Sequence[Sequence[Flow]],
+        placement: Placement,
         costs: Costs,
-        pace: float,
+        free: Free | None,
+        rounds: int,
     ) -> None:
-        num_stages = len(flows[0].stages)
-        self._flows = flows
-        self._by_turn = [flows] * (turn + 1)
-        self._cap = cap
-        self._pace = pace
-        self._latency = costs.latency
-        self._prices = prices(costs, num_stages)
-        self._in_flight = [0] * num_stages
-        self._words: list[list[Action]] = [[] for _ in range(num_stages)]
-        # Per stage one queue for each kind of action, in the order of the micro-batches; the next one is at the end. So a
-        # stage has only one candidate per kind to compare.
-        self._queues: list[dict[tuple[Kind, int | None], list[Action]]] = [{} for _ in range(num_stages)]
-        self._left = [[0] * len(flows) for _ in range(num_stages)]
-        for k, queues in enumerate(self._queues):
-            for m in reversed(range(len(flows))):
-                stage = flows[m].stages[k]
-                todo = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=k in fuse, turn=turn)]
-                self._left[k][m] = len(todo)
-                for action in todo:
-                    queues.setdefault((action.kind, action.message), []).append(action)
+        self._calls = [*calls] * rounds
+        self._flows, self._placement, self._free = flows, placement, free
+        self._prices, self._latency = prices(costs, len(placement)), costs.latency
+        ranks = range(1 + max(placement))
+        self._stages = [[k for k, rank in enumerate(placement) if rank == r] for r in ranks]
+        self._call = [0] * len(ranks)
+        self._queues: list[list[list[Action]]] = [self._load(r, 0) for r in ranks]
+        self._words: list[list[list[Action]]] = [[[] for _ in ranks] for _ in self._calls]
+        self._arrival: dict[_Result, float] = {}
+        self._in_flight = [0] * len(placement)
+        self._left: dict[tuple[int, int, int], int] = {}
+        for word in (word for call in calls for word in call):
+            for a in word:
+                if a.kind is not Kind.UPDATE:
+                    key = (a.stage, a.microbatch, a.turn)
+                    self._left[key] = self._left.get(key, 0) + 1
+        self._done: dict[tuple[int, int, int], int] = {}
+        self._most = [0 if free is None else free.cap] * len(placement)
+        for k in range(len(placement)):
+            self._most[k] += max(a.age for call in calls for a in call[k]) * len(flows[0])
+        self._needs = {
+            a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for call in calls for word in call for a in word
+        }
 
-    def words(self) -> list[Word]:
-        """Run all actions and return their order on each stage."""
-        arrival: dict[Product, float] = {}
-        # Times at which a stage may find something to do: it becomes free, a message arrives, the pace lets a forward start.
-        events = [(0.0, k) for k in range(len(self._words))]
-        if self._pace:
-            events += [(m * self._pace, 0) for m in range(1, len(self._flows))]
-        free = [0.0] * len(self._words)
+    def _load(self, rank: int, call: int) -> list[list[Action]]:
+        """Return the queues of a rank in a call: one for each stage, or for each kind of action if their order is free."""
+        queues: dict[object, list[Action]] = {}
+        if call < len(self._calls):
+            for k in self._stages[rank]:
+                for a in reversed(self._calls[call][k]):
+                    if a.kind is not Kind.UPDATE:
+                        key = (k, a.kind, a.message, a.age) if self._free else k
+                        queues.setdefault(key, []).append(a)
+        return list(queues.values())
+
+    def run(self) -> list[list[Word]]:
+        """Run all calls and return the order of each rank's actions."""
+        # Times at which a rank may find something to do: it becomes free, or a message arrives.
+        ranks = len(self._stages)
+        events = [(0.0, r) for r in range(ranks)]
+        busy = [0.0] * ranks
         while events:
-            # All events of one time come before any choice, so a stage sees everything that has arrived by then.
+            # All events of one time come before any choice, so a rank sees everything that has arrived by then.
             now = events[0][0]
             awake = set()
             while events and events[0][0] <= now:
                 awake.add(heapq.heappop(events)[1])
-            for k in sorted(awake):
-                action = self._take(k, now, arrival) if free[k] <= now else None
+            for rank in sorted(awake):
+                action = self._take(rank, now) if busy[rank] <= now else None
                 if action is None:
                     continue
-                stage = self._flows[action.microbatch].stages[k]
-                free[k] = now + self._prices[k].time(action, stage)
-                heapq.heappush(events, (free[k], k))
+                call, k = self._call[rank], action.stage
+                price = self._prices[k].time(action, self._flows[action.turn][action.microbatch].stages[k])
+                busy[rank] = now + (price if call >= action.age else 0.0)
+                heapq.heappush(events, (busy[rank], rank))
                 made = product(action)
                 if made is not None:
-                    arrival[made] = free[k]
+                    self._arrival[made[0], k, action.microbatch, call - action.age] = busy[rank]
                     for other in (k - 1, k + 1):
-                        if 0 <= other < len(self._words):
-                            heapq.heappush(events, (free[k] + self._latency, other))
-        return [tuple(word) for word in self._words]
+                        if 0 <= other < len(self._placement) and self._placement[other] != rank:
+                            heapq.heappush(events, (busy[rank] + self._latency, self._placement[other]))
+        if stuck := [queue[-1] for queues in self._queues for queue in queues if queue]:
+            raise Deadlock(stuck)
+        return [[tuple(word) for word in call] for call in self._words]
 
-    def _take(self, k: int, now: float, arrival: dict[Product, float]) -> Action | None:
-        """Remove the most urgent ready action of a stage from its queue and return it; None if none is ready."""
-        heads = [queue[-1] for queue in self._queues[k].values() if queue]
-        ready = [action for action in heads if self._ready(action, now, arrival)]
+    def _take(self, rank: int, now: float) -> Action | None:
+        """Remove the most urgent ready action of a rank from its queue and return it; None if none is ready."""
+        while not any(self._queues[rank]) and self._call[rank] + 1 < len(self._calls):
+            self._call[rank] += 1
+            self._queues[rank] = self._load(rank, self._call[rank])
+        call = self._call[rank]
+        ready = [queue for queue in self._queues[rank] if queue and self._ready(queue[-1], call, now)]
         if not ready:
             return None
-        action = min(ready, key=self._urgency)
-        self._queues[k][action.kind, action.message].pop()
-        self._words[k].append(action)
-        self._in_flight[k] += action.kind is Kind.FORWARD
-        self._left[k][action.microbatch] -= 1
-        self._in_flight[k] -= self._left[k][action.microbatch] == 0
+        action = min(ready, key=lambda queue: self._urgency(queue[-1])).pop()
+        self._words[call][rank].append(action)
+        self._in_flight[action.stage] += action.kind is Kind.FORWARD
+        key = (action.stage, action.microbatch, call - action.age)
+        self._done[key] = self._done.get(key, 0) + 1
+        if key[2] >= 0 and self._done[key] == self._left[action.stage, action.microbatch, action.turn]:
+            self._in_flight[action.stage] -= 1
         return action
 
-    def _urgency(self, action: Action) -> tuple[int, int]:
-        """Return the place of an action among the ready ones of a stage; the smallest comes first."""
-        if action.kind is Kind.HEAD:
-            return (0, 0)
-        if action.kind is Kind.FORWARD:
-            return (2, 0)
-        if action.kind is Kind.WEIGHT_GRAD:
-            return (3, 0)
-        return (1, self._flows[action.microbatch].stages[action.stage].cotangent(action.message).far)
+    def _urgency(self, action: Action) -> tuple[int, int, int]:
+        """Return the place of an action among the ready ones of a rank; the smallest comes first."""
+        kind, k = action.kind, action.stage
+        if kind is Kind.HEAD:
+            return (0, 0, 0)
+        if kind is Kind.FORWARD:
+            return (2, 0, -k)
+        if kind is Kind.WEIGHT_GRAD:
+            return (3, 0, 0)
+        far = self._flows[action.turn][action.microbatch].stages[k].cotangent(action.message).far
+        return (1, far - k, k)
 
-    def _ready(self, action: Action, now: float, arrival: dict[Product, float]) -> bool:
-        """Tell whether a stage may start an action now."""
-        k = action.stage
-        full = self._in_flight[k] >= self._cap
-        early = k == 0 and action.microbatch * self._pace > now
-        if action.kind is Kind.FORWARD and (full or early):
+    def _ready(self, action: Action, call: int, now: float) -> bool:
+        """Tell whether a rank may start an action now."""
+        k, number = action.stage, call - action.age
+        if self._free is not None and action.kind is Kind.FORWARD and self._in_flight[k] >= self._most[k]:
             return False
-        for key in needs(action, self._by_turn):
-            when = arrival.get(key)
-            if when is None or when + (self._latency if key[1] != k else 0.0) > now:
+        if number < 0:
+            return True
+        for what, stage, m in self._needs[action]:
+            when = self._arrival.get((what, stage, m, number))
+            apart = self._placement[stage] != self._placement[k]
+            if when is None or when + (self._latency if apart else 0.0) > now:
                 return False
         return True

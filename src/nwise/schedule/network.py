@@ -1,12 +1,12 @@
-"""A schedule as a network of timed nodes, and the self-timed run of one mini-batch through it.
+"""A schedule as a network of timed nodes, and the self-timed run of one call through it.
 
-The machines are the stages and, if bandwidth is finite, the links, which transfer messages in the order of their sends.
+The machines are the ranks and, if bandwidth is finite, the links, which transfer messages in the order of their sends.
 Each machine works through its word of nodes. A node starts once its machine is free and its inputs have arrived.
 
-Two things connect a mini-batch with the next one. A machine starts again when it has finished its word: a stage's forward
-comes after its own update, and nothing else synchronises stages. And a stage that does not receive a gradient for every
-micro-batch starts a forward only after its activation of the previous mini-batch has been taken, so at most one mini-batch
-of activations waits at its boundary.
+Three things connect a call with earlier ones. A machine starts again when it has finished its word: a forward comes after the
+updates of its rank, and nothing else synchronises ranks. An action of another age than the action whose result it needs takes
+the result of an earlier call. And a stage that does not receive a gradient for every micro-batch starts a forward only after its
+activation of an earlier mini-batch has been taken, so few activations wait at its boundary.
 """
 
 from __future__ import annotations
@@ -17,131 +17,142 @@ from dataclasses import dataclass
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, prices
-from nwise.schedule.lists import Product, Schedule, held_back, needs, product, stuck_message
+from nwise.schedule.schedule import Deadlock, Product, Schedule, held_back, needs, product
+
+# A node that another one waits for: its number, the travel time of its result, and the number of calls (cycles, if the
+# strategy rotates) between the two.
+Need = tuple[int, float, int]
 
 
-# The graph of two stages with two actions each, one micro-batch, end-to-end (without the head). A node waits for those with
-# an arc to it:
+# The graph of two ranks with a stage of two actions each, one micro-batch, end-to-end (without the head). A node waits for those
+# with an arc to it:
 #
-#     stage 0     F0 -------------> W0 ===> F0 of the next mini-batch
+#     rank 0      F0 -------------> W0 ===> F0 of the next call
 #                  |                ^
 #                  | + latency      | + latency
 #                  v                |
-#     stage 1     F1 -------------> B1 ===> F1 of the next mini-batch
+#     rank 1      F1 -------------> B1 ===> F1 of the next call
 #
-# Without the arcs ===> the graph has no cycle, so one sweep (`run`) times a mini-batch. With them it has cycles, which
-# determine the period (`nwise.schedule.period`).
+# Without the arcs ===> the graph has no cycle, so one sweep (`run`) times a call. With them it has cycles, which determine the
+# period (`nwise.schedule.period`). Under a delay of one, B1 works on the mini-batch before F1's, and the arc F1 -> B1 goes to
+# the next call, too.
 @dataclass(slots=True)
 class Network:
     """A graph of numbered nodes.
 
     Args:
-        num_stages: number of machines that are stages, which come first; the others are links.
+        num_ranks: number of machines that are ranks, which come first; the others are links.
         words: nodes of every machine, in order.
         duration: duration of every node.
-        needs: for every node the nodes that it waits for, each with the travel time of its result.
-        taken: for a forward on a held-back stage, the forward that takes its activation.
+        needs: for every node the nodes that it waits for.
         actions: action of every node; the nodes of a link have the send.
     """
 
-    num_stages: int
+    num_ranks: int
     words: list[list[int]]
     duration: list[float]
-    needs: list[list[tuple[int, float]]]
-    taken: dict[int, int]
+    needs: list[list[Need]]
     actions: list[Action]
 
 
 def network(schedule: Schedule, costs: Costs) -> Network:
     """Return the network of a schedule."""
-    num_stages = schedule.num_stages
-    price = prices(costs, num_stages)
-    flows = schedule.flows
+    price = prices(costs, schedule.num_stages)
+    flows, placement = schedule.flows, schedule.placement
     actions: list[Action] = []
     duration: list[float] = []
     words: list[list[int]] = []
     made: dict[Product, int] = {}
-    for k, word in enumerate(schedule.words):
+    for word in schedule.words:
         first = len(actions)
         for node, action in enumerate(word, first):
             key = product(action)
             if key is not None:
                 made[key] = node
-            duration.append(price[k].time(action, flows[action.turn][action.microbatch].stages[k]))
+            duration.append(
+                price[action.stage].time(action, flows[action.turn][action.microbatch].stages[action.stage])
+            )
         actions += word
         words.append(list(range(first, len(actions))))
-    wanted = [[(made[key], costs.latency if key[1] != a.stage else 0.0) for key in needs(a, flows)] for a in actions]
-    net = Network(num_stages, words, duration, wanted, {}, actions)
-    for k in held_back(flows):
-        forwards = ((node, actions[node]) for node in words[k])
-        net.taken.update(
-            {node: made["F", k + 1, a.microbatch, a.turn] for node, a in forwards if a.kind is Kind.FORWARD}
-        )
+    late = [schedule.cycles_late(a) for a in actions]
+    lag = costs.latency
+    wanted = [
+        [
+            (made[key], lag if placement[key[1]] != placement[a.stage] else 0.0, late[node] - late[made[key]])
+            for key in needs(a, flows)
+        ]
+        for node, a in enumerate(actions)
+    ]
+    net = Network(len(words), words, duration, wanted, actions)
     if not math.isinf(costs.bandwidth):
-        _add_links(net, [size / costs.bandwidth for size in costs.per_stage("message_bytes", num_stages)])
+        _add_links(
+            net, schedule, [size / costs.bandwidth for size in costs.per_stage("message_bytes", schedule.num_stages)]
+        )
+    kept = 1 + schedule.oldest
+    apart = [k for k in range(schedule.num_stages - 1) if placement[k] != placement[k + 1]]
+    waiting = set(held_back(flows, placement) if kept == 1 else apart)
+    for node, a in enumerate(actions):
+        if a.kind is Kind.FORWARD and a.stage in waiting:
+            taker = made["F", a.stage + 1, a.microbatch, a.turn]
+            # It is taken at the start of the next stage's forward, which is as long before its end as that lasts.
+            net.needs[node].append((taker, -duration[taker], kept))
     return net
 
 
-def _add_links(net: Network, times: Sequence[float]) -> None:
+def _add_links(net: Network, schedule: Schedule, times: Sequence[float]) -> None:
     """Put a node on a link between every sender and the nodes that wait for its message."""
-    # A link is a machine too, so its messages queue up like the actions of a stage:
+    # A link is a machine too, so its messages queue up like the actions of a rank:
     #
     #     F0(0) ----> SX0(0) --latency--> F1(0)         SX0(0) and SX0(1) are the word of the link 0 -> 1
     #     F0(1) ----> SX0(1) --latency--> F1(1)
-    sending: dict[tuple[int, int], int] = {}  # (sending node, receiving stage) to the link's node
-    stages = list(enumerate(net.words))
-    for k, word in stages:
-        for down in (True, False):
-            to = k + 1 if down else k - 1
-            if not 0 <= to < net.num_stages:
-                continue
-            link = []
-            for node in word:
-                kind, _, m, q, turn = net.actions[node]
-                if (kind is Kind.FORWARD) if down else (q is not None):
-                    send = Action(Kind.SEND_ACTIVATION if down else Kind.SEND_GRADIENT, k, m, q, turn)
-                    sending[node, to] = len(net.actions)
-                    link.append(len(net.actions))
-                    net.actions.append(send)
-                    net.duration.append(times[k if down else to])
-                    net.needs.append([(node, 0.0)])
-            net.words.append(link)
-    for _, word in stages:
-        for node in word:
-            k = net.actions[node].stage
-            net.needs[node] = [
-                (sending.get((u, k), u) if net.actions[u].stage != k else u, lag) for u, lag in net.needs[node]
-            ]
+    placement, sending = schedule.placement, {}  # (sending node, receiving stage) to the link's node
+    links: dict[tuple[int, int], list[int]] = {}
+    nodes = [node for word in net.words for node in word]
+    for node in nodes:
+        action = net.actions[node]
+        k = action.stage
+        forward = action.kind is Kind.FORWARD
+        to = k + 1 if forward else k - 1
+        if not (forward or action.message is not None) or not 0 <= to < len(placement) or placement[to] == placement[k]:
+            continue
+        send = action._replace(kind=Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT)
+        sending[node, to] = len(net.actions)
+        links.setdefault((placement[k], placement[to]), []).append(len(net.actions))
+        net.actions.append(send)
+        net.duration.append(times[min(k, to)])
+        net.needs.append([(node, 0.0, 0)])
+    net.words += links.values()
+    for node in nodes:
+        k = net.actions[node].stage
+        net.needs[node] = [(sending.get((u, k), u), lag, calls) for u, lag, calls in net.needs[node]]
 
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The times of one self-timed mini-batch: start and end of each node."""
+    """The times of one self-timed call: start and end of each node."""
 
     start: list[float]
     end: list[float]
 
 
-def run(
-    net: Network, free: Sequence[float], taken: dict[int, float], duration: Sequence[float] | None = None
-) -> SimulatedRun:
-    """Run one mini-batch with every node as early as possible.
+def run(net: Network, earlier: Sequence[SimulatedRun], duration: Sequence[float] | None = None) -> SimulatedRun:
+    """Run one call with every node as early as possible.
 
     Args:
         net: the network.
-        free: earliest start of each machine.
-        taken: earliest start of each node in `Network.taken`.
+        earlier: the calls before this one, the last of them last; results of calls before those are there at time 0.
         duration: durations of the nodes; default: the network's.
 
     Raises:
-        ValueError: the lists are in a deadlock; the message names the actions that are stuck.
+        Deadlock: the lists are in a deadlock; the message names the actions that are stuck.
     """
     # Each machine works until a node needs a result that is not there, and is woken up by the node that makes it. Times do
     # not depend on the sequence of machines, because a start is the latest of known ends; so the sweep is linear.
     duration = net.duration if duration is None else duration
     start = [math.nan] * len(duration)
     end: list[float | None] = [None] * len(duration)
-    now = list(free)
+    before = [one.end for one in reversed(earlier)]
+    now = [before[0][word[-1]] if before and word else 0.0 for word in net.words]
     place = [0] * len(net.words)
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(net.words)))
@@ -150,7 +161,11 @@ def run(
         word, i, t = net.words[machine], place[machine], now[machine]
         while i < len(word):
             node = word[i]
-            for other, lag in net.needs[node]:
+            for other, lag, calls in net.needs[node]:
+                if calls:
+                    if calls <= len(before) and before[calls - 1][other] + lag > t:
+                        t = before[calls - 1][other] + lag
+                    continue
                 arrived = end[other]
                 if arrived is None:
                     waiting.setdefault(other, []).append(machine)
@@ -158,8 +173,6 @@ def run(
                 if arrived + lag > t:
                     t = arrived + lag
             else:
-                if node in taken and taken[node] > t:
-                    t = taken[node]
                 start[node] = t
                 t += duration[node]
                 end[node] = t
@@ -171,5 +184,5 @@ def run(
         place[machine], now[machine] = i, t
     stuck = [net.actions[word[i]] for word, i in zip(net.words, place, strict=True) if i < len(word)]
     if stuck:
-        raise ValueError(stuck_message(stuck))
+        raise Deadlock(stuck)
     return SimulatedRun(start, end)  # type: ignore[arg-type]  # all have ended

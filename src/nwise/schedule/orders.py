@@ -6,76 +6,129 @@ alternate.
     phase     all forwards, then all passes loss by loss, nearest first, then all weight gradients
     skewed    depth first in rounds; the pass of a loss at distance d runs `stride * d` rounds after its forward
     1f1b      some forwards first, fewer on later stages, then backward and forward in turn
-    hogwild   passes before forwards, across the borders of mini-batches
 
-List scheduling is in `nwise.schedule.greedy`. The argument `fuse` names the stages on which one B replaces an I and a W of
-the same cotangent.
+A delay leaves the order as it is and only makes passes older. List scheduling (`nwise.schedule.greedy`) orders by urgency, and
+puts the words of several stages of one rank together. The argument `fuse` says whether one B replaces an I and a W of the same
+cotangent.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nwise.flow import Flow
-from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
+from nwise.schedule.ages import Ages
 from nwise.schedule.costs import Costs
-from nwise.schedule.greedy import nearest_first
-from nwise.schedule.lists import Schedule, Word, counted
+from nwise.schedule.greedy import Free, list_schedule
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import Schedule, Word, counted, merge
 
 Flows = Sequence[Flow]
+# A function from the flows and the turn of a mini-batch to the words of its stages.
+Rule = Callable[[Flows, int], list[Word]]
 
-# All stages fuse, however many there are; or none does.
-ALL: Collection[int] = range(sys.maxsize)
-NONE: Collection[int] = ()
+# Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
+# free.
+TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05, overhead=0.02)
 
 
-def make_schedule(order: str, flows: Sequence[Sequence[Flow]], rule: Callable[[Flows, int], list[Word]]) -> Schedule:
-    """Return the schedule of a cycle of mini-batches, with an update after each.
+def make_schedule(
+    order: str,
+    flows: Sequence[Sequence[Flow]],
+    rule: Rule,
+    placement: Placement = (),
+    ages: Ages | None = None,
+    *,
+    costs: Costs = TYPICAL,
+    free: Free | None = None,
+) -> Schedule:
+    """Return the schedule of a cycle of calls, with the updates after each.
 
     Args:
         order: name of the order.
         flows: flow of every micro-batch, ``[turns][M]``.
-        rule: function from the flows and the turn of a mini-batch to its words.
+        rule: function from the flows and the turn of a mini-batch to the words of its stages.
+        placement: rank of every stage; default: a rank for each.
+        ages: age of every pass; default: 0.
+        costs: costs of one micro-batch, which decide how a rank alternates between several stages.
+        free: freedom of list scheduling to reorder the words; default: None, the order of the rule.
     """
+    size, turns = len(flows[0][0].stages), len(flows)
+    placement = placement or tuple(range(size))
     by_turn = [rule(batch, turn) for turn, batch in enumerate(flows)]
+    calls = [[_call(call, k, by_turn, flows, ages) for k in range(size)] for call in range(turns)]
+    num_ranks = 1 + max(placement)
+    if num_ranks == size and free is None:
+        stages = {rank: k for k, rank in enumerate(placement)}
+        ordered = [[call[stages[rank]] for rank in range(num_ranks)] for call in calls]
+    elif num_ranks == 1 and free is None:
+        ordered = [[tuple(merge(call, flows))] for call in calls]
+    else:
+        ordered = list_schedule(calls, flows, placement, costs, free)
     words = []
-    for k in range(len(by_turn[0])):
-        updates = [Action(Kind.UPDATE, k, 0, None, turn) for turn in range(len(flows))]
-        words.append(tuple(a for turn, update in enumerate(updates) for a in (*by_turn[turn][k], update)))
-    return Schedule(order, tuple(map(tuple, flows)), tuple(words))
+    for rank in range(num_ranks):
+        updates = [Action(Kind.UPDATE, k, 0) for k in range(size) if placement[k] == rank]
+        parts = [(*call[rank], *(u._replace(turn=turn) for u in updates)) for turn, call in enumerate(ordered)]
+        words.append(tuple(a for part in parts for a in part))
+    weights = ages.weights if ages is not None else ()
+    return Schedule(order, tuple(map(tuple, flows)), tuple(words), placement, weights)
 
 
-def phase(flows: Flows, turn: int, *, fuse: Collection[int]) -> list[Word]:
+def _call(call: int, stage: int, by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> Word:
+    """Return a stage's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
+    if ages is None or not any(ages.weights):
+        return by_turn[call][stage]
+    placed = [
+        (place, a)
+        for turn, words in enumerate(by_turn)
+        for place, action in enumerate(words[stage])
+        for a in _aged(action, flows, ages)
+        if (turn + a.age) % len(by_turn) == call
+    ]
+    # Words of different turns do not fit into each other, so of several turns the forwards come first.
+    return tuple(a for _, a in sorted(placed, key=lambda p: (len(by_turn) > 1 and p[1].kind in PASSES, p[0])))
+
+
+def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action]:
+    """Give a pass its age, in two parts if I and W of a B differ in age."""
+    kind, k, m, q, turn, _ = action
+    if kind not in PASSES:
+        yield action
+    elif kind is Kind.BOTH and not ages.fuses(k, flows[turn][m].stages[k]):
+        yield Action(Kind.INPUT_GRAD, k, m, q, turn, ages.messages[k][q or 0])
+        yield Action(Kind.WEIGHT_GRAD, k, m, None, turn, ages.weights[k])
+    else:
+        yield action._replace(age=ages.messages[k][q or 0] if kind is Kind.INPUT_GRAD else ages.weights[k])
+
+
+def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
     """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
     words = []
     for k in range(len(flows[0].stages)):
         word = [a for m, flow in enumerate(flows) for a in forwards(flow.stages[k], k, m, turn)]
         later = [
-            p
-            for m, flow in enumerate(flows)
-            for p in enumerate(passes(flow.stages[k], k, m, fuse=k in fuse, turn=turn))
+            p for m, flow in enumerate(flows) for p in enumerate(passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
         ]
         word += [a for _, a in sorted(later, key=lambda p: (p[1].kind is Kind.WEIGHT_GRAD, p[0]))]
         words.append(tuple(word))
     return words
 
 
-def skewed(flows: Flows, turn: int, *, fuse: Collection[int], stride: int) -> list[Word]:
+def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> list[Word]:
     """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
     # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
     #
     #     round 0   F(0) H(0) I(0.0)                     I(m.q) makes message q of micro-batch m; the own loss is q = 0
     #     round 1   F(1) H(1) I(1.0) I(0.1)
     #     round 2   F(2) H(2) I(2.0) I(1.1) W(0)
-    farthest = max(reach(flow) for flow, _ in counted([flows]))
+    farthest = max(map(reach, counted([flows])))
     words = []
     for k in range(len(flows[0].stages)):
         placed: list[tuple[int, int, int, Action]] = []  # round, place in the round, and the action
         for m, flow in enumerate(flows):
             placed += [(m, -2 + i, 0, a) for i, a in enumerate(forwards(flow.stages[k], k, m, turn))]
-            for action in passes(flow.stages[k], k, m, fuse=k in fuse, turn=turn):
+            for action in passes(flow.stages[k], k, m, fuse=fuse, turn=turn):
                 far = flow.stages[k].cotangent(action.message).far
                 last = action.kind is Kind.WEIGHT_GRAD
                 distance = farthest if last else far - k
@@ -89,30 +142,32 @@ def reach(flow: Flow) -> int:
     return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
-def depth_first(flows: Flows, turn: int, *, fuse: Collection[int] = ALL) -> list[Word]:
+def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
     """Run one micro-batch at a time, which needs the least memory; the default with one process."""
     return [
         tuple(
             a
             for m, flow in enumerate(flows)
-            for a in (*forwards(flow.stages[k], k, m, turn), *passes(flow.stages[k], k, m, fuse=k in fuse, turn=turn))
+            for a in (*forwards(flow.stages[k], k, m, turn), *passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
         )
         for k in range(len(flows[0].stages))
     ]
 
 
-def one_forward_one_backward(flows: Flows, turn: int) -> list[Word]:
+def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
     """Run 1F1B: stage k begins with A - k forwards (at most M), then backward and forward take turns."""
     # 3 stages, M = 4, heads left out; stage 0 needs no gradient to its input, so it runs W instead of B:
     #
     #     stage 0   F(0) F(1) F(2) W(0) F(3) W(1) W(2) W(3)
     #     stage 1   F(0) F(1) B(0) F(2) B(1) F(3) B(2) B(3)
     #     stage 2   F(0) B(0) F(1) B(1) F(2) B(2) F(3) B(3)
+    #
+    # Under a delay of one the backward passes are those of the mini-batch before, so no stage waits for its first one.
     num_stages = len(flows[0].stages)
     words = []
     for k in range(num_stages):
         first = [forwards(flow.stages[k], k, m, turn) for m, flow in enumerate(flows)]
-        second = [passes(flow.stages[k], k, m, turn=turn) for m, flow in enumerate(flows)]
+        second = [passes(flow.stages[k], k, m, fuse=fuse, turn=turn) for m, flow in enumerate(flows)]
         ahead = min(len(flows), num_stages - k)
         blocks = first[:ahead]
         for m, block in enumerate(second):
@@ -120,37 +175,3 @@ def one_forward_one_backward(flows: Flows, turn: int) -> list[Word]:
             blocks += first[ahead + m : ahead + m + 1]
         words.append(tuple(a for block in blocks for a in block))
     return words
-
-
-def hogwild(flows: Sequence[Flows], costs: Costs, pace: float) -> Schedule:
-    """Return the schedule of greedy asynchronous training: the first mini-batches of a run, up to the steady state.
-
-    Every stage runs passes before forwards, and updates with the last weight gradient of a mini-batch, when forwards of
-    later mini-batches have already run.
-
-    Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
-        costs: costs of one micro-batch, which decide when actions are ready.
-        pace: time of a micro-batch on the busiest stage; faster forwards would only pile up.
-    """
-    num_stages, size = len(flows[0][0].stages), len(flows[0])
-    batches = -(-3 * num_stages // size) + 2
-    batches += -batches % len(flows)
-    unrolled = [flow for batch in range(batches) for flow in flows[batch % len(flows)]]
-    words = nearest_first(unrolled, 0, fuse=ALL, cap=len(unrolled), costs=costs, pace=pace)
-    return Schedule(
-        "hogwild",
-        tuple(tuple(flows[batch % len(flows)]) for batch in range(batches)),
-        tuple(tuple(_with_updates(word, k, size)) for k, word in enumerate(words)),
-    )
-
-
-def _with_updates(word: Word, k: int, size: int) -> Iterator[Action]:
-    """Number micro-batches within their mini-batch, and insert its update after its last action."""
-    left = Counter(action.microbatch // size for action in word)
-    for action in word:
-        turn, m = divmod(action.microbatch, size)
-        yield action._replace(microbatch=m, turn=turn)
-        left[turn] -= 1
-        if not left[turn]:
-            yield Action(Kind.UPDATE, k, 0, None, turn)

@@ -1,15 +1,16 @@
 """The exact period of a schedule: the maximum cycle ratio of its waits, in max-plus algebra the eigenvalue.
 
-Mini-batches repeat the same lists. With ``x`` the times at which machines become free, one self-timed mini-batch
-is a max-plus linear map ``x -> D x``, and the period is the largest cycle mean of ``D``:
+Calls repeat the same lists. A node that a later call waits for is a *token*, and its *potential* is the time at which that
+call may have it. One self-timed call maps the potentials ``x`` to ``D x``, which is linear in max-plus algebra, and the period is
+the largest cycle mean of ``D``:
 
-    machine 0 --- 5 ---> machine 0                              a cycle over one mini-batch, mean 5
-    machine 0 --- 4 ---> machine 1 --- 8 ---> machine 0         a cycle over two mini-batches, mean (4 + 8) / 2 = 6
+    machine 0 --- 5 ---> machine 0                              a cycle over one call, mean 5
+    machine 0 --- 4 ---> machine 1 --- 8 ---> machine 0         a cycle over two calls, mean (4 + 8) / 2 = 6
 
 If these are all cycles, the period is 6, although each machine works less. `period` never computes ``D``. It starts with a
-cycle that always exists, the work of the busiest machine, and searches for potentials ``x`` with ``D x <= x + period``,
-which prove that no cycle has a larger mean. Without such potentials it finds a cycle with a larger mean and continues with
-that. Each round is one simulated mini-batch, linear in the number of actions.
+cycle that always exists, the work of the busiest machine, and searches for potentials with ``D x <= x + period``, which prove
+that no cycle has a larger mean. Without such potentials it finds a cycle with a larger mean and continues with that. Each round
+is one simulated call, linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -21,41 +22,47 @@ from nwise.schedule.network import Network, SimulatedRun, run
 # Times that differ by less than this share of the period are equal up to rounding.
 _CLOSE = 1e-10
 
+# A node, and by how many calls its result is used later.
+Token = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class _Arc:
-    """A longest path through one mini-batch, from a token to a token."""
+    """A longest path through one call, from a token to a token."""
 
-    origin: int
+    origin: Token
     weight: float
 
 
 def period(net: Network) -> float:
-    """Find the time per mini-batch (per cycle, for a rotating strategy) in the steady state, exact up to rounding."""
-    # Tokens connect a mini-batch with the next: a machine that is free, or an activation that was taken. A potential is the
-    # time of a token at the start of a mini-batch; `longest` is the largest mean so far, a lower bound on the period.
-    machines = len(net.words)
-    takers = list(net.taken.items())
-    token_for = {node: machines + i for i, (node, _) in enumerate(takers)}
-    longest = max(sum(net.duration[node] for node in word) for word in net.words)
-    potential = [0.0] * (machines + len(takers))
-    arcs: dict[int, _Arc] = {}
-    back = _Back(net, token_for)
+    """Find the time per call (per cycle, for a rotating strategy) in the steady state, exact up to rounding."""
+    ends = {word[-1]: 1 for word in net.words if word}  # every machine begins a call after its last node
+    for needs in net.needs:
+        for node, _, calls in needs:
+            if calls:
+                ends[node] = max(calls, ends.get(node, 1))
+    tokens = [(node, calls) for node, most in ends.items() for calls in range(1, most + 1)]
+    longest = max((sum(net.duration[node] for node in word) for word in net.words), default=0.0)
+    oldest = max(ends.values(), default=1)
+    potential = dict.fromkeys(tokens, 0.0)
+    arcs: dict[Token, _Arc] = {}
+    back = _Back(net)
     while True:
-        batch = run(net, potential[:machines], {node: potential[token] for node, token in token_for.items()})
-        ends = [batch.end[word[-1]] if word else 0.0 for word in net.words] + [batch.start[u] for _, u in takers]
+        batch = run(net, _earlier(net, potential, oldest))
+        # A token of two calls was one of one call before.
+        later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
         slack = _CLOSE * longest
-        risen = [token for token, end in enumerate(ends) if end - longest > potential[token] + slack]
+        risen = [token for token in tokens if later[token] - longest > potential[token] + slack]
         # No token is later than its potential plus `longest`: these potentials are the proof.
         if not risen:
             return longest
         # As in Bellman and Ford's algorithm, remember for each late token the token that delays it, and raise its potential.
         for token in risen:
-            node = net.words[token][-1] if token < machines else takers[token - machines][1]
-            origin = back(batch, node, potential)
-            arcs[token] = _Arc(origin, ends[token] - potential[origin])
+            node, calls = token
+            origin = back(batch, node, potential) if calls == 1 else (node, calls - 1)
+            arcs[token] = _Arc(origin, later[token] - potential[origin])
         for token in risen:
-            potential[token] = ends[token] - longest
+            potential[token] = later[token] - longest
         mean = _largest_mean(arcs)
         if mean is not None:
             # Tokens that raise each other lie on a cycle with a larger mean. If only rounding makes it larger, it is the largest.
@@ -64,24 +71,35 @@ def period(net: Network) -> float:
             longest, arcs = mean, {}
 
 
+def _earlier(net: Network, potential: dict[Token, float], oldest: int) -> list[SimulatedRun]:
+    """Return the calls before one as `run` expects them, with only the nodes that are tokens."""
+    calls = []
+    for age in range(oldest, 0, -1):
+        end = [float("-inf")] * len(net.duration)
+        for (node, one), time in potential.items():
+            if one == age:
+                end[node] = time
+        calls.append(SimulatedRun([], end))
+    return calls
+
+
 class _Back:
     """Follows the critical path from a node back to the token at its start."""
 
-    def __init__(self, net: Network, token_for: dict[int, int]) -> None:
+    def __init__(self, net: Network) -> None:
         self._net = net
-        self._token_for = token_for
         self._before = [-1] * len(net.duration)
-        self._machine = [0] * len(net.duration)
-        for machine, word in enumerate(net.words):
+        self._last = [0] * len(net.duration)
+        for word in net.words:
             for i, node in enumerate(word):
                 self._before[node] = word[i - 1] if i else -1
-                self._machine[node] = machine
+                self._last[node] = word[-1]
 
-    def __call__(self, batch: SimulatedRun, node: int, potential: list[float]) -> int:
+    def __call__(self, batch: SimulatedRun, node: int, potential: dict[Token, float]) -> Token:
         """Return the token that determines the start of a node.
 
         Args:
-            batch: times of the mini-batch.
+            batch: times of the call.
             node: number of the node.
             potential: time of every token.
         """
@@ -91,20 +109,23 @@ class _Back:
             if before >= 0 and batch.end[before] == start:
                 node = before
                 continue
-            other = next((u for u, lag in self._net.needs[node] if batch.end[u] + lag == start), None)
-            if other is None:
-                break
-            node = other
-        token = self._token_for.get(node, -1)
-        return token if token >= 0 and potential[token] == start else self._machine[node]
+            step = None
+            for other, lag, calls in self._net.needs[node]:
+                if calls and potential[other, calls] + lag == start:
+                    return other, calls
+                if not calls and batch.end[other] + lag == start:
+                    step = other
+            if step is None:
+                return self._last[node], 1
+            node = step
 
 
-def _largest_mean(arcs: dict[int, _Arc]) -> float | None:
+def _largest_mean(arcs: dict[Token, _Arc]) -> float | None:
     """Return the largest mean of a cycle of the arcs, None without a cycle; each token has at most one arc."""
     # With one arc per token, a walk ends either at a token without an arc or in its only cycle. `seen` has the first token of
     # the walk that came by, so every cycle is counted once.
     means: list[float] = []
-    seen: dict[int, int] = {}
+    seen: dict[Token, Token] = {}
     for first in arcs:
         token, path = first, []
         while token in arcs and token not in seen:

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from nwise.flow import Flow, flows_for
-from nwise.schedule.baselines import BASELINES, timed_method
+from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES, stages_on, timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs, check_counts
+from nwise.schedule.named import RULES
+from nwise.schedule.placement import make_placement
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
 from nwise.strategies import EndToEnd, Local, Strategy, Switch
 from nwise.strategies import strategy as parse
 
-STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "5-wise")
+STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "rotating-2-microbatch", "end-to-end-delay-1")
 # A function from the flows of a method and M to the costs of one micro-batch.
 CostsOf = Callable[[Sequence[Flow], int], Costs]
 
@@ -49,8 +51,8 @@ class Option:
 
     @property
     def comparable(self) -> bool:
-        """Whether gradients cross borders and are not stale, so a step is comparable with an end-to-end one."""
-        return self.name != "local" and (self.end_to_end or not parse(self.name).asynchronous)
+        """Whether gradients cross borders and are not late, so a step is comparable with an end-to-end one."""
+        return self.name != "local" and (self.end_to_end or not is_late(parse(self.name)))
 
     def as_json(self) -> dict[str, Any]:
         """Return the option as plain values."""
@@ -91,8 +93,8 @@ class Plan:
     def recommended(self) -> Option:
         """The method with the fastest step among end-to-end pipelines and strategies whose gradients cross borders.
 
-        End-to-end needs the fewest steps, so it is recommended unless it is slower. Local training and Hogwild do not count:
-        their steps are nearly always the fastest, and whether their quality is enough is not a question of time.
+        End-to-end needs the fewest steps, so it is recommended unless it is slower. Local training and late gradients do not
+        count: their steps are nearly always the fastest, and whether their quality is enough is not a question of time.
         """
         crossing = [option for option in self.options if option.comparable]
         return min(crossing or self.options, key=_preference)
@@ -131,9 +133,9 @@ def plan(
         DoesNotFit: no method fits the memory; a ValueError too.
 
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
-    >>> result = plan(lambda flows, m: costs.split_in(m), 8, microbatches=(1, 2, 4, 8, 16))
+    >>> result = plan(lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // 8), 8, microbatches=(1, 8, 16))
     >>> result.recommended.name, result.recommended.num_microbatches
-    ('zero-bubble', 16)
+    ('zb-v', 16)
     """
     if not microbatches:
         raise ValueError("`microbatches` should contain at least one number to try. Found none.")
@@ -143,12 +145,19 @@ def plan(
     least: dict[str, float] = {}  # bytes per stage that the methods need that do not fit
     todo = [(name, m) for name in _methods(strategies, num_stages) for m in microbatches]
     for name, m in progress(todo):
-        flows = flows_for(EndToEnd() if name in BASELINES else parse(name), num_stages, m)
-        costs = stage_costs([batch[0] for batch in flows], m)
+        size = stages_on(num_stages, name)
+        flows = flows_for(EndToEnd() if name in BASELINES else parse(name), size, m)
+        try:
+            costs = stage_costs([batch[0] for batch in flows], m)
+        except ValueError:
+            if name not in SEVERAL_STAGES:
+                raise
+            continue  # the network has too few pieces for several stages on a rank
         known = min((option.period for option in options.get(name, [])), default=float("inf"))
-        if resource_bound(flows, costs) / len(flows) > known * (1 + CLOSE):
+        placement = make_placement(RULES[name].placement if name in RULES else "contiguous", size, num_stages)
+        if resource_bound(flows, costs, placement) / len(flows) > known * (1 + CLOSE):
             continue  # no order with this M can be faster than the known one with another M
-        timed = _time(name, num_stages=num_stages, num_microbatches=m, costs=costs, memory=memory)
+        timed = _time(name, num_stages=size, num_ranks=num_stages, num_microbatches=m, costs=costs, memory=memory)
         if isinstance(timed, DoesNotFit):
             least[name] = min(timed.least, least.get(name, timed.least))
         else:
@@ -179,7 +188,12 @@ def _computes(rule: Strategy, other: Strategy, num_stages: int) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # windows longer than the network
         credits = [rule.credit(num_stages, turn) for turn in range(rule.turns)]
-    return not rule.asynchronous and all(torch.equal(credit, other.credit(num_stages)) for credit in credits)
+    return not is_late(rule) and all(torch.equal(credit, other.credit(num_stages)) for credit in credits)
+
+
+def is_late(rule: Strategy) -> bool:
+    """Tell whether a strategy's gradients may be of an earlier mini-batch."""
+    return rule.asynchronous or rule.delay > 0
 
 
 def _preference(option: Option) -> tuple[float, bool, int]:

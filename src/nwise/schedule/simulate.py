@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, check_counts
-from nwise.schedule.lists import Schedule, check_schedule
+from nwise.schedule.memory import fixed_bytes
 from nwise.schedule.network import Network, SimulatedRun, network, run
+from nwise.schedule.schedule import Schedule, check_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,16 @@ class Event:
 
     Args:
         action: the computation or update.
-        cycle: index of the pass through the lists, from 0; with one turn that of the mini-batch.
+        cycle: index of the pass through the lists, from 0.
         start, end: times in the unit of the costs.
+        batch: index of the mini-batch, from 0.
     """
 
     action: Action
     cycle: int
     start: float
     end: float
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,12 @@ class Timeline:
     @cached_property
     def events(self) -> list[Event]:
         """Computations and updates, in order of their start."""
-        nodes = [node for word in self.net.words[: self.net.num_stages] for node in word]
+        nodes = [(node, self.net.actions[node]) for word in self.net.words[: self.net.num_ranks] for node in word]
         events = [
-            Event(self.net.actions[node], cycle, times.start[node], times.end[node])
+            Event(action, cycle, times.start[node], times.end[node], batch)
             for cycle, times in enumerate(self.runs)
-            for node in nodes
+            for node, action in nodes
+            if (batch := _batch(self.schedule, action, cycle)) >= 0
         ]
         return sorted(events, key=lambda e: (e.start, e.end, e.action.stage))
 
@@ -112,9 +116,9 @@ class Timeline:
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """Share of the second half of the run in which each stage works, between two ends of its list."""
+        """Share of the second half of the run in which each rank works, between two ends of its list."""
         half, shares = len(self.runs) // 2, []
-        for word in self.net.words[: self.net.num_stages]:
+        for word in self.net.words[: self.net.num_ranks]:
             begin = self.runs[half - 1].end[word[-1]] if half else 0.0
             length = self.runs[-1].end[word[-1]] - begin
             busy = sum(times.end[node] - times.start[node] for times in self.runs[half:] for node in word)
@@ -123,7 +127,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the second half of the run in which stages wait, the mean over stages."""
+        """Share of the second half of the run in which ranks wait, the mean over ranks."""
         return 1.0 - sum(self.utilisation) / len(self.utilisation)
 
     @cached_property
@@ -137,7 +141,9 @@ class Timeline:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For every stage the largest number of micro-batches between their forward and the end of their last action."""
-        return tuple(round(most) for most in self._most(1.0, 0.0))
+        return tuple(
+            round(most) for most in self._most([1.0] * self.schedule.num_stages, 0.0, range(self.schedule.num_stages))
+        )
 
     @cached_property
     def waiting(self) -> dict[tuple[int, int], int]:
@@ -149,64 +155,71 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Peak memory of every stage: its fixed memory, micro-batches in flight, and messages that wait to be used."""
-        fixed = self.costs.per_stage("fixed_bytes", self.schedule.num_stages)
-        return tuple(a + b for a, b in zip(fixed, self._most(None, 1.0), strict=True))
+        """Peak memory of every rank: its fixed memory, micro-batches in flight, and messages that wait to be used."""
+        sizes = self.costs.per_stage("activation_bytes", self.schedule.num_stages)
+        most = self._most(sizes, 1.0, self.schedule.placement)
+        return tuple(a + b for a, b in zip(fixed_bytes(self.schedule, self.costs), most, strict=True))
 
-    def _most(self, each: float | None, message: float) -> list[float]:
-        """Return every stage's peak over time of a sum over micro-batches in flight and waiting messages.
+    def _most(self, each: Sequence[float], message: float, group: Sequence[int]) -> list[float]:
+        """Return peaks over time of a sum over micro-batches in flight and waiting messages.
 
         Args:
-            each: value of a micro-batch; None for its bytes.
+            each: value of a micro-batch of each stage.
             message: value of each byte of a message.
+            group: index of the sum that each stage adds to.
         """
-        sizes = self.costs.per_stage("activation_bytes", self.schedule.num_stages)
-        changes: list[list[tuple[float, float]]] = [[] for _ in sizes]
-        spans: dict[tuple[int, int, int, int], list[float]] = {}
+        changes: list[list[tuple[float, float]]] = [[] for _ in range(1 + max(group))]
+        spans: dict[tuple[int, int, int], list[float]] = {}
         for event in self.events:
-            kind, k, m, _, turn = event.action
+            kind, k, m, *_ = event.action
             if kind is not Kind.UPDATE:
-                span = spans.setdefault((event.cycle, turn, k, m), [event.start, event.end])
+                span = spans.setdefault((event.batch, k, m), [event.start, event.end])
                 span[0], span[1] = min(span[0], event.start), max(span[1], event.end)
-        for (_, _, k, _), (start, end) in spans.items():
-            size = sizes[k] if each is None else each
-            changes[k] += [(start, size), (end, -size)]
-        if message:
-            for sent in self.messages:
-                changes[sent.receiver] += [(sent.arrives, message * sent.size), (sent.used, -message * sent.size)]
+        for (_, k, _), (start, end) in spans.items():
+            changes[group[k]] += [(start, each[k]), (end, -each[k])]
+        for sent in self.messages if message else ():
+            changes[group[sent.receiver]] += [(sent.arrives, message * sent.size), (sent.used, -message * sent.size)]
         return [_peak(times) for times in changes]
 
     def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
-        """Iterate over the messages of one pass through the lists, each with the first action that uses it."""
-        net = self.net
-        sizes = self.costs.per_stage("message_bytes", net.num_stages)
+        """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""
+        net, placement = self.net, self.schedule.placement
+        sizes = self.costs.per_stage("message_bytes", self.schedule.num_stages)
         first: dict[tuple[int, int], int] = {}  # the first consumer, by producer and receiving stage
-        leaves: dict[
-            tuple[int, int], int
-        ] = {}  # the node at whose end the latency begins: the producer, or one of a link
-        for node in (node for word in net.words[: net.num_stages] for node in word):
-            k = net.actions[node].stage
-            for other, _ in net.needs[node]:
+        # The node at whose end the latency begins, the producer or one of a link, and the number of calls before the use.
+        leaves: dict[tuple[int, int], tuple[int, int]] = {}
+        for node in (node for word in net.words[: net.num_ranks] for node in word):
+            action = net.actions[node]
+            k = action.stage
+            if _batch(self.schedule, action, cycle) < 0:
+                continue
+            for other, lag, calls in net.needs[node]:
                 on_link = net.actions[other].kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
                 producer = net.needs[other][0][0] if on_link else other
-                if net.actions[producer].stage == k:
+                if placement[net.actions[producer].stage] == placement[k] or lag < 0 or calls > cycle:
                     continue
-                leaves[producer, k] = other
+                leaves[producer, k] = other, calls
                 if (producer, k) not in first or times.start[node] < times.start[first[producer, k]]:
                     first[producer, k] = node
         for (producer, k), node in first.items():
             sender = net.actions[producer].stage
+            leaves_at, calls = leaves[producer, k]
             yield Message(
                 sender=sender,
                 receiver=k,
-                sent=times.end[producer],
-                arrives=times.end[leaves[producer, k]] + self.costs.latency,
+                sent=self.runs[cycle - calls].end[producer],
+                arrives=self.runs[cycle - calls].end[leaves_at] + self.costs.latency,
                 used=times.start[node],
                 producer=net.actions[producer],
                 consumer=net.actions[node],
                 cycle=cycle,
                 size=sizes[min(sender, k)],
             )
+
+
+def _batch(schedule: Schedule, action: Action, cycle: int) -> int:
+    """Return the index of an action's mini-batch; below 0 for actions that the first calls leave out."""
+    return (cycle - schedule.cycles_late(action)) * len(schedule.flows) + action.turn
 
 
 def simulate(
@@ -242,18 +255,13 @@ def simulate(
     check_schedule(schedule)
     net = network(schedule, costs)
     numbers = random.Random(seed)
-    free = [0.0] * len(net.words)
-    taken: dict[int, float] = {}
-    runs = []
-    for _ in range(cycles):
-        times = list(net.duration)
+    runs: list[SimulatedRun] = []
+    for cycle in range(cycles):
+        times = [0.0 if _batch(schedule, a, cycle) < 0 else t for t, a in zip(net.duration, net.actions, strict=True)]
         if jitter:
-            for node in (node for word in net.words[: net.num_stages] for node in word):
+            for node in (node for word in net.words[: net.num_ranks] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        batch = run(net, free, taken, times)
-        free = [batch.end[word[-1]] if word else 0.0 for word in net.words]
-        taken = {node: batch.start[taker] for node, taker in net.taken.items()}
-        runs.append(batch)
+        runs.append(run(net, runs, times))
     return Timeline(schedule, costs, net, runs)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nwise.schedule.bounds import lower_bound, resource_bound
+from nwise.schedule.bounds import delay_bound, lower_bound, resource_bound
 from nwise.schedule.costs import Costs
-from nwise.schedule.lists import Schedule, Word
+from nwise.schedule.memory import peak_bytes
 from nwise.schedule.network import network
 from nwise.schedule.period import period
+from nwise.schedule.schedule import Schedule, Word
 
 CLOSE = 1e-9  # periods that differ by less than this share are equal
 
@@ -36,7 +36,7 @@ class Timed:
 
     @property
     def lists(self) -> tuple[Word, ...]:
-        """All actions of every stage, in order."""
+        """All actions of every rank, in order."""
         return self.schedule.lists
 
     @property
@@ -46,11 +46,15 @@ class Timed:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound on the time per mini-batch, for any order of these actions."""
-        flows = self.schedule.flows
-        bound = resource_bound(flows, self.costs)
+        """Lower bound on the time per mini-batch, for any order of these actions on these ranks."""
+        schedule, costs = self.schedule, self.costs
+        flows, placement = schedule.flows, schedule.placement
+        bound = resource_bound(flows, costs, placement)
         if self.period * len(flows) > bound * (1 + CLOSE):
-            bound = max(bound, lower_bound(flows, self.costs, self.period * len(flows)))
+            if schedule.oldest:
+                bound = delay_bound(flows, costs, placement, schedule.ages)
+            else:
+                bound = max(bound, lower_bound(flows, costs, self.period * len(flows), placement))
         return bound / len(flows)
 
     @property
@@ -58,10 +62,10 @@ class Timed:
         """Whether the period meets the lower bound, up to rounding."""
         return self.period <= self.lower_bound * (1 + CLOSE)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Bytes of fixed memory and of the micro-batches in flight, for every stage."""
-        return peak_bytes(self.in_flight, self.costs)
+        """Peak memory of every rank (`nwise.schedule.memory`)."""
+        return peak_bytes(self.schedule, self.costs)
 
     @property
     def rank(self) -> tuple[float, int, bool, int]:
@@ -73,12 +77,6 @@ class Timed:
 def timed(schedule: Schedule, costs: Costs) -> Timed:
     """Return a schedule with its exact period."""
     return Timed(schedule, costs, period(network(schedule, costs)) / len(schedule.flows))
-
-
-def peak_bytes(in_flight: Sequence[int], costs: Costs) -> tuple[float, ...]:
-    """Return every stage's bytes of fixed memory and of its micro-batches in flight."""
-    sizes = zip(*(costs.per_stage(n, len(in_flight)) for n in ("fixed_bytes", "activation_bytes")), strict=True)
-    return tuple(fixed + each * count for (fixed, each), count in zip(sizes, in_flight, strict=True))
 
 
 def check_memory(memory: float | None) -> None:

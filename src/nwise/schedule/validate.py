@@ -1,23 +1,24 @@
 """Validation: the conditions that lists must meet before anything runs.
 
-1. complete: every stage's list contains each of its actions exactly once. The flow determines what crosses each boundary,
-   so every receive then has one send, and every send one receive;
-2. in order: nothing is used before it exists or after it is dropped, updates come last, and there is no deadlock;
-3. bounded: the number of messages on every link is limited;
-4. within memory.
+1. complete: every rank's list contains each action of its stages exactly once. The flow and the placement determine what
+   crosses each boundary, so every receive then has one send, and every send one receive;
+2. of its age: no result is older than its use, the weight gradients of a stage are of one age, forwards and heads of age 0;
+3. in order: nothing is used before it exists or after it is dropped, updates come last, and there is no deadlock;
+4. bounded: the number of messages on every link is limited;
+5. within memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
-from nwise.flow import Flow
-from nwise.schedule.actions import SENDS, Action, Kind, counterpart, forwards, passes
+from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart, forwards, passes
 from nwise.schedule.costs import Costs
-from nwise.schedule.lists import (
+from nwise.schedule.memory import peak_bytes
+from nwise.schedule.schedule import (
+    Deadlock,
     Product,
     Schedule,
     Word,
@@ -26,11 +27,11 @@ from nwise.schedule.lists import (
     held_back,
     needs,
     product,
-    stuck_message,
 )
-from nwise.schedule.timed import check_memory, peak_bytes
+from nwise.schedule.timed import check_memory
 
 _RECEIVES = frozenset(SENDS.values())
+COMPUTATIONS = frozenset((Kind.FORWARD, Kind.HEAD, *PASSES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def validate(
         schedule: the schedule.
         lists: lists to check instead of the schedule's own, such as hand-written ones; default: the schedule's.
         costs: costs whose bytes determine the memory; required with `memory`.
-        memory: limit per stage in bytes; default: none.
+        memory: limit per rank in bytes; default: none.
 
     Returns:
         The buffers that boundaries 1 .. A-1 need.
@@ -69,24 +70,27 @@ def validate(
     """
     check_schedule(schedule)
     lists = schedule.lists if lists is None else lists
-    if len(lists) != schedule.num_stages:
+    if len(lists) != schedule.num_ranks:
         raise ValueError(
-            f"`lists` should have one list for each of the {schedule.num_stages} stages. Found {len(lists)}."
+            f"`lists` should have one list for each of the {schedule.num_ranks} ranks. Found {len(lists)}."
         )
-    for k, word in enumerate(lists):
-        _check_complete(k, word, schedule.flows)
-    _check_order(lists, schedule.flows)
+    for rank, word in enumerate(lists):
+        _check_complete(rank, word, schedule)
+    _check_ages(lists, schedule)
+    _check_order(lists, schedule)
     if memory is not None:
         if costs is None:
             raise ValueError(
                 "`costs` should be given with `memory`, because they determine the size of a micro-batch. Found none."
             )
         check_memory(memory)
-        in_flight = [_most_in_flight(word) for word in lists]
-        for k, needed in enumerate(peak_bytes(in_flight, costs)):
+        words = tuple(tuple(a for a in word if a.kind in COMPUTATIONS) for word in lists)
+        given = replace(schedule, words=words)
+        for rank, needed in enumerate(peak_bytes(given, costs)):
             if needed > memory:
+                most = max(given.in_flight[k] for k, r in enumerate(schedule.placement) if r == rank)
                 raise ValueError(
-                    f"Stage {k} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with {in_flight[k]} "
+                    f"Rank {rank} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with {most} "
                     "micro-batches in flight; choose an order with fewer in flight, or smaller micro-batches."
                 )
     return buffers(schedule)
@@ -94,108 +98,129 @@ def validate(
 
 def buffers(schedule: Schedule) -> list[Buffer]:
     """Return limits of what may wait at the boundaries 1 .. A-1, for any times of the actions."""
-    # One cycle's messages at most: a sender waits for the same message of the cycle before (`nwise.runtime.channel`).
-    size = len(schedule.flows) * schedule.num_microbatches
+    # One cycle's messages at most, and more under a delay: a sender waits for the same message of an earlier cycle
+    # (`nwise.runtime.channel`).
+    cycles = 1 + schedule.oldest
+    size = cycles * len(schedule.flows) * schedule.num_microbatches
     limited = set(held_back(schedule.flows))
     limits = []
     for k in range(1, schedule.num_stages):
-        gradients = sum(count * len(flow.stages[k].messages) for flow, count in counted(schedule.flows))
-        limits.append(Buffer(activations=size, gradients=gradients, limited=k - 1 in limited))
+        gradients = sum(count * len(flow.stages[k].messages) for flow, count in counted(schedule.flows).items())
+        limits.append(Buffer(activations=size, gradients=cycles * gradients, limited=k - 1 in limited))
     return limits
 
 
-def _most_in_flight(word: Word) -> int:
-    """Return the largest number of micro-batches between their forward and their drop."""
-    changes = ((action.kind is Kind.FORWARD) - (action.kind is Kind.DROP) for action in word)
-    return max(accumulate(changes), default=0)
-
-
-def _expected(k: int, flows: Sequence[Sequence[Flow]], fused: set[tuple[int, int]]) -> Counter[Action]:
-    """Return all actions of a stage, given the (micro-batch, turn) pairs whose list fuses I and W."""
+def _expected(rank: int, schedule: Schedule, fused: set[tuple[int, int, int]]) -> Counter[Action]:
+    """Return all actions of a rank without their ages, given the (stage, micro-batch, turn) whose list fuses I and W."""
     expected: Counter[Action] = Counter()
-    for turn, batch in enumerate(flows):
-        expected[Action(Kind.UPDATE, k, 0, None, turn)] += 1
-        for m, flow in enumerate(batch):
-            stage = flow.stages[k]
-            computed = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=(m, turn) in fused, turn=turn)]
-            last = k == len(flow.stages) - 1
-            above = [] if last else range(len(flow.stages[k + 1].messages))
-            expected.update(computed)
-            expected.update(
-                Action(Kind.SEND_GRADIENT, k, m, a.message, turn) for a in computed if a.message is not None
-            )
-            expected.update(Action(Kind.RECEIVE_GRADIENT, k, m, p, turn) for p in above)
-            expected[Action(Kind.DROP, k, m, None, turn)] += 1
-            if k:
-                expected[Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn)] += 1
-            if not last:
-                expected[Action(Kind.SEND_ACTIVATION, k, m, None, turn)] += 1
-    return expected
+    placement = schedule.placement
+    for k in (k for k, r in enumerate(placement) if r == rank):
+        below = k > 0 and placement[k - 1] != rank
+        above = k < len(placement) - 1 and placement[k + 1] != rank
+        for turn, batch in enumerate(schedule.flows):
+            expected[Action(Kind.UPDATE, k, 0, None, turn)] += 1
+            for m, flow in enumerate(batch):
+                stage = flow.stages[k]
+                computed = [*forwards(stage, k, m, turn), *passes(stage, k, m, fuse=(k, m, turn) in fused, turn=turn)]
+                expected.update(computed)
+                sent = [a.message for a in computed if a.message is not None and below]
+                received = range(len(flow.stages[k + 1].messages)) if above else ()
+                expected.update(Action(Kind.SEND_GRADIENT, k, m, q, turn) for q in sent)
+                expected.update(Action(Kind.RECEIVE_GRADIENT, k, m, p, turn) for p in received)
+                expected[Action(Kind.DROP, k, m, None, turn)] += 1
+                expected[Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn)] += below
+                expected[Action(Kind.SEND_ACTIVATION, k, m, None, turn)] += above
+    return +expected
 
 
-def _check_complete(k: int, word: Word, flows: Sequence[Sequence[Flow]]) -> None:
-    """Raise ValueError unless a list has each action of its stage once."""
-    counts = Counter(word)
-    expected = _expected(k, flows, {(a.microbatch, a.turn) for a in word if a.kind is Kind.BOTH})
+def _check_complete(rank: int, word: Word, schedule: Schedule) -> None:
+    """Raise ValueError unless a list has each action of its rank once."""
+    counts = Counter(a._replace(age=0) for a in word)
+    expected = _expected(rank, schedule, {(a.stage, a.microbatch, a.turn) for a in word if a.kind is Kind.BOTH})
     if counts == expected:
         return
     missing, extra = expected - counts, counts - expected
     problem = f"no {next(iter(missing))}" if missing else f"{next(iter(extra))} too often or unneeded"
     raise ValueError(
-        f"The list of stage {k} should contain each of its {expected.total()} actions once. Found {problem} "
+        f"The list of rank {rank} should contain each of its {expected.total()} actions once. Found {problem} "
         f"({missing.total()} missing, {extra.total()} too many)."
     )
 
 
-def _check_order(lists: Sequence[Word], flows: Sequence[Sequence[Flow]]) -> None:
+def _check_ages(lists: Sequence[Word], schedule: Schedule) -> None:
+    """Raise ValueError for an action that is younger than a result that it needs, or of another age than its stage's."""
+    ages = {made: a.age for word in lists for a in word if (made := product(a)) is not None and a.kind in COMPUTATIONS}
+    for action in (a for word in lists for a in word if a.kind in COMPUTATIONS):
+        if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH):
+            right = action.age == schedule.ages[action.stage]
+        else:
+            right = action.age >= 0 if action.kind is Kind.INPUT_GRAD else action.age == 0
+        if not right or any(ages[key] > action.age for key in needs(action, schedule.flows)):
+            raise ValueError(
+                "Weight gradients should have their stage's age, forwards and heads age 0, and no result should be older than "
+                f"its use. Found {action} on a stage of age {schedule.ages[action.stage]}."
+            )
+
+
+def _check_order(lists: Sequence[Word], schedule: Schedule) -> None:
     """Run the lists without times, and raise ValueError for a wrong order or a deadlock."""
-    # Sends never wait, and a receive waits for its send only. So the sequence of stages does not matter: if one sequence
-    # reaches the end of all lists, every sequence does.
+    # Sends never wait, and a receive waits for its send only, unless that was in an earlier call. So the sequence of ranks does
+    # not matter: if one sequence reaches the end of all lists, every sequence does.
     sent: set[Action] = set()
+    sends = {counterpart(a)._replace(age=0): a.age for word in lists for a in word if a.kind in SENDS}
     waiting: dict[Action, int] = {}
     place = [0] * len(lists)
-    stages = [_Holdings(k, flows) for k in range(len(lists))]
+    ranks = [_Holdings(rank, schedule) for rank in range(len(lists))]
     ready = list(range(len(lists)))
     while ready:
-        k = ready.pop()
-        word = lists[k]
-        while place[k] < len(word):
-            action = word[place[k]]
-            if action.kind in _RECEIVES and action not in sent:
-                waiting[action] = k
+        r = ready.pop()
+        word = lists[r]
+        while place[r] < len(word):
+            action = word[place[r]]
+            name = action._replace(age=0)
+            if action.kind in _RECEIVES and name not in sent and sends[name] == action.age:
+                waiting[name] = r
                 break
-            stages[k].run(action)
+            ranks[r].run(action)
             if action.kind in SENDS:
-                receive = counterpart(action)
+                receive = counterpart(action)._replace(age=0)
                 sent.add(receive)
                 if receive in waiting:
                     ready.append(waiting.pop(receive))
-            place[k] += 1
+            place[r] += 1
     stuck = [word[i] for word, i in zip(lists, place, strict=True) if i < len(word)]
     if stuck:
-        raise ValueError(stuck_message(stuck))
+        raise Deadlock(stuck)
 
 
 class _Holdings:
-    """The results that a stage holds of each micro-batch while it runs its list."""
+    """The results that a rank holds of each micro-batch while it runs its list."""
 
-    def __init__(self, stage: int, flows: Sequence[Sequence[Flow]]) -> None:
-        self._stage = stage
-        self._flows = flows
-        self._held: dict[tuple[int, int], set[Product] | None] = {}  # by (micro-batch, turn); None after the drop
-        self._to_drop = [len(batch) for batch in flows]
+    def __init__(self, rank: int, schedule: Schedule) -> None:
+        self._rank, self._schedule = rank, schedule
+        self._here = [k for k, r in enumerate(schedule.placement) if r == rank]
+        self._held: dict[tuple[int, int], set[Product]] = {}  # by (micro-batch, turn)
+        self._dropped: set[tuple[int, int, int]] = set()
+        self._older: dict[Product, int] = {}
+        for action in schedule.words[rank]:
+            if (made := product(action)) is not None:
+                self._older[made] = action.age
+        for kind, k, m, q, turn, age in schedule.lists[rank]:
+            if kind is Kind.RECEIVE_GRADIENT and q is not None:
+                self._older[q, k + 1, m, turn] = age
+        self._to_drop = Counter(schedule.call(a) for a in schedule.lists[rank] if a.kind is Kind.DROP)
         self._updates = 0
 
     def run(self, action: Action) -> None:
-        """Record an action; raise ValueError if it needs a result that the stage does not hold, or comes too late."""
-        kind, k, m, q, turn = action
+        """Record an action; raise ValueError if it needs a result that the rank does not hold, or comes too late."""
+        kind, k, m, q, turn, _ = action
         if kind is Kind.UPDATE:
             self._update(action)
             return
         held = self._held.setdefault((m, turn), set())
-        if held is None:
+        if (k, m, turn) in self._dropped:
             raise ValueError(
-                f"The list of stage {self._stage} should drop a micro-batch after its last use. Found {action} after its drop."
+                f"The list of rank {self._rank} should drop a micro-batch after its last use. Found {action} after its drop."
             )
         if kind is Kind.RECEIVE_ACTIVATION:
             held.add(("F", k - 1, m, turn))
@@ -204,31 +229,32 @@ class _Holdings:
             held.add((q, k + 1, m, turn))
         elif kind is Kind.DROP:
             self._check(("F", k, m, turn), held, action)
-            self._held[m, turn] = None
-            self._to_drop[turn] -= 1
+            self._dropped.add((k, m, turn))
+            self._to_drop[self._schedule.call(action)] -= 1
         elif kind in SENDS:
             self._check(("F" if q is None else q, k, m, turn), held, action)
         else:
-            for key in needs(action, self._flows):
+            for key in needs(action, self._schedule.flows):
                 self._check(key, held, action)
             made = product(action)
             if made is not None:
                 held.add(made)
 
     def _update(self, action: Action) -> None:
-        left = self._to_drop[action.turn]
-        if left or action.turn != self._updates:
+        left, turn = self._to_drop[action.turn], self._updates // len(self._here)
+        if left or action.turn != turn:
             raise ValueError(
-                f"The list of stage {self._stage} should update after all other actions of a mini-batch, turn by turn. Found "
+                f"The list of rank {self._rank} should update after all other actions of a call, call by call. Found "
                 f"{action} before {left} of its micro-batches were dropped, after {self._updates} updates."
             )
         self._updates += 1
 
     def _check(self, key: Product, held: set[Product], action: Action) -> None:
-        if key not in held:
+        # A result of a younger action is from an earlier call.
+        if key not in held and self._older.get(key, action.age) == action.age:
             what, stage = key[0], key[1]
             thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
             raise ValueError(
-                f"The list of stage {self._stage} should compute or receive the inputs of an action before the action, and drop "
+                f"The list of rank {self._rank} should compute or receive the inputs of an action before the action, and drop "
                 f"them only afterwards. Found {action} without {thing} of stage {stage}."
             )

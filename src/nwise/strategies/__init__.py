@@ -5,12 +5,13 @@ To add one, write a class with `credit`, and with `pattern` and `from_match` if 
 
 from nwise.strategies.base import Heads, Strategy, strategy
 from nwise.strategies.matrices import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating
-from nwise.strategies.over_time import Hogwild, Switch
+from nwise.strategies.over_time import Delayed, Hogwild, Switch
 
 __all__ = [
     "Blocks",
     "Credit",
     "DeepSupervision",
+    "Delayed",
     "EndToEnd",
     "Geometric",
     "Heads",

@@ -95,6 +95,11 @@ class Strategy(ABC):
         return None
 
     @property
+    def delay(self) -> int:
+        """Number of updates by which all gradients are late (`Delayed`)."""
+        return 0
+
+    @property
     def asynchronous(self) -> bool:
         """Whether updates are applied the moment gradients arrive (`Hogwild`)."""
         return False

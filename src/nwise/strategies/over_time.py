@@ -1,4 +1,4 @@
-"""Strategies over time: relaxed in order (`Hogwild`), and changing at a step (`Switch`)."""
+"""Strategies over time: with late gradients (`Delayed`, `Hogwild`), and changing at a step (`Switch`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from nwise.strategies.matrices import EndToEnd, Local
 
 
 @dataclass(frozen=True)
-class Hogwild(Strategy):
-    """Greedy asynchronous updates (section 3): each is applied the moment its gradient arrives.
-
-    The training loop stays the same, `Pipeline.step` and then the optimizer's step. But the gradients of `step` are stale:
-    stage ``k`` computed them with parameters that have been updated `nwise.staleness` times since then. With end-to-end
-    credit that is ``A - 1 - k`` times.
+class _Late(Strategy):
+    """A strategy whose gradients may be of an earlier mini-batch than the newest.
 
     Args:
-        base: strategy whose order is relaxed, or its name; default: end-to-end.
+        base: strategy that says which loss trains which stage, or its name; default: end-to-end.
     """
-
-    pattern = r"(?:([^@]+)-)?hogwild"
-    examples = ("hogwild", "2-wise-hogwild")
 
     base: Strategy = field(default_factory=EndToEnd)
 
@@ -33,19 +26,11 @@ class Hogwild(Strategy):
         object.__setattr__(self, "base", strategy(self.base))
         if self.base.heads == "all":
             object.__setattr__(self, "heads", "all")
-        if isinstance(self.base, Hogwild | Switch):
+        if isinstance(self.base, _Late | Switch):
             raise ValueError(
                 f"`base` should be a strategy with one credit matrix or a cycle of them. Found {self.base.name!r}; "
-                "put `Hogwild` inside `Switch` instead."
+                f"put `{type(self).__name__}` inside `Switch` instead."
             )
-
-    @classmethod
-    def from_match(cls, match: re.Match[str], **options: Any) -> Hogwild:
-        return cls(strategy(match[1] or "end-to-end"), **options)
-
-    @property
-    def name(self) -> str:
-        return "hogwild" if self.base == EndToEnd() else f"{self.base.name}-hogwild"
 
     @property
     def turns(self) -> int:
@@ -60,9 +45,73 @@ class Hogwild(Strategy):
     def caution(self, num_stages: int) -> str | None:
         return self.base.caution(num_stages)
 
+
+@dataclass(frozen=True)
+class Hogwild(_Late):
+    """Greedy asynchronous updates (section 3): no stage waits, so each has gradients of an age of its own.
+
+    The training loop stays the same, `Pipeline.step` and then the optimizer's step. But `step` leaves on stage ``k`` the
+    gradients of an earlier mini-batch, at the parameters of its forward, which have been updated `nwise.staleness` times since.
+    With end-to-end credit that is ``A - 1 - k`` times. The first steps leave none, and `Pipeline.drain` gives the last ones.
+
+    Args:
+        base: strategy whose order is relaxed, or its name; default: end-to-end.
+    """
+
+    pattern = r"(?:([^@]+)-)?hogwild"
+    examples = ("hogwild", "2-wise-hogwild")
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Hogwild:
+        return cls(strategy(match[1] or "end-to-end"), **options)
+
+    @property
+    def name(self) -> str:
+        return "hogwild" if self.base == EndToEnd() else f"{self.base.name}-hogwild"
+
     @property
     def asynchronous(self) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class Delayed(_Late):
+    """Gradients that are a given number of mini-batches old, the same on all stages.
+
+    Call s of `Pipeline.step` runs the forwards of mini-batch s and leaves the gradient of mini-batch s - d, at the parameters of
+    call s - d: exact, of one consistent set of weights, and d updates old. Heads learn without delay. With ``d = 1`` and as many
+    micro-batches as stages, an end-to-end pipeline has no bubble at any depth (PipeDream-2BW, Narayanan et al. 2021). The first
+    d calls leave no gradient, and `Pipeline.drain` gives the last ones.
+
+    Args:
+        base: strategy that says which loss trains which stage, or its name; default: end-to-end.
+        by: the delay d, at least 0; 0 is the strategy itself. Default: 1.
+
+    >>> Delayed("2-wise", by=2).name
+    '2-wise-delay-2'
+    """
+
+    pattern = r"([^@]+)-delay-(\d+)"
+    examples = ("end-to-end-delay-1",)
+
+    by: int = 1
+
+    def _check(self) -> None:
+        super()._check()
+        if isinstance(self.by, bool) or not isinstance(self.by, int) or not 0 <= self.by <= 64:
+            raise ValueError(f"`by`, the delay in mini-batches, should be an integer from 0 to 64. Found {self.by!r}.")
+
+    @classmethod
+    def from_match(cls, match: re.Match[str], **options: Any) -> Delayed:
+        return cls(strategy(match[1]), int(match[2]), **options)
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}-delay-{self.by}"
+
+    @property
+    def delay(self) -> int:
+        return self.by
 
 
 @dataclass(frozen=True)

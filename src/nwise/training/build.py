@@ -18,7 +18,7 @@ from nwise.models import materialize
 from nwise.models.chain import Chain
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
-from nwise.runtime.world import launched, variable
+from nwise.runtime.launch import launched, variable
 from nwise.stage import LossFn
 
 

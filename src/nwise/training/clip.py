@@ -78,24 +78,17 @@ class Clip:
         by: ``"global"`` (default), ``"stage"`` or ``"loss"``.
 
     Raises:
-        ValueError: `by` is something else, or does not fit Hogwild on several processes.
+        ValueError: `by` is something else.
     """
 
     def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
         self._pipe, self._max_norm = pipe, max_norm
         self._groups = clip_groups(pipe, by)
-        if pipe.team is not None:
-            across = [group for group in self._groups if len(_stages(group)) > 1]
-            if across and pipe.strategy.in_force(pipe.steps).asynchronous:
-                raise ValueError(
-                    "Under Hogwild on several processes `clip_by` should be stage, because their updates are of different "
-                    f"mini-batches. Found {by!r}."
-                )
-            pipe.team.world.connect([_stages(group) for group in across])
+        pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])
 
     def __call__(self) -> None:
         """Clip the gradients of the last step."""
-        mine = [group for group in self._groups if self._pipe.team is None or self._pipe.team.stage in _stages(group)]
+        mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
         squares = [self._squares(group) for group in mine]
         for group, norm in zip(mine, self._norms(mine, squares), strict=True):
             for part in group:
@@ -112,10 +105,8 @@ class Clip:
         return torch.stack([squared_norm(self._parameters(part)) for part in group])
 
     def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
-        team = self._pipe.team
-        if team is not None:
-            squares = team.sums([(_stages(group), values) for group, values in zip(groups, squares, strict=True)])
-        return [values.sum().sqrt().float() for values in squares]
+        rows = [(_stages(group), values) for group, values in zip(groups, squares, strict=True)]
+        return [values.sum().sqrt().float() for values in self._pipe.processes.sums(rows)]
 
 
 def _stages(group: Iterable[Part]) -> tuple[int, ...]:

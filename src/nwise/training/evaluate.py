@@ -13,7 +13,6 @@ from torch.nn import functional
 from nwise._modes import evaluating
 from nwise.data import Images, Tokens
 from nwise.pipeline import Pipeline
-from nwise.runtime.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def evaluate(
     device = next((p.device for p in pipe.parameters()), torch.device("cpu"))
     starts = range(0, len(data), batch_size)
     scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
-    if ensembles and pipe.team is not None:
+    if ensembles and pipe.processes.size > 1:
         raise ValueError(
             "Ensembles should be scored in one process, which has all heads' outputs. Found several; use `nwise evaluate RUN`."
         )
@@ -90,8 +89,7 @@ def evaluate(
                     _add(sums, ("top", count), top - math.log(count), target)
             if on_batch is not None:
                 on_batch(done + 1, len(starts))
-    if pipe.team is not None:
-        _share(pipe, pipe.team, sums)
+    _share(pipe, sums)
     heads = tuple(_score(sums[key]) if (key := ("head", k)) in sums else None for k in range(pipe.num_stages))
     tops = tuple(_score(sums["top", n]) for n in range(1, pipe.num_stages + 1) if ("top", n) in sums)
     return Scores(heads, tops)
@@ -104,10 +102,10 @@ def _add(sums: dict[tuple[str, int], Tensor], key: tuple[str, int], log_p: Tenso
     sums[key] = sums[key] + counts if key in sums else counts
 
 
-def _share(pipe: Pipeline, team: Team, sums: dict[tuple[str, int], Tensor]) -> None:
+def _share(pipe: Pipeline, sums: dict[tuple[str, int], Tensor]) -> None:
     """Send every process's sums to all processes."""
-    here = sums.get(("head", team.stage), torch.zeros(3)).cpu().double()
-    for k, total in enumerate(team.table(here)):
+    here = {k: sums.get(("head", k), torch.zeros(3)).cpu().double() for k in pipe.processes.here}
+    for k, total in enumerate(pipe.processes.table(here)):
         if total[2]:
             sums["head", k] = total
 

@@ -21,7 +21,7 @@ class StepLog:
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._ready: list[tuple[int, dict[str, Any]]] = []
-        self._ledger = None if pipe.team is None else Ledger(pipe.team.world)
+        self._ledger = None if pipe.processes.size == 1 else Ledger(pipe.processes)
 
     def put(self, step: int, losses: Tensor, lr: float, seconds: float) -> None:
         """Add a step and the time at which it ended; all processes add the same steps."""
@@ -30,12 +30,10 @@ class StepLog:
             stale = {"staleness": ages.tolist()} if ages.any() else {}
             self._ready.append((step, {"loss": losses.tolist(), "lr": lr, "seconds": seconds, **stale}))
             return
-        assert self._pipe.team is not None
-        stage, share = self._pipe.team.stage, self._pipe.team.share
-        loss = float(losses[stage])
-        # A rank whose head does not run has no share of a loss.
-        column = [0.0, 0.0] if loss != loss and not share else [loss * share, share]
-        self._ledger.put(step, [*column, lr, seconds, *map(float, ages[stage].tolist())])
+        # A stage whose head does not run, or that another process holds, has no share of a loss.
+        shares = [self._pipe.loss_shares.get(k, 0.0) for k in range(self._pipe.num_stages)]
+        sums = [loss * share if share else 0.0 for loss, share in zip(losses.tolist(), shares, strict=True)]
+        self._ledger.put(step, [lr, seconds, *sums, *shares])
 
     def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """Return the steps that are complete, with their values; on rank 0.
@@ -49,10 +47,8 @@ class StepLog:
         return [(step, self._summary(table)) for step, table in self._ledger.take(wait=wait)]
 
     def _summary(self, table: Tensor) -> dict[str, Any]:
-        """Add up the replicas' shares of each stage's loss."""
-        by_stage = table.unflatten(0, (self._pipe.num_stages, -1))
-        sums = by_stage.sum(1)
-        losses = torch.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], torch.nan)
-        ages = by_stage[:, 0, 4:].long()
-        stale = {"staleness": ages.tolist()} if ages.any() else {}
-        return {"loss": losses.tolist(), "lr": float(table[0, 2]), "seconds": float(table[0, 3]), **stale}
+        """Add up the processes' shares of each stage's loss."""
+        sums, shares = table[:, 2:].sum(0).chunk(2)
+        losses = torch.where(shares > 0, sums / shares, torch.nan)
+        stale = {"staleness": self._pipe.staleness.tolist()} if self._pipe.staleness.any() else {}
+        return {"loss": losses.tolist(), "lr": float(table[0, 0]), "seconds": float(table[0, 1]), **stale}

@@ -55,13 +55,8 @@ class NonFiniteGuard:
         # For every loss, the stages that learn from it; for every stage, whether its own loss trains it.
         self._learners = [{k for k in size if credit[j, k]} | {j} for j in size]
         self._trains = [bool(credit[j, j]) for j in size]
-        if policy == "skip" and pipe.team is not None:
-            if pipe.strategy.in_force(pipe.steps).asynchronous:
-                raise ValueError(
-                    "Under Hogwild on several processes `on_nan` should be stop or ignore, because their updates are of "
-                    "different mini-batches. Found 'skip'."
-                )
-            pipe.team.world.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
+        if policy == "skip":
+            pipe.processes.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
 
     def remember(self) -> None:
         """Copy the buffers that a skipped mini-batch must not change; called before a step."""
@@ -79,8 +74,7 @@ class NonFiniteGuard:
         """
         if self._policy == "ignore":
             return []
-        here = range(self._pipe.num_stages) if self._pipe.team is None else [self._pipe.team.stage]
-        bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in here}
+        bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in self._pipe.processes.here}
         if self._policy == "stop":
             wrong = [k for k, flags in bad.items() if any(flags)]
             if wrong:  # report the loss rather than the gradients it caused
@@ -118,7 +112,7 @@ class NonFiniteGuard:
         for j in losses:
             count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in self._learners[j])
             rows.append((tuple(sorted(self._learners[j])), torch.tensor([float(count)])))
-        sums = [values for _, values in rows] if self._pipe.team is None else self._pipe.team.sums(rows, replicas=True)
+        sums = self._pipe.processes.sums(rows, replicas=True)
         bad_losses = {j for j, total in zip(losses, sums, strict=True) if total}
         left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]
         for k in left_out:

@@ -83,11 +83,11 @@ class Trainer:
             compile_blocks(self.pipe)
         check_phases(recipe, self.pipe, self.num_steps)
         here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
-        counts = [here] if self.pipe.team is None else self.pipe.team.facts(here)
+        counts = self.pipe.processes.by_place("parameters", here)
         self.num_parameters = tuple(map(sum, zip(*counts, strict=True)))  # main network, heads
         self._log = StepLog(self.pipe)
         self._timeline: TimelineRecorder | None = None
-        self._appointment = Appointment(self.pipe.team)
+        self._appointment = Appointment(self.pipe.processes)
         self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
 
@@ -139,9 +139,7 @@ class Trainer:
     ) -> Scores:
         self.run, self.callbacks = run, callbacks
         shared: list[Any] = [None if run is None else str(run.folder.resolve()), resume, allow_restart]
-        if self.pipe.team is not None:
-            shared = self.pipe.team.world.everyone("run", shared)[0]  # rank 0 decides
-        self._folder, resume, allow_restart = shared
+        self._folder, resume, allow_restart = self.pipe.processes.everyone("run", shared)[0]  # rank 0 decides
         if self._folder is not None and (policy is not None or resume):
             self._saver = Saver(
                 Path(self._folder) / "checkpoints",
@@ -174,7 +172,7 @@ class Trainer:
         finally:
             if run is not None and self._is_ready:
                 # With several processes the last evaluation has saved them, and its weights are kept if training failed since.
-                if status in ("stopped", "interrupted") and self.pipe.team is None:
+                if status in ("stopped", "interrupted") and self.pipe.processes.size == 1:
                     run.save_weights(gather_weights(self.pipe))
                 run.finish(status)
             self._notify("finished", status)
@@ -196,7 +194,7 @@ class Trainer:
         if not steps:
             return
         first = self.pipe.num_stages
-        if self.pipe.team is None:
+        if self.pipe.processes.size == 1:
             raise ValueError("`timeline` needs several processes. Found one; start them with torchrun.")
         if not 2 <= steps <= self.num_steps - first:
             raise ValueError(
@@ -204,11 +202,7 @@ class Trainer:
                 f"Found {steps}."
             )
         now = self.pipe.strategy.in_force(first)
-        if now.asynchronous:
-            raise ValueError(
-                "`timeline` needs a strategy with a fixed order. Found Hogwild, whose actions follow the arrival of gradients."
-            )
-        self._timeline = TimelineRecorder(self.pipe.team, now.name, first, first + steps)
+        self._timeline = TimelineRecorder(self.pipe, now.name, first, first + steps)
 
     @property
     def unwritten(self) -> dict[str, str]:
@@ -252,7 +246,7 @@ class Trainer:
             for step in range(begin, last):
                 self._keep_appointments(step)
                 self._step(step)
-                while step + 1 == last and self.pipe.drain():  # Hogwild's pending gradients
+                while step + 1 == last and self.pipe.drain():  # gradients that are still due under a delay
                     self._phase.update()
                 loss = None
                 if self._is_due(step + 1):
@@ -281,7 +275,7 @@ class Trainer:
         if skipped:
             self._record("skipped", step + 1, stages=skipped)
         self._write_log()
-        self._notify("stepped", step + 1, losses if self.pipe.team is None else self._losses)
+        self._notify("stepped", step + 1, losses if self.pipe.processes.size == 1 else self._losses)
 
     def _indices(self, step: int) -> Tensor:
         return batch_indices(len(self.train_data), self.recipe.batch_size, self.recipe.seed, step)
@@ -341,14 +335,14 @@ class Trainer:
             self._notify("evaluating", done, total)
 
         self._write_log(wait=True)
-        if self.pipe.team is not None and step:  # the losses that arrived after their step was announced
+        if self.pipe.processes.size > 1 and step:  # the losses that arrived after their step was announced
             self._notify("stepped", step, self._losses)
         with autocast(self.recipe, self.device):
             scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
         loss = [None if score is None else score.loss for score in scores.heads]
         accuracy = [None if score is None else score.accuracy for score in scores.heads]
         self._record("test", step, loss=loss, accuracy=accuracy)
-        if self.run is not None or self.pipe.team is not None:
+        if self.run is not None or self.pipe.processes.size > 1:
             weights = gather_weights(self.pipe)
             if self.run is not None:
                 self.run.save_weights(weights)

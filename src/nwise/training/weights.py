@@ -26,8 +26,7 @@ def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
 
     With several processes all of them call it, and rank 0 gets the weights of all stages.
     """
-    local = local_weights(pipe)
-    return local if pipe.team is None else pipe.team.collect(local)
+    return pipe.processes.collect(local_weights(pipe))
 
 
 def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
@@ -86,16 +85,14 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def check_names(pipe: Pipeline) -> None:
     """Raise ValueError before any training if two stages use the same name; all processes call it."""
-    names = list(main_state(pipe))
-    if pipe.team is None:
-        return
-    names_by_stage = dict(pipe.team.world.everyone("names", [pipe.team.stage, names]))
+    main_state(pipe)
+    names = {k: list(pipe.stages[k].state_dict()) for k in pipe.processes.here}
     seen: set[str] = set()
-    for k in range(pipe.num_stages):
-        for name in names_by_stage[k]:
+    for k, here in enumerate(pipe.processes.by_stage(names)):
+        for name in here:
             if name in seen:
                 raise ValueError(_SAME_NAME.format(name=name, stage=k))
-        seen |= set(names_by_stage[k])
+        seen |= set(here)
 
 
 _SAME_NAME = (

@@ -41,7 +41,7 @@ function absence() {
 }
 
 function grid(entry) {
-  const stages = entry.held.length;
+  const rows = entry.rows;
   const data = Object.entries(kinds).map(([kind, { name, colour }]) => {
     const mine = entry.events.filter(event => event[0] === kind);
     return {
@@ -51,16 +51,16 @@ function grid(entry) {
         pattern: { shape: mine.map(event => (event[4] % 2 ? "/" : "")), size: 6, solidity: 0.25, fillmode: "overlay", fgcolor: "white" } },
       text: mine.map(event => `${event[2]}` + (event[3] === null ? "" : `<sub>${event[3]}</sub>`)),
       textposition: "inside", insidetextanchor: "middle", textangle: 0, hoverinfo: "text",
-      hovertext: mine.map(event => `<b>${kind}</b> ${name}<br>stage ${event[1]}, micro-batch ${event[2]}, mini-batch ${event[4]}` +
+      hovertext: mine.map(event => `<b>${kind}</b> ${name}<br>${rows[event[1]]}, micro-batch ${event[2]}, mini-batch ${event[4]}` +
         (event[3] === null ? "" : `<br>gradient of loss ${event[3]}`) + `<br>${show(event[5])} to ${show(event[5] + event[6])}`),
     };
   }).filter(trace => trace.y.length);
   const layout = {
-    barmode: "overlay", bargap: 0.12, height: (narrow() ? 250 : 190) + 36 * stages,
+    barmode: "overlay", bargap: 0.12, height: (narrow() ? 250 : 190) + 36 * rows.length,
     margin: { t: narrow() ? 10 : 30, l: 66, r: 10, b: narrow() ? 160 : 95 },
     template: { layout: { font: { family: "system-ui, sans-serif" } } }, plot_bgcolor: "white",
     xaxis: { title: { text: "time, in the unit of the costs", standoff: 6 }, rangemode: "tozero", gridcolor: "#e5e5e5" },
-    yaxis: { range: [stages - 0.5, -0.5], dtick: 1, tickprefix: "stage ", fixedrange: true },
+    yaxis: { range: [rows.length - 0.5, -0.5], tickvals: rows.map((_, i) => i), ticktext: rows, fixedrange: true },
     legend: { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0 }, hoverlabel: { align: "left" },
   };
   Plotly.react("grid", data, layout, { displaylogo: false, displayModeBar: !narrow(), responsive: true });

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,10 @@ class Checkpoints:
         check_names(pipe)
         self.folder, self.optimizer = Path(folder), optimizer
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
-        self._team = pipe.team
-        self.is_first = pipe.team is None or not pipe.team.world.rank
+        self._processes = pipe.processes
+        self.is_first = pipe.processes.is_first
         # A separate group keeps a background writer's messages apart from the messages of training.
-        self._group = None if pipe.team is None else pipe.team.world.new_group(backend="gloo")
+        self._group = pipe.processes.new_group()
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._writing: Future[None] | None = None
         self._lock = FolderLock(self.folder)
@@ -147,7 +147,7 @@ class Checkpoints:
         with self._failing_together():
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
-        self._pipe.forget_versions()  # Hogwild's are not saved, so drop them in an uninterrupted run, too
+        self._pipe.forget_pending()  # these are not saved, so drop them in an uninterrupted run, too
         with self._failing_together():
             tensors = state.collect_tensors(self._pipe, self.optimizer)
             all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
@@ -195,8 +195,7 @@ class Checkpoints:
             OSError: a checkpoint cannot be read at present; nothing has been changed.
         """
         names, damaged = self._names(), sorted(p.name for p in self.folder.glob("step-*.damaged*"))
-        if self._team is not None:
-            names, damaged = self._team.world.everyone("checkpoints", [names, damaged])[0]
+        names, damaged = self._processes.everyone("checkpoints", [names, damaged])[0]
         problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
         for name in reversed(names):
             folder = self.folder / name
@@ -268,7 +267,7 @@ class Checkpoints:
 
     def _failing_together(self) -> AbstractContextManager[None]:
         """If this process is lost inside, all others end, as in a step."""
-        return nullcontext() if self._team is None else self._team.telling()
+        return self._processes.telling()
 
 
 class Saver:
@@ -380,7 +379,7 @@ class Saver:
 
     def _write(self, phase: Phase) -> None:
         phase.guard.check_parameters()
-        while self._pipe.drain():  # a checkpoint has no place for Hogwild's pending gradients
+        while self._pipe.drain():  # a checkpoint has no place for gradients that are still due
             phase.update()
         loss = self._tested[1] if self._tested is not None and self._tested[0] == self._pipe.steps else None
         self._checkpoints.optimizer = phase.optimizer

@@ -46,7 +46,7 @@ def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = No
         TypeError: a value of the state is not a tensor.
         ValueError: the optimizer has parameters of another network.
     """
-    if pipe.team is not None and pipe.team.world.replica:
+    if pipe.processes.replica:
         return {}
     tensors = local_weights(pipe)
     names = parameter_names(pipe)
@@ -65,7 +65,7 @@ def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = No
                     f"{type(optimizer).__name__}, a {type(value).__name__}."
                 )
             tensors[f"optimizer.{names[parameter]}.{entry}"] = value
-    tensors[f"random.{_stage(pipe)}"] = torch.get_rng_state()
+    tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(
@@ -81,8 +81,8 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
 
     ``ends`` tells where the stages end, by the last name of the main network's state in each of them.
     """
-    last = [next(reversed(stage.state_dict()), "") for stage in pipe.stages]
-    ends = last if pipe.team is None else pipe.team.facts(last[pipe.team.stage])
+    last = {k: next(reversed(pipe.stages[k].state_dict()), "") for k in pipe.processes.here}
+    ends = pipe.processes.by_stage(last)
     for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
         ends[k] = end or (f"{ends[k - 1]}+" if k else "+")
     return {
@@ -157,7 +157,9 @@ def restore(
             new_heads.append(int(k))
     entries = _optimizer_entries(pipe, optimizer, facts, layout, renamed)
     random = {
-        name: torch.empty(sizes[name], dtype=torch.uint8) for name in (f"random.{_stage(pipe)}",) if name in sizes
+        name: torch.empty(sizes[name], dtype=torch.uint8)
+        for name in (f"random.{pipe.processes.here[0]}",)
+        if name in sizes
     }
     groups = () if optimizer is None else optimizer.param_groups
     # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
@@ -174,7 +176,7 @@ def restore(
     for state in random.values():
         torch.set_rng_state(state)
     pipe.steps = int(facts["step"])
-    pipe.forget_versions()
+    pipe.forget_pending()
     return _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
 
 
@@ -182,10 +184,6 @@ def parameter_names(pipe: Pipeline) -> dict[nn.Parameter, str]:
     """Return the names that this process's parameters have in a checkpoint."""
     main = {p: f"model.{name}" for stage in pipe.stages for name, p in stage.named_parameters()}
     return {**main, **{p: f"heads.{name}" for name, p in pipe.heads.named_parameters()}}
-
-
-def _stage(pipe: Pipeline) -> int:
-    return 0 if pipe.team is None else pipe.team.stage
 
 
 def _optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
@@ -197,7 +195,7 @@ def _optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
 
 def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size]) -> None:
     local = {name: list(tensor.shape) for name, tensor in main_state(pipe).items()}
-    parts = [local] if pipe.team is None else pipe.team.facts(local)
+    parts = pipe.processes.by_place("network", local)
     here = {name: shape for part in parts for name, shape in part.items()}
     saved = {name: list(size) for name, size in under(sizes, "model.").items()}
     for name in sorted({*here, *saved}):
@@ -253,7 +251,7 @@ def _differences(
 ) -> str:
     """Describe in one line how the pipeline of all processes differs from the saved one."""
     local = [sorted(new_heads), sorted({name.split(".")[1] for name in used})]
-    parts: list[Any] = [local] if pipe.team is None else pipe.team.facts(local)
+    parts = pipe.processes.by_place("heads", local)
     new = sorted(k for heads, _ in parts for k in heads)
     kept = {k for _, heads in parts for k in heads}
     dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)

@@ -1,0 +1,352 @@
+"""The engine: runs the lists of one rank, with its stages, its messages and the mini-batches that wait for their delay.
+
+One process is one rank with all stages. A rank waits only for messages: it begins its next call as soon as its own list is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nwise._dtensor import is_dtensor
+from nwise.microbatch import Batch, Tensors
+from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_spec, start_all
+from nwise.runtime.processes import Processes
+from nwise.runtime.replicas import Replicas
+from nwise.runtime.script import Script, ScriptWriter, Shapes, Specs, Step
+from nwise.runtime.shapes import carrying, output_specs
+from nwise.runtime.worker import Workable, Worker
+from nwise.schedule.actions import SENDS, Action, Kind
+from nwise.schedule.schedule import Schedule
+from nwise.stage import Cotangents, Stage
+
+# Called after each action of this rank with the step, the action, and its begin and end in seconds of `time.perf_counter`.
+Recorder = Callable[[int, Action, float, float], None]
+
+_NOTHING_ELSE = nullcontext()
+
+
+class Engine:
+    """Runs the stages of one rank.
+
+    Args:
+        processes: the processes.
+        stages: this rank's stages.
+        shapes: function that returns the shapes of a stage's outputs.
+        device: device of the stages' tensors.
+        kept: function that returns the tensors that may change before a message has left: parameters and buffers.
+        versions: function that returns copies of a stage's parameters.
+        replicas: sums of gradients over the replicas of each stage; default: no replicas.
+
+    Attributes:
+        recorder: None, or a function called with the begin and end of every action.
+        bytes_of_last_step: bytes sent as activations and as gradients, measured and predicted.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        stages: Sequence[Workable],
+        shapes: Shapes,
+        device: torch.device,
+        *,
+        kept: Callable[[], Iterable[Tensor]] = tuple,
+        versions: Callable[[int], Mapping[str, Tensor]] = lambda stage: {},
+        replicas: Mapping[int, Replicas] | None = None,
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
+        self.device = device
+        self._processes, self._stages = processes, {stage.index: stage for stage in stages}
+        self._kept, self._versions, self._replicas = kept, versions, replicas or {}
+        self._owned: set[int] = set()
+        self._scripts = ScriptWriter(processes, sorted(self._stages), shapes, device, frozenset(self._replicas))
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._schedule: Schedule | None = None
+        # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
+        self._workers: dict[int, dict[int, Worker]] = {}
+        self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
+        self._first = self._next = 0
+
+    def run(
+        self,
+        schedule: Schedule,
+        step: int,
+        batch: Batch,
+        on_action: Callable[[Action], None] | None = None,
+    ) -> Mapping[int, Worker]:
+        """Run one call: the forwards of a mini-batch, and the passes that are due; fill every ``.grad`` of this rank.
+
+        Args:
+            schedule: the schedule of all ranks.
+            step: number of the mini-batch.
+            batch: the data; only the first stage uses the values of `inputs`, other ranks their shapes.
+            on_action: function called after each action, or None.
+
+        Returns:
+            The workers of the mini-batch, by stage.
+
+        Raises:
+            RankError: this or another rank failed.
+        """
+        if schedule != self._schedule or step != self._next:
+            self.forget()
+            self._schedule, self._first = schedule, step
+        turn = step % len(schedule.flows)
+        workers = {
+            k: Worker(stage, schedule.flows[turn], batch, schedule.passes[turn], self._copy(schedule, k))
+            for k, stage in self._stages.items()
+        }
+        if 0 in workers:
+            workers[0].inputs.update(enumerate(batch.inputs))
+        self._workers[step] = workers
+        self._call(schedule, step, batch.inputs, on_action)
+        return workers
+
+    def drain(self) -> bool:
+        """Run a call without a new mini-batch; return False if no call is left to run, since no gradient is due."""
+        schedule = self._schedule
+        if schedule is None or not self._workers or not schedule.oldest:
+            return False
+        self._call(schedule, self._next, (), None)
+        return True
+
+    @property
+    def pending(self) -> int:
+        """Number of calls of `drain` after which no gradient is due."""
+        oldest = 0 if self._schedule is None else self._schedule.oldest
+        return max((number + oldest + 1 - self._next for number in self._workers), default=0)
+
+    def forget(self) -> None:
+        """Drop the mini-batches that wait for their delay."""
+        self._workers.clear()
+        self._schedule = None
+        for receiver in self._receivers.values():
+            receiver.catch_up()
+            receiver.forget()
+
+    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
+        """Run the forwards of all stages alone.
+
+        Args:
+            inputs: inputs of the first stage; other ranks use their shapes.
+            step: number of the previous mini-batch.
+            call: function from a stage's index and inputs to its outputs.
+        """
+        with self._processes.watched():
+            window = [(tuple(map(make_spec, inputs)),)] if self._processes.num_ranks > 1 else ()
+            script = self._scripts.script(None, 0, window)
+            self._start(script, 0, [inputs])
+            hidden = inputs
+            for entry in script.steps:
+                action, key = entry.action, entry.key
+                self._processes.begin(step, action)
+                if key is None:
+                    hidden = call(action.stage, hidden)
+                elif action.kind is Kind.RECEIVE_ACTIVATION:
+                    hidden = self._receivers[entry.peer].take(key)
+                else:
+                    self._senders[entry.peer].send(key, self._apart(tuple(y.detach() for y in hidden)))
+                    self._post()
+
+    def close(self) -> None:
+        """Wait until the other ranks have all messages; all ranks call it after the last step."""
+        with self._processes.watched(closing=True):
+            self.forget()
+            self._start(Script((), {}, {}, {}, {}), 0, ())
+
+    def _copy(self, schedule: Schedule, stage: int) -> Mapping[str, Tensor] | None:
+        """Return copies of the parameters for passes that come after an update; None if there are none."""
+        return self._versions(stage) if stage in schedule.late_stages else None
+
+    def _call(
+        self,
+        schedule: Schedule,
+        step: int,
+        inputs: Sequence[Tensors],
+        on_action: Callable[[Action], None] | None,
+    ) -> None:
+        """Run the list of one call."""
+        self._next = step + 1
+        try:
+            with self._processes.watched():
+                turn = step % len(schedule.flows)
+                script = self._scripts.script(schedule, turn, self._window(schedule, step, inputs))
+                self._start(script, turn, inputs)
+                before = self._sent()
+                for replicas in self._replicas.values():
+                    replicas.start()
+                self._execute(script, step, on_action)
+        except BaseException:
+            self._workers.clear()
+            raise
+        for number in [n for n in self._workers if n <= step - schedule.oldest]:
+            del self._workers[number]
+        predicted = [sum(plan.num_bytes(turn, kind) for plan in script.outgoing.values()) for kind in SENDS.values()]
+        sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
+        self.bytes_of_last_step = {"measured": sent, "predicted": predicted}
+
+    def _window(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> list[tuple[Specs, ...]]:
+        """Return the shapes of the newest mini-batch, and of the older ones that the call works on, by age."""
+        if self._processes.num_ranks == 1:
+            return []
+        if inputs:
+            self._batch_shapes[step] = tuple(tuple(map(make_spec, microbatch)) for microbatch in inputs)
+        newest = max(self._batch_shapes)
+        for number in [n for n in self._batch_shapes if n < min(newest, step - schedule.oldest)]:
+            del self._batch_shapes[number]
+        return [self._batch_shapes.get(step - age, self._batch_shapes[newest]) for age in range(schedule.oldest + 1)]
+
+    def _start(self, script: Script, turn: int, inputs: Sequence[Tensors]) -> None:
+        """Begin a call on all channels."""
+        if self._processes.num_ranks == 1:
+            return
+        if not self._senders:
+            self._senders, self._receivers = self._processes.channels(self.device)
+        incoming = [(receiver, script.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
+        outgoing = [(sender, script.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
+        start_all(outgoing, incoming, turn)
+        # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch.
+        tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
+        self._owned = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
+
+    def _post(self) -> None:
+        """Post the next receives; this rank's own sends have been issued, so no other rank is blocked on it."""
+        for receiver in self._receivers.values():
+            receiver.post()
+
+    def _apart(self, tensors: Tensors) -> Tensors:
+        """Copy tensors whose memory may change before they have left, and tensors of other types."""
+        # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
+        owned = self._owned
+        plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in owned for t in tensors]
+        return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
+
+    def _sent(self) -> list[int]:
+        """Return the bytes sent so far, as activations and as gradients."""
+        return [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
+
+    def _execute(self, script: Script, step: int, on_action: Callable[[Action], None] | None) -> None:
+        """Execute this rank's list, action by action."""
+        # The list alone decides the order. A receive blocks until its message is there. The result of a computation goes to the
+        # worker of a neighbour on the same rank, or into `outbox`, from which the send that follows in the list takes it:
+        #
+        #     RX(m)  other rank -> worker.inputs[m]             F(m)    -> next stage's inputs, or outbox -> SX(m)
+        #     RG(m.q)        "  -> worker.messages[m][q]        I(m.q)  -> previous stage's messages, or outbox -> SG(m.q)
+        #
+        # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
+        # no such mini-batch: then nothing is computed, and its messages are zeros.
+        processes, placement = self._processes, self._processes.placement
+        outbox: dict[Action, Tensors] = {}
+        for entry in script.steps:
+            action = entry.action
+            kind, k, m, q, _, age = action
+            begin = time.perf_counter() if self.recorder is not None else 0.0
+            processes.begin(step, action)
+            workers = self._workers.get(step - age)
+            if entry.key is not None:
+                self._exchange(entry, step, workers, script, outbox)
+            elif kind is Kind.UPDATE:
+                if k in self._replicas:
+                    self._replicas[k].finish()
+            elif workers is not None:
+                # The gradients are complete after the last action that adds to them, so their sums over replicas begin
+                # during it, and overlap with what follows until the update.
+                with self._replicas[k].summing(head=kind is Kind.HEAD) if entry.last else _NOTHING_ELSE:
+                    made = workers[k].run(action)
+                if kind is Kind.FORWARD:
+                    if k + 1 in workers:
+                        workers[k + 1].inputs[m] = cast(Tensors, made)
+                    elif k + 1 < len(placement):
+                        outbox[action] = self._apart(cast(Tensors, made))
+                    else:
+                        self._post()  # the last stage sends nothing after a forward
+                elif q is not None:
+                    if k - 1 in workers:
+                        workers[k - 1].messages.setdefault(m, {})[q] = made
+                    else:
+                        outbox[action] = packed(made, script.inputs[k, age][m], self.device)
+            if workers is None and kind is not Kind.UPDATE:
+                continue
+            if self.recorder is not None:
+                self.recorder(step, action, begin, time.perf_counter())
+            if on_action is not None:
+                processes.begin(step, action, over=True)
+                on_action(action)
+
+    def _exchange(
+        self,
+        entry: Step,
+        step: int,
+        workers: Mapping[int, Worker] | None,
+        script: Script,
+        outbox: dict[Action, Tensors],
+    ) -> None:
+        """Send or receive a message."""
+        kind, k, m, q, _, age = action = entry.action
+        key = cast(Key, entry.key)
+        if kind in SENDS:
+            sender = self._senders[entry.peer]
+            if workers is None:
+                sender.send_nothing()
+            elif kind is Kind.SEND_ACTIVATION:
+                sender.send(key, outbox.pop(action._replace(kind=Kind.FORWARD)))
+            else:
+                made = action._replace(kind=Kind.INPUT_GRAD)
+                sender.send(key, outbox.pop(made if made in outbox else action._replace(kind=Kind.BOTH)))
+            self._post()  # now that the other rank has its message
+        elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
+            tensors = self._receivers[entry.peer].take(key)
+            if workers is not None and kind is Kind.RECEIVE_ACTIVATION:
+                workers[k].inputs[m] = tensors
+            elif workers is not None:
+                assert q is not None
+                workers[k].messages.setdefault(m, {})[q] = unpacked(tensors, script.outputs[k, age][m])
+
+
+def make_engine(processes: Processes, stages: Sequence[Stage], device: torch.device) -> Engine:
+    """Return the engine of a process's stages; with several processes a call for all of them.
+
+    Args:
+        processes: the processes.
+        stages: the stages of this process.
+        device: device of the stages.
+    """
+    here = {stage.index: stage for stage in stages}
+
+    def shapes(k: int, inputs: Specs) -> Specs:
+        return output_specs(here[k].module, inputs, device, k)
+
+    def kept() -> Iterator[Tensor]:
+        for stage in stages:
+            yield from stage.module.parameters()
+            yield from stage.module.buffers()
+
+    replicas: dict[int, Replicas] = {}
+    group = processes.replicas_group()
+    for stage in stages if group is not None else ():
+        replicas[stage.index] = Replicas(group, stage)  # type: ignore[arg-type]
+        replicas[stage.index].make_equal()
+    engine = Engine(
+        processes, stages, shapes, device, kept=kept, versions=lambda k: here[k].copy_parameters(), replicas=replicas
+    )
+    processes.before_close(engine.close)
+    return engine
+
+
+def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:
+    """Return the tensors to send back: a gradient for every input that can carry one, zeros where there is none."""
+    carried = [(g, s) for g, s in zip(message, inputs, strict=True) if carrying((s,))]
+    return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in carried)
+
+
+def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:
+    """Return the received gradient of each output, None for outputs that carry none."""
+    parts = iter(tensors)
+    return tuple(next(parts) if carrying((spec,)) else None for spec in outputs)

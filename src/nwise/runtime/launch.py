@@ -1,0 +1,114 @@
+"""Launch: join the processes that `torchrun` has started, and lay them out on a mesh."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from nwise._process import prepare_rank
+
+DIMENSIONS = ("pp", "dp", "tp")
+
+
+def launched() -> bool:
+    """Return whether this process is one of several, started by `torchrun` or joined in an existing process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    variable("RANK")
+    return "RANK" in os.environ and variable("WORLD_SIZE", 1) > 1
+
+
+def variable(name: str, default: int = 0) -> int:
+    """Return a whole number from the environment, as torchrun sets it.
+
+    Args:
+        name: name of the environment variable.
+        default: value if the variable is not set; default: 0.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"`{name}` in the environment should be a whole number, as torchrun sets it. Found {text!r}.")
+    return int(text)
+
+
+def start(timeout: float = 300.0) -> bool:
+    """Join the process group that `torchrun` describes, unless this process is already in one.
+
+    Args:
+        timeout: limit of a wait in seconds; default: 300.
+
+    Returns:
+        Whether this call joined it.
+    """
+    if dist.is_initialized():
+        return False
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    prepare_rank(variable("LOCAL_WORLD_SIZE", 1), one_machine=one_machine)
+    limit = timedelta(seconds=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not one_machine:
+        dist.init_process_group(timeout=limit)
+    else:
+        # torchrun keeps its store over a restart, with the addresses of the processes that ended; a prefix hides them.
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        dist.init_process_group(
+            store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
+        )
+    atexit.register(dist.destroy_process_group)
+    return True
+
+
+def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of all processes, or check one.
+
+    Args:
+        num_stages: number of stages, A.
+        mesh: mesh to check; None for a new one, with a rank for every stage if there are enough processes.
+
+    Raises:
+        ValueError: the number of processes or the mesh does not fit the stages.
+    """
+    size = dist.get_world_size()
+    if mesh is None:
+        ranks = min(size, num_stages)
+        if size % ranks:
+            raise ValueError(
+                f"`torchrun` should start at most {num_stages} processes, one for each stage, or a multiple of {num_stages}. "
+                f"Found {size}; cut the network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start "
+                f"{num_stages}."
+            )
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        # Without replicas there is no "dp" dimension: it would have a group, and so a thread of gloo.
+        shape = (ranks,) if size == ranks else (ranks, size // ranks)
+        return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
+    names: Sequence[str] = mesh.mesh_dim_names or ()
+    if not names or names[0] != "pp" or list(names) != [name for name in DIMENSIONS if name in names]:
+        raise ValueError(f"`mesh` should have dimensions 'pp', 'dp', 'tp', in this order. Found {tuple(names)}.")
+    if mesh.shape[0] > num_stages:
+        raise ValueError(
+            f"`mesh` should have at most {num_stages} ranks along 'pp', one for each stage. Found {mesh.shape[0]}."
+        )
+    return mesh
+
+
+def time_limit(timeout: float | None) -> float:
+    """Return the limit of an action in seconds: `timeout`, or the environment's ``NWISE_TIMEOUT`` if it is None."""
+    text = os.environ.get("NWISE_TIMEOUT", "300") if timeout is None else timeout
+    try:
+        limit = float(text)
+    except ValueError as error:
+        raise ValueError(f"`NWISE_TIMEOUT` should be a number of seconds. Found {text!r}.") from error
+    if not 0 < limit < 1e8:
+        raise ValueError(f"`timeout` should be a number of seconds above 0. Found {text!r}.")
+    return limit

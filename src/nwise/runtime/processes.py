@@ -1,0 +1,269 @@
+"""The processes of a pipeline, seen from one of them: which stages are where, and how the processes exchange values.
+
+One process is `Alone`: it has all stages and nobody to talk to. Several processes are a `nwise.runtime.world.World`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from nwise.randomness import derive, seeded
+from nwise.runtime.channel import Receiver, Sender
+from nwise.schedule.actions import Action
+from nwise.schedule.placement import Placement
+
+
+class Processes(ABC):
+    """The processes of a pipeline.
+
+    Attributes:
+        placement: place of every stage's rank among the ranks of a replica.
+        place: place of this rank among them.
+        rank, size: rank of this process and number of processes, replicas included.
+        replica, num_replicas: index of this replica of the stages, and the number of replicas.
+        ranks: ranks of this replica's processes, by place.
+    """
+
+    placement: Placement
+    place = 0
+    rank = 0
+    size = 1
+    replica = 0
+    num_replicas = 1
+    ranks: Sequence[int] = (0,)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the stages of a replica."""
+        return 1 + max(self.placement)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Indices of the stages that this process holds."""
+        return tuple(k for k, place in enumerate(self.placement) if place == self.place)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes for all."""
+        return self.rank == 0
+
+    @abstractmethod
+    def everyone(self, name: str, value: Any) -> list[Any]:
+        """Exchange a value between all ranks.
+
+        Args:
+            name: name of the value; may be used again.
+            value: this rank's value, serialisable as JSON.
+
+        Returns:
+            The values of all ranks, in order of the ranks.
+        """
+
+    def agree(self, name: str, value: Any) -> None:
+        """Raise ValueError unless all ranks have the same value."""
+        values = self.everyone(name, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"`{name}` should be the same on every rank. Found {values[0]!r} on rank 0 and {other!r} on rank {rank}."
+                )
+
+    def by_place(self, name: str, value: Any) -> list[Any]:
+        """Exchange a value between the ranks of this replica; return the values in order of their places."""
+        values = self.everyone(name, value)
+        return [values[rank] for rank in self.ranks]
+
+    def by_stage(self, values: Mapping[int, Any]) -> list[Any]:
+        """Exchange a value of every stage; return them in order of the stages."""
+        parts = self.everyone("stages", sorted(values.items()))
+        all_values = {k: value for part in parts for k, value in part}
+        return [all_values[k] for k in range(len(self.placement))]
+
+    @abstractmethod
+    def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
+        """Pass a value from stage to stage; each stage computes its own from the one before.
+
+        Args:
+            name: name of the value; may be used again.
+            stages: stages of this process, in order.
+            value_of: function from a stage and the value of the stage before (None at stage 0) to its own; the values are
+                serialisable as JSON.
+        """
+
+    @abstractmethod
+    def table(self, rows: Mapping[int, Tensor]) -> Tensor:
+        """Gather the values of all stages, ``[A, ...]``; a call for all ranks, which waits for all.
+
+        Args:
+            rows: values of this rank's stages, on the CPU; the replicas' values are averaged.
+        """
+
+    @abstractmethod
+    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
+        """Prepare `sums` over sets of stages, in the same order on all ranks.
+
+        Args:
+            sets: sets of stages.
+            replicas: whether to sum over all replicas of the stages, too; default: False.
+        """
+
+    @abstractmethod
+    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
+        """Sum values over the ranks of several sets of stages at once.
+
+        Args:
+            rows: the stages of each set with this rank's values, on the CPU; the sums replace the values.
+            replicas: whether to sum over all replicas too; default: False.
+
+        Returns:
+            The sums, one for each row.
+        """
+
+    @abstractmethod
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Collect the tensors of all stages on rank 0; a call for all ranks.
+
+        Args:
+            tensors: tensors of this rank's stages, by name.
+
+        Returns:
+            On rank 0 all tensors; nothing on other ranks.
+        """
+
+    @abstractmethod
+    def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+        """Return the channels to and from other ranks, by their places; the first call connects and is one for all ranks."""
+
+    @abstractmethod
+    def new_group(self) -> ProcessGroup | None:
+        """Make a group of all ranks for CPU tensors; None for one process. A call for all ranks."""
+
+    def replicas_group(self) -> ProcessGroup | None:
+        """Return the group of the ranks that hold the same stages; None without replicas."""
+        return None
+
+    def begin(self, step: int, action: Action, *, over: bool = False) -> None:  # noqa: B027 - nothing to do for one process
+        """Note the action that this rank begins, for other ranks that wait for it.
+
+        Args:
+            step: number of the mini-batch.
+            action: the action.
+            over: whether the action is done and the user's `on_action` is running; default: False.
+        """
+
+    def watched(self, *, closing: bool = False) -> AbstractContextManager[None]:
+        """End all ranks if the body raises.
+
+        Args:
+            closing: whether the body closes channels instead of running a step or forward of all ranks; default: False.
+        """
+        del closing
+        return nullcontext()
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Fail on all ranks if the body raises RuntimeError."""
+        return nullcontext()
+
+    def check(self) -> None:  # noqa: B027 - nothing to do for one process
+        """Raise the first error of another rank, if there has been one."""
+
+    def set_beat(self, on_beat: Callable[[Any], None]) -> None:  # noqa: B027 - nothing to do for one process
+        """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
+
+    def before_close(self, action: Callable[[], None]) -> None:  # noqa: B027 - nothing to do for one process
+        """Run an action in `close`, once all ranks are there."""
+
+    def close(self) -> None:  # noqa: B027 - nothing to do for one process
+        """End the exchange; a call for all ranks, after the last step."""
+
+
+class Alone(Processes):
+    """One process with all stages.
+
+    Args:
+        num_stages: number of stages, A.
+
+    >>> Alone(3).here
+    (0, 1, 2)
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.placement = (0,) * num_stages
+
+    def everyone(self, name: str, value: Any) -> list[Any]:
+        del name
+        return [value]
+
+    def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
+        del name
+        value = None
+        for k in stages:
+            value = value_of(k, value)
+
+    def table(self, rows: Mapping[int, Tensor]) -> Tensor:
+        return torch.stack([rows[k] for k in self.here])
+
+    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
+        pass
+
+    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
+        return [values for _, values in rows]
+
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
+
+    def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+        return {}, {}
+
+    def new_group(self) -> ProcessGroup | None:
+        return None
+
+
+class Elsewhere(nn.Module):
+    """Stands for a stage or head that another process holds.
+
+    Args:
+        what: name of the stage or head.
+        rank: rank of the process that holds it.
+    """
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__()
+        self.what, self.rank = what, rank
+
+    def forward(self, *inputs: Tensor) -> NoReturn:
+        """Raise RuntimeError: only the process that holds the module can call it."""
+        raise RuntimeError(f"{self.what} should be called on rank {self.rank}, which holds it. Found a call elsewhere.")
+
+    def extra_repr(self) -> str:
+        return f"{self.what}, on rank {self.rank}"
+
+
+def build_modules(
+    given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, processes: Processes, seed: int
+) -> list[nn.Module | None]:
+    """Build the modules that this process holds, and put an `Elsewhere` in every other place.
+
+    Each function draws from its own seed, so it builds the same module in every process.
+
+    Args:
+        given: one module for each stage, a function that makes it, or None.
+        what: kind of the modules, for their names and seeds, such as ``"stage"``.
+        processes: the processes.
+        seed: seed of the run.
+    """
+    modules: list[nn.Module | None] = []
+    for k, item in enumerate(given):
+        if item is not None and k not in processes.here:
+            modules.append(Elsewhere(f"{what} {k}", processes.ranks[processes.placement[k]]))
+        else:
+            with seeded(derive(seed, what, k)):
+                modules.append(item if item is None or isinstance(item, nn.Module) else item())
+    return modules

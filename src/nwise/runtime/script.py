@@ -1,0 +1,186 @@
+"""Scripts: the actions of a rank in one call, with the messages and shapes that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nwise.runtime.channel import Key, MessagePlan, Spec
+from nwise.runtime.processes import Processes
+from nwise.runtime.shapes import carrying, from_json, to_json
+from nwise.schedule.actions import SENDS, Action, Kind, counterpart
+from nwise.schedule.schedule import Schedule, Word
+
+Specs = tuple[Spec, ...]
+# A function from a stage's index and the shapes of its inputs to the shapes of its outputs.
+Shapes = Callable[[int, Specs], Specs]
+
+_MOST_SCRIPTS = 256  # every shape of a batch needs a script
+_LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An action of a script.
+
+    Args:
+        action: the action.
+        key: name of its message, for sends and receives; None for others.
+        peer: rank at the other end of its message; -1 for other actions.
+        travel: for receives the number of calls since the send.
+        last: whether it is the call's last action that adds to the gradients of its stage or head.
+    """
+
+    action: Action
+    key: Key | None = None
+    peer: int = -1
+    travel: int = 0
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The work of a rank in one call.
+
+    Args:
+        steps: the rank's actions, in order.
+        outgoing, incoming: plans of the channels to and from other ranks.
+        inputs, outputs: shapes of the inputs and outputs of this rank's stages, by (stage, age), per micro-batch.
+    """
+
+    steps: tuple[Step, ...]
+    outgoing: Mapping[int, MessagePlan]
+    incoming: Mapping[int, MessagePlan]
+    inputs: Mapping[tuple[int, int], tuple[Specs, ...]]
+    outputs: Mapping[tuple[int, int], tuple[Specs, ...]]
+
+
+class ScriptWriter:
+    """Writes the scripts of one rank, and keeps them.
+
+    Args:
+        processes: the processes.
+        stages: indices of this rank's stages, in order.
+        shapes: function that returns the shapes of a stage's outputs.
+        device: device of the stages' tensors.
+        replicated: stages whose gradients are summed over replicas.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        stages: Sequence[int],
+        shapes: Shapes,
+        device: torch.device,
+        replicated: frozenset[int],
+    ) -> None:
+        self._processes, self._stages, self._shapes = processes, stages, shapes
+        self._device, self._replicated = device, replicated
+        self._known: dict[Hashable, Script] = {}
+
+    def script(self, schedule: Schedule | None, turn: int, window: Sequence[tuple[Specs, ...]]) -> Script:
+        """Return the script of a call, made once per schedule, turn and shapes, on all ranks at the same step.
+
+        Args:
+            schedule: the schedule; None for forwards alone.
+            turn: index of the call in the cycle.
+            window: shapes of the model's inputs per micro-batch, for every age.
+        """
+        device = self._device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (None if schedule is None else schedule.digest, turn, tuple(window), autocast)
+        if key not in self._known:
+            if len(self._known) == _MOST_SCRIPTS:  # on all ranks at the same step
+                self._known.clear()
+            self._known[key] = self._new_script(schedule, turn, window)
+        return self._known[key]
+
+    def _new_script(self, schedule: Schedule | None, turn: int, window: Sequence[tuple[Specs, ...]]) -> Script:
+        rank, placement = self._processes.place, self._processes.placement
+        lists = _forwards(placement) if schedule is None else schedule.lists
+        ages = range(len(window))
+        inputs, outputs = self._all_shapes("" if schedule is None else schedule.digest, window)
+
+        def plan(sender: int, receiver: int) -> MessagePlan:
+            sends = [a for a in lists[sender] if a.kind in SENDS and placement[counterpart(a).stage] == receiver]
+            calls = [a.turn + a.age for a in sends]
+            specs = []
+            for a in sends:
+                here = sender == rank
+                if a.kind is Kind.SEND_ACTIVATION:
+                    specs.append(
+                        outputs[a.stage, a.age][a.microbatch] if here else inputs[a.stage + 1, a.age][a.microbatch]
+                    )
+                else:
+                    back = inputs[a.stage, a.age] if here else outputs[a.stage - 1, a.age]
+                    specs.append(carrying(back[a.microbatch]))
+            late = max((a.age for a in lists[receiver]), default=0)
+            return MessagePlan(
+                tuple(counterpart(a)._replace(age=0) for a in sends),
+                tuple(call % (1 if schedule is None else len(schedule.flows)) for call in calls),
+                tuple(specs),
+                late,
+            )
+
+        peers = [r for r in range(self._processes.num_ranks) if r != rank] if ages else []
+        outgoing = {r: p for r in peers if (p := plan(rank, r)).keys}
+        incoming = {r: p for r in peers if (p := plan(r, rank)).keys}
+        word = lists[rank] if schedule is None else schedule.calls[rank][turn]
+        # The last head action and the last W or B of every stage: later places replace earlier ones.
+        final = {(a.stage, a.kind is Kind.HEAD): i for i, a in enumerate(word) if a.kind in _LEARNING}
+        last = {i for (k, _), i in final.items() if k in self._replicated}
+        alone = self._processes.num_ranks == 1 and not self._replicated
+        steps = [
+            self._step(a, schedule, last=i in last) for i, a in enumerate(word) if not (alone and a.kind is Kind.UPDATE)
+        ]
+        return Script(tuple(steps), outgoing, incoming, inputs, outputs)
+
+    def _step(self, action: Action, schedule: Schedule | None, *, last: bool) -> Step:
+        placement = self._processes.placement
+        if action.kind in SENDS:
+            receive = counterpart(action)
+            return Step(action, receive._replace(age=0), placement[receive.stage])
+        if action.kind in SENDS.values():
+            other = action.stage + (-1 if action.kind is Kind.RECEIVE_ACTIVATION else 1)
+            travel = 0 if schedule is None else schedule.travel[action]
+            return Step(action, action._replace(age=0), placement[other], travel)
+        return Step(action, last=last)
+
+    def _all_shapes(
+        self, digest: str, window: Sequence[tuple[Specs, ...]]
+    ) -> tuple[dict[tuple[int, int], tuple[Specs, ...]], dict[tuple[int, int], tuple[Specs, ...]]]:
+        """Return the shapes of all inputs and outputs of this rank's stages; every stage gets its own from the one before."""
+        inputs: dict[tuple[int, int], tuple[Specs, ...]] = {}
+        outputs: dict[tuple[int, int], tuple[Specs, ...]] = {}
+
+        def known(k: int, before: Any) -> Any:
+            if before is not None and before["lists"] != digest:
+                raise ValueError(
+                    "Every rank should have the same schedule. Found other lists than on the rank before; were they made from "
+                    "costs that each rank has measured separately?"
+                )
+            given = window if before is None else [tuple(map(from_json, shapes)) for shapes in before["shapes"]]
+            for age, shapes in enumerate(given):
+                inputs[k, age] = tuple(shapes)
+                made = {specs: self._shapes(k, specs) for specs in dict.fromkeys(shapes)}
+                outputs[k, age] = tuple(made[specs] for specs in shapes)
+            return {"lists": digest, "shapes": [[to_json(s) for s in outputs[k, age]] for age in range(len(given))]}
+
+        if window:
+            self._processes.hand_on("shapes", self._stages, known)
+        return inputs, outputs
+
+
+def _forwards(placement: Sequence[int]) -> list[Word]:
+    """Return the list of every rank for forwards alone."""
+    lists: list[list[Action]] = [[] for _ in range(1 + max(placement))]
+    for k, rank in enumerate(placement):
+        if k and placement[k - 1] != rank:
+            lists[rank].append(Action(Kind.RECEIVE_ACTIVATION, k, 0))
+        lists[rank].append(Action(Kind.FORWARD, k, 0))
+        if k + 1 < len(placement) and placement[k + 1] != rank:
+            lists[rank].append(Action(Kind.SEND_ACTIVATION, k, 0))
+    return [tuple(word) for word in lists]

@@ -1,0 +1,167 @@
+"""Ages: how many mini-batches old the gradients are that update a stage.
+
+An action of age a in call s of `Pipeline.step` works on mini-batch s - a. Synchronous training has age 0 everywhere. A delay
+d gives every weight gradient the age d. Under Hogwild, stages have ages of their own: as many mini-batches as a gradient needs to
+come back if no stage ever waits. With the paper's costs (a forward takes one slot, each loss's pass through a stage takes one
+slot, heads are free), 3 stages and the digit being the mini-batch::
+
+    slot      0   1   2   3   4   5   6   7   8
+    stage 0   F0  .   F1  .   F2  W0  F3  W1  F4      F2 runs before the updates by 0 and 1: age 2
+    stage 1   .   F0  .   F1  B0  F2  B1  F3  B2      F1 runs before the update by 0: age 1
+    stage 2   .   .   F0  B0  F1  B1  F2  B2  F3      F1 runs after the update by 0: age 0
+
+That is ``A - 1 - k`` at stage ``k`` for end-to-end training without micro-batches (figure 1 of the paper). Forwards and heads
+have age 0, and a message has any age from that of the messages it needs to that of its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from nwise.flow import Cotangent, Flow, StageFlow
+from nwise.strategies import Strategy
+
+Flows = tuple[tuple[Flow, ...], ...]
+When = Literal["early", "even", "late"]
+
+
+def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
+    """Count the updates between each forward and its own update under Hogwild.
+
+    Args:
+        flow: flow of the credit matrix, from `nwise.flow.find_flow`.
+        num_microbatches: number of micro-batches in a mini-batch, M; updates come once per mini-batch; default: 1.
+
+    Returns:
+        The counts ``[A][M]``, one per stage and micro-batch.
+
+    >>> import nwise
+    >>> from nwise.flow import find_flow
+    >>> staleness(find_flow(nwise.EndToEnd().credit(4)))
+    [[3], [2], [1], [0]]
+    """
+    return [[age] * num_microbatches for age in _hogwild(((flow,) * num_microbatches,))]
+
+
+def weight_ages(strategy: Strategy, flows: Flows) -> tuple[int, ...]:
+    """Return the age of each stage's weight gradients.
+
+    Args:
+        strategy: the strategy in force.
+        flows: flow of every micro-batch, ``[turns][M]``.
+    """
+    return _hogwild(flows) if strategy.asynchronous else (strategy.delay,) * len(flows[0][0].stages)
+
+
+@lru_cache(maxsize=64)
+def _hogwild(flows: Flows) -> tuple[int, ...]:
+    """Return the ages of a gradient that travels without waiting, for each stage the largest of all flows."""
+    found = [_path_ages(flow, len(flows[0])) for flow in dict.fromkeys(flow for batch in flows for flow in batch)]
+    return tuple(map(max, zip(*found, strict=True)))
+
+
+def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:
+    size = len(flow.stages)
+    period = 1 + max(stage.passes for stage in flow.stages)  # slots of the busiest stage
+    arrival: dict[tuple[int, int], int] = {}
+    ages = [0] * size
+    for k in reversed(range(size)):
+        stage = flow.stages[k]
+
+        def begin(cotangent: Cotangent, k: int = k) -> int:
+            return max(k + 1, *(arrival[k + 1, p] for p in cotangent.needed)) if cotangent.needed else k + 1
+
+        for q, message in enumerate(stage.messages):
+            arrival[k, q] = begin(message) + 1
+        if stage.weights is not None:
+            # From the first forward to the last weight gradient; the last micro-batch comes (M - 1) periods later.
+            waited = begin(stage.weights) - k + period * (num_microbatches - 1)
+            ages[k] = waited // (period * num_microbatches)
+    return ages
+
+
+@dataclass(frozen=True)
+class Ages:
+    """The age of every pass.
+
+    Args:
+        weights: age of W, for every stage.
+        messages: age of every message, for every stage.
+    """
+
+    weights: tuple[int, ...]
+    messages: tuple[tuple[int, ...], ...]
+
+    def fuses(self, stage: int, flow: StageFlow) -> bool:
+        """Tell whether W and the message of its cotangent have one age, so one pass (B) can do both."""
+        return flow.fused is not None and self.messages[stage][flow.fused] == self.weights[stage]
+
+
+def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") -> Ages:
+    """Choose the age of every message.
+
+    Args:
+        flows: flow of every micro-batch, ``[turns][M]``.
+        weights: age of each stage's weight gradients.
+        when: ``"late"`` (default), so one pass serves message and weights where that is possible; ``"early"``, so the last hop
+            has the most time to travel; or ``"even"``, so every hop has as much.
+
+    Raises:
+        ValueError: a weight gradient is younger than the messages that it needs can be.
+
+    >>> import nwise
+    >>> from nwise.flow import flows_for
+    >>> message_ages(flows_for(nwise.EndToEnd(), 3, 1), (1, 1, 1)).messages
+    ((), (1,), (1,))
+    """
+    different = list(dict.fromkeys(flow for batch in flows for flow in batch))
+    stages = range(len(weights))
+    counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]
+    if not any(weights):
+        return Ages(weights, tuple((0,) * count for count in counts))
+    # From the last stage down: a message is as old as the oldest message that it is made of.
+    early = [[0] * count for count in counts]
+    for k in reversed(stages):
+        for stage in (flow.stages[k] for flow in different):
+            for q, message in enumerate(stage.messages):
+                early[k][q] = max([early[k][q], *(early[k + 1][p] for p in message.needed)])
+            oldest = max((early[k + 1][p] for p in stage.weights.needed), default=0) if stage.weights else 0
+            if oldest > weights[k]:
+                raise ValueError(f"The age of stage {k} should be at least {oldest}. Found {weights[k]}.")
+    if when == "early":
+        return Ages(weights, tuple(map(tuple, early)))
+    if when == "even":
+        reaches = [c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages]
+        for k in stages:
+            for q, message in ((q, m) for flow in different for q, m in enumerate(flow.stages[k].messages)):
+                early[k][q] = max(early[k][q], max(weights) * (message.far - k + 1) // (max(reaches) + 2))
+        for k in reversed(stages):
+            for q, message in ((q, m) for flow in different for q, m in enumerate(flow.stages[k].messages)):
+                early[k][q] = max([early[k][q], *(early[k + 1][p] for p in message.needed)])
+    # From the first stage up: a message is as young as the youngest of its uses.
+    late: list[list[int]] = []
+    for k in stages:
+        limits = [max(weights)] * counts[k]
+        for cotangent, age in _uses(k - 1, different, weights, late) if k else ():
+            for p in cotangent.needed:
+                limits[p] = min(limits[p], age)
+        # W starts from the cotangents that its message has kept, so the message must not be older.
+        for q in [fused for flow in different if (fused := flow.stages[k].fused) is not None]:
+            limits[q] = max(early[k][q], min(limits[q], weights[k]))
+        late.append(limits)
+    if when == "even":
+        late = [[min(pair) for pair in zip(*both, strict=True)] for both in zip(early, late, strict=True)]
+    return Ages(weights, tuple(map(tuple, late)))
+
+
+def _uses(
+    k: int, flows: Sequence[Flow], weights: Sequence[int], messages: Sequence[Sequence[int]]
+) -> Iterator[tuple[Cotangent, int]]:
+    """Iterate over the cotangents of a stage, each with its age."""
+    for stage in (flow.stages[k] for flow in flows):
+        if stage.weights is not None:
+            yield stage.weights, weights[k]
+        yield from zip(stage.messages, messages[k], strict=False)

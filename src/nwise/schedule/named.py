@@ -1,0 +1,137 @@
+"""Orders by name: the schedule that a pipeline runs, and end-to-end pipelines for comparison.
+
+    gpipe             all forwards, then all backwards; the same as phase
+    1f1b              at most A - k micro-batches in flight on stage k, the period of GPipe
+    zb-h1             backward split into I and W, at most A micro-batches in flight
+    zero-bubble       the same with 2 A - 1 in flight: no bubble if there are enough micro-batches
+    interleaved-1f1b  1f1b with several stages on a rank, one after every round of the ranks
+    zb-v              zero-bubble with two stages on a rank, down and up again in the shape of a V
+
+The split keeps the cotangents of all layers between I and W (`nwise.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from nwise._errors import current_name, hint
+from nwise.schedule import orders
+from nwise.schedule.actions import Action, Kind
+from nwise.schedule.ages import Flows, message_ages
+from nwise.schedule.best import best_order
+from nwise.schedule.costs import Costs
+from nwise.schedule.greedy import Free
+from nwise.schedule.orders import TYPICAL, Rule, make_schedule
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import Schedule, merge
+from nwise.schedule.timed import Timed
+from nwise.schedule.validate import validate
+
+Order: TypeAlias = "str | Schedule | Timed"
+
+
+@dataclass(frozen=True)
+class NamedOrder:
+    """A rule that puts a stage's actions in order, for `ORDERS`.
+
+    Args:
+        rule: function from the flows and the turn of a mini-batch to the words of its stages.
+        cap: function from the number of stages to the largest number of micro-batches in flight, if list scheduling may reorder
+            the words; None if it may not.
+        placement: name of the placement that the pipeline is made for; default: contiguous.
+    """
+
+    rule: Rule
+    cap: Callable[[int], int] | None = None
+    placement: str = "contiguous"
+
+
+_SPLIT: Rule = partial(orders.depth_first, fuse=False)
+
+# An order that is added here is checked, run and offered on the command line under its name.
+RULES: dict[str, NamedOrder] = {
+    "depth-first": NamedOrder(orders.depth_first),
+    "phase": NamedOrder(orders.phase),
+    "skewed": NamedOrder(orders.skewed),
+    "gpipe": NamedOrder(orders.phase),
+    "1f1b": NamedOrder(orders.one_forward_one_backward),
+    "zb-h1": NamedOrder(_SPLIT, lambda stages: stages),
+    # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
+    "zero-bubble": NamedOrder(_SPLIT, lambda stages: 2 * stages - 1),
+    "interleaved-1f1b": NamedOrder(orders.depth_first, lambda stages: stages, "interleaved"),
+    "zb-v": NamedOrder(_SPLIT, lambda stages: stages, "v"),
+}
+ORDERS = ("best", *RULES)
+
+
+def check_order(order: Order) -> Order:
+    """Return `order`, under its present name; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
+    order = current_name(order)
+    if isinstance(order, Schedule | Timed) or order in ORDERS:
+        return order
+    if isinstance(order, str):
+        raise ValueError(f"`schedule` should be one of {', '.join(ORDERS)}. Found {order!r}.{hint(order, ORDERS)}")
+    raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
+
+
+def choose(order: Order, flows: Flows, placement: Placement = (), ages: tuple[int, ...] = ()) -> Schedule:
+    """Return a schedule for the flows.
+
+    Args:
+        order: a schedule for these flows (`nwise.schedule.best` with measured costs gives the best one), or one of `ORDERS`.
+            Those from ``gpipe`` on are made for end-to-end training and run any strategy.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        placement: rank of every stage; default: a rank for each.
+        ages: age of every stage's weight gradients; default: 0.
+
+    Raises:
+        ValueError: the order is unknown, or the schedule is for other flows or ranks or cannot run.
+    """
+    order = check_order(order)
+    if isinstance(order, Timed):
+        order = order.schedule
+    size = len(flows[0][0].stages)
+    placement, ages = placement or tuple(range(size)), ages or (0,) * size
+    if isinstance(order, Schedule):
+        if order.flows != tuple(map(tuple, flows)) or order.ages != ages:
+            raise ValueError(
+                "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one for "
+                f"{order.num_stages} stages and {order.num_microbatches} micro-batches whose heads, messages or delays differ."
+            )
+        if order.placement != placement:
+            if max(placement) > 0:
+                raise ValueError(
+                    f"`schedule` should be made for the pipeline's placement {placement}. Found one for {order.placement}."
+                )
+            return one_process(order)
+        validate(order)
+        return order
+    if order == "best":
+        return best_order(flows, TYPICAL, placement, ages).schedule
+    return named_schedule(order, flows, placement, ages, TYPICAL)
+
+
+def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[int, ...], costs: Costs) -> Schedule:
+    """Return the schedule of one of `RULES`."""
+    named, size = RULES[name], len(flows[0][0].stages)
+    cap = None if named.cap is None else min(named.cap(size), len(flows[0]))
+    free = None if cap is None or max(placement) == 0 else Free(cap)
+    return make_schedule(name, flows, named.rule, placement, message_ages(flows, ages), costs=costs, free=free)
+
+
+def one_process(schedule: Schedule) -> Schedule:
+    """Return a schedule of the same actions for one process, which runs them in an order that every list allows.
+
+    Raises:
+        ValueError: the lists are in a deadlock.
+    """
+    validate(schedule)
+    actions: list[Action] = []
+    for turn in range(len(schedule.flows)):
+        call = [[a for a in word if schedule.call(a) == turn] for word in schedule.words]
+        actions += merge(call, schedule.flows)
+        actions += sorted(a for word in call for a in word if a.kind is Kind.UPDATE)
+    return Schedule(schedule.order, schedule.flows, (tuple(actions),), (0,) * schedule.num_stages, schedule.ages)

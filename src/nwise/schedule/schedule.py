@@ -1,0 +1,322 @@
+"""Schedules: one ordered list of actions per rank, which the runtime executes and simulators time."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from itertools import groupby
+
+from nwise.flow import Flow
+from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart
+from nwise.schedule.placement import Placement
+
+Word = tuple[Action, ...]
+# The result of an action, for which others wait: (what, stage, micro-batch, turn), with "F", "H" or the index of a message.
+Product = tuple[str | int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The work of every rank in one call of `Pipeline.step`, or in one cycle of calls for a rotating strategy.
+
+    Args:
+        order: name of the rule that made it.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        words: computations of every rank in order, with the updates of its stages at the end of each call.
+        placement: rank of every stage; default: a rank for each.
+        ages: age of every stage's weight gradients (`nwise.schedule.ages`); default: 0.
+    """
+
+    order: str
+    flows: tuple[tuple[Flow, ...], ...]
+    words: tuple[Word, ...]
+    placement: Placement = ()
+    ages: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        size = len(self.flows[0][0].stages)
+        object.__setattr__(self, "placement", self.placement or tuple(range(size)))
+        object.__setattr__(self, "ages", self.ages or (0,) * size)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, A."""
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.words)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches per mini-batch, M."""
+        return len(self.flows[0])
+
+    @cached_property
+    def oldest(self) -> int:
+        """Age of the oldest gradients."""
+        return max(self.ages)
+
+    @cached_property
+    def late_stages(self) -> frozenset[int]:
+        """Stages with passes of earlier mini-batches than the newest, which need old versions of their parameters."""
+        return frozenset(a.stage for word in self.words for a in word if a.age)
+
+    @cached_property
+    def lists(self) -> tuple[Word, ...]:
+        """All actions of every rank, in order.
+
+        A receive comes right before the first use, a send right after its computation, a drop after the last use, and the updates
+        at the end of their call. What a stage makes for a stage of the same rank is not sent.
+        """
+        return tuple(tuple(_with_messages(word, self)) for word in self.words)
+
+    @cached_property
+    def calls(self) -> tuple[tuple[Word, ...], ...]:
+        """The lists cut into calls, ``[ranks][turns]``, without drops."""
+        turns = range(len(self.flows))
+        work = [[a for a in word if a.kind is not Kind.DROP] for word in self.lists]
+        return tuple(tuple(tuple(a for a in word if self.call(a) == turn) for turn in turns) for word in work)
+
+    @cached_property
+    def passes(self) -> tuple[Counter[tuple[int, int]], ...]:
+        """For every turn the number of backward passes by (stage, micro-batch)."""
+        counts = [Counter[tuple[int, int]]() for _ in self.flows]
+        for action in (a for word in self.words for a in word if a.kind in PASSES):
+            counts[action.turn][action.stage, action.microbatch] += 1
+        return tuple(counts)
+
+    def call(self, action: Action) -> int:
+        """Return the call of the cycle that runs an action."""
+        return (action.turn + action.age) % len(self.flows)
+
+    def cycles_late(self, action: Action) -> int:
+        """Return the number of cycles by which an action comes after its mini-batch was the newest."""
+        return (action.turn + action.age) // len(self.flows)
+
+    @cached_property
+    def travel(self) -> dict[Action, int]:
+        """For every receive the number of calls between its send and itself."""
+        sent = {counterpart(a)._replace(age=0): a.age for word in self.lists for a in word if a.kind in SENDS}
+        received = set(SENDS.values())
+        return {a: a.age - sent[a._replace(age=0)] for word in self.lists for a in word if a.kind in received}
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the lists, the same in every process."""
+        return sha256(repr((self.placement, self.lists)).encode()).hexdigest()
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For every stage the largest number of micro-batches in flight: forward done, last use still to come."""
+        most = [0] * self.num_stages
+        for word in self.words:
+            now = dict.fromkeys((a.stage for a in word), 0)
+            for _, stage, change in self.lives(word):
+                now[stage] += change
+                most[stage] = max(most[stage], now[stage])
+        return tuple(most)
+
+    def lives(self, word: Word) -> list[tuple[int, int, int]]:
+        """List (place in the word, stage, +1 or -1) for the begin and end of micro-batches in a steady cycle.
+
+        Those in flight from earlier cycles come first, at place -1.
+        """
+        last = {(a.stage, a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
+        changes = []
+        for i, action in enumerate(word):
+            key = (action.stage, action.microbatch, action.turn)
+            if action.kind is Kind.FORWARD:
+                changes += [(-1, action.stage, 1)] * self.cycles_late(word[last[key]])
+                changes.append((i, action.stage, 1))
+            if last.get(key) == i and action.kind is not Kind.UPDATE:
+                changes.append((i, action.stage, -1))
+        return sorted(changes, key=lambda change: change[0])
+
+    @cached_property
+    def first_in_first_out(self) -> bool:
+        """Whether gradients are used in the order in which they are sent, on every link."""
+        sent: dict[tuple[int, int], list[tuple[int, int, int | None]]] = {}
+        used: dict[tuple[int, int], list[tuple[int, int, int | None]]] = {}
+        for word in self.lists:
+            for a in word:
+                if a.kind is Kind.SEND_GRADIENT:
+                    link = self.placement[a.stage], self.placement[a.stage - 1]
+                    sent.setdefault(link, []).append((a.stage - 1, a.microbatch, a.message))
+                elif a.kind is Kind.RECEIVE_GRADIENT:
+                    link = self.placement[a.stage + 1], self.placement[a.stage]
+                    used.setdefault(link, []).append((a.stage, a.microbatch, a.message))
+        return sent == used
+
+
+def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = ()) -> list[int]:
+    """Return the stages that do not receive a gradient from another rank's next stage for every micro-batch.
+
+    Nothing else would keep such a stage from running ahead. It therefore starts a forward only after the next stage has
+    taken its activation of the previous mini-batch.
+    """
+    different = different_flows(flows)
+    last = len(flows[0][0].stages) - 1
+    apart = [k for k in range(last) if not placement or placement[k] != placement[k + 1]]
+    return [k for k in apart if not all(flow.stages[k + 1].messages for flow in different)]
+
+
+def different_flows(flows: Sequence[Sequence[Flow]]) -> list[Flow]:
+    """Return the different flows of a cycle."""
+    return list(counted(flows))
+
+
+def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:
+    """Return the different flows, each with its number of micro-batches."""
+    counts: dict[Flow, int] = {}
+    # Hashing a flow takes long, and micro-batches in a row usually share one.
+    for flow, group in groupby(flow for batch in flows for flow in batch):
+        counts[flow] = counts.get(flow, 0) + sum(1 for _ in group)
+    return counts
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise TypeError unless `schedule` is a `Schedule`."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
+        )
+
+
+def needs(action: Action, flows: Sequence[Sequence[Flow]]) -> list[Product]:
+    """Return the results that a computation needs before it can start."""
+    kind, k, m, q, turn, _ = action
+    if kind is Kind.UPDATE:
+        return []
+    if kind is Kind.FORWARD:
+        return [("F", k - 1, m, turn)] if k else []
+    if kind is Kind.HEAD:
+        return [("F", k, m, turn)]
+    stage = flows[turn][m].stages[k]
+    cotangent = stage.cotangent(q)
+    results: list[Product] = [("F", k, m, turn)]
+    if cotangent.own:
+        results.append(("H", k, m, turn))
+    results += [(p, k + 1, m, turn) for p in cotangent.needed]
+    # A separate W comes after the I of the same cotangent, which has kept the cotangent of every layer for it.
+    if kind is Kind.WEIGHT_GRAD and stage.fused is not None:
+        results.append((stage.fused, k, m, turn))
+    return results
+
+
+def product(action: Action) -> Product | None:
+    """Return the result of a computation for which others may wait; None for weight gradients and updates."""
+    kind, k, m, q, turn, _ = action
+    if kind is Kind.FORWARD or kind is Kind.HEAD:
+        return (kind.value, k, m, turn)
+    return None if q is None else (q, k, m, turn)
+
+
+def merge(words: Sequence[Sequence[Action]], flows: Sequence[Sequence[Flow]]) -> list[Action]:
+    """Merge words into one order of a call that respects each of them, for one process.
+
+    Args:
+        words: computations in order, such as one word per stage; results of other words that an older action needs come from
+            earlier calls.
+        flows: flow of every micro-batch, ``[turns][M]``.
+
+    Raises:
+        Deadlock: the words are in a deadlock; the message names the actions that are stuck.
+    """
+    # Every word offers its next action. Those that can run are in a heap, the others wait for a result. After F0(0):
+    #
+    #     stage 0   F0(1)   in the heap with key (0, 1, True, 0)
+    #     stage 1   F1(0)   in the heap with key (0, 0, True, 1), so it runs next
+    #     stage 2   F2(0)   waits for the result of F1(0)
+    #
+    # The key prefers the oldest mini-batch, then its oldest micro-batch, then passes to forwards (False < True). So few
+    # micro-batches are in flight. Each action enters the heap once.
+    ages = {made: a.age for word in words for a in word if (made := product(a)) is not None}
+    done: set[Product] = set()
+    waiting: dict[Product, int] = {}
+    left = [[a for a in reversed(word) if a.kind is not Kind.UPDATE] for word in words]
+    order: list[Action] = []
+    ready: list[tuple[int, int, bool, int]] = []
+
+    def queue(k: int) -> None:
+        if left[k]:
+            action = left[k][-1]
+            missing = next((n for n in needs(action, flows) if n not in done and ages.get(n) == action.age), None)
+            if missing is None:
+                call = (action.turn + action.age) % len(flows)
+                heapq.heappush(ready, (call, action.microbatch, action.kind is Kind.FORWARD, k))
+            else:
+                waiting[missing] = k
+
+    for k in range(len(words)):
+        queue(k)
+    while ready:
+        k = heapq.heappop(ready)[-1]
+        action = left[k].pop()
+        order.append(action)
+        made = product(action)
+        if made is not None:
+            done.add(made)
+        queue(k)
+        if made in waiting:
+            queue(waiting.pop(made))
+    stuck = [word[-1] for word in left if word]
+    if stuck:
+        raise Deadlock(stuck)
+    return order
+
+
+class Deadlock(ValueError):
+    """Lists in which actions wait for each other.
+
+    Args:
+        stuck: the next action of every list that cannot go on.
+    """
+
+    def __init__(self, stuck: Sequence[Action]) -> None:
+        names = ", ".join(map(str, stuck[:6])) + (", ..." if len(stuck) > 6 else "")
+        super().__init__(
+            "The lists should let every action run. Found a deadlock: each of these waits for one that comes later in another "
+            f"list or its own: {names}. Move what they wait for before them."
+        )
+
+
+def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:
+    """Insert the receives, sends and drops around a rank's computations."""
+    placement, flows = schedule.placement, schedule.flows
+    last = {(a.stage, a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
+    # The first use of every message: that of the smallest age comes in the earliest call.
+    first: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    for i, action in enumerate(word):
+        kind, k, m, q, turn, age = action
+        for p in flows[turn][m].stages[k].cotangent(q).needed if kind in PASSES else ():
+            first[k, m, p, turn] = min(first.get((k, m, p, turn), (age, i)), (age, i))
+    for i, action in enumerate(word):
+        kind, k, m, q, turn, age = action
+        if kind is Kind.UPDATE:
+            yield action
+            continue
+        below = k > 0 and placement[k - 1] != placement[k]
+        above = k < len(placement) - 1 and placement[k + 1] != placement[k]
+        if kind is Kind.FORWARD:
+            if below:
+                yield action._replace(kind=Kind.RECEIVE_ACTIVATION)
+            yield action
+            if above:
+                yield action._replace(kind=Kind.SEND_ACTIVATION)
+        elif kind is Kind.HEAD:
+            yield action
+        else:
+            for p in flows[turn][m].stages[k].cotangent(q).needed if above else ():
+                if first[k, m, p, turn] == (age, i):
+                    yield action._replace(kind=Kind.RECEIVE_GRADIENT, message=p)
+            yield action
+            if q is not None and below:
+                yield action._replace(kind=Kind.SEND_GRADIENT)
+        if last[k, m, turn] == i:
+            yield action._replace(kind=Kind.DROP, message=None)

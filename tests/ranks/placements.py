@@ -1,0 +1,78 @@
+"""Twenty steps with several stages on a rank, delays, strategies and optimizers; writes digests of all parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import nwise
+from ranks.common import batches, closed, digests, make_optimizer, pipeline, write
+
+A = 8
+# Stage 1 sends on a gradient that it does not learn from, and is done with its own long before that is there.
+SENT_ON = nwise.Hogwild(nwise.Credit([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1]]))
+# Every pair of values of two columns occurs: ranks, placement, strategy, M, optimizer, and order.
+CASES: list[tuple[int, str | tuple[int, ...], str | nwise.Strategy, int, str, str]] = [
+    (2, "contiguous", "end-to-end-delay-1", 4, "adam", "best"),
+    (2, "v", "local", 2, "sgd", "best"),
+    (2, "interleaved", "3-wise-mean-delay-2", 1, "sgd", "best"),
+    (2, (0, 1, 1, 0, 1, 0, 0, 1), "hogwild", 2, "adam", "best"),
+    (2, "v", "rotating-2-delay-1", 4, "adam", "phase"),
+    (2, "interleaved", "2-wise", 4, "sgd", "zb-h1"),
+    (4, "contiguous", "local-delay-2", 1, "sgd", "best"),
+    (4, "v", "end-to-end", 4, "adam", "zb-v"),
+    (4, "interleaved", "end-to-end", 4, "sgd", "interleaved-1f1b"),
+    (4, "interleaved", "hogwild", 1, "adam", "best"),
+    (4, (2, 0, 1, 1, 3, 0, 2, 3), "3-wise-mean-delay-1", 2, "adam", "best"),
+    (4, "v", "2-wise-delay-2", 2, "sgd", "1f1b"),
+    (4, "contiguous", "rotating-2", 2, "sgd", "best"),
+    (4, (3, 2, 1, 0, 0, 1, 2, 3), "rotating-2-hogwild", 1, "sgd", "best"),
+    (8, "contiguous", "2-wise-delay-1", 2, "adam", "best"),
+    (8, (7, 3, 0, 1, 6, 2, 4, 5), "end-to-end-delay-2", 1, "sgd", "best"),
+    (8, "contiguous", "3-wise-mean", 4, "adam", "zero-bubble"),
+    (8, "contiguous", "hogwild", 4, "sgd", "best"),
+    (8, "contiguous", "local-delay-1", 4, "adam", "best"),
+    (8, "contiguous", "rotating-2-delay-2", 1, "adam", "best"),
+]
+FROZEN: list[tuple[int, str | tuple[int, ...], str | nwise.Strategy, int, str, str]] = [
+    (4, "contiguous", "hogwild", 1, "sgd", "best"),
+    (4, "contiguous", SENT_ON, 1, "sgd", "best"),
+    (4, "contiguous", "3-wise-delay-1", 2, "adam", "best"),
+]
+
+
+def case(
+    ranks: int,
+    placement: str | Sequence[int],
+    strategy: str | nwise.Strategy,
+    num_microbatches: int,
+    optimizer: str,
+    order: str,
+    frozen: Sequence[int] = (),
+    num_stages: int = A,
+) -> Any:
+    """Digests after twenty steps, some of whose batches are ragged, and after the last gradients."""
+    del ranks
+    pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order, placement=placement, frozen=frozen)
+    update = make_optimizer(optimizer, pipe)
+    for x, y in batches(20, sizes=(8, 8, 8, 7, 8, 8, 8, 8, 9, 9)):
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+    drained = 0
+    while pipe.drain():
+        drained += 1
+        update.step()
+        update.zero_grad()
+    return closed(pipe, {"digests": digests(pipe), "drained": drained})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = [case(*one) for one in CASES if one[0] == int(sys.argv[2])]
+    if sys.argv[2] == "4":
+        found += [case(*one, frozen=(1,) if i != 1 else (), num_stages=4) for i, one in enumerate(FROZEN)]
+    write(found)

@@ -1,0 +1,243 @@
+"""Delayed gradients: updates by hand, and every gradient against the definition."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import nwise
+from nets import perceptron
+from nwise.flow import Flow, find_flow
+from nwise.reference import late_grads, reference_grads
+from nwise.schedule.ages import When, message_ages, weight_ages
+from nwise.training.clip import Clip
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_end_to_end_staleness_counts_stages_above(num_stages: int) -> None:
+    """Reproduce figure 1 of the paper."""
+    ages = nwise.staleness(find_flow(nwise.EndToEnd().credit(num_stages)))
+    assert ages == [[num_stages - 1 - k] for k in range(num_stages)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_microbatches", "ages"),
+    [
+        # No gradient has to travel, so no update comes late.
+        ("local", 1, [0, 0, 0, 0]),
+        # Stage k, 2-wise: three slots a batch. F(b) in slot 0; the far loss is at its stage in slot 1, its own pass in slot 2,
+        # so it arrives for slot 3, where F(b+1) goes first: one update late.
+        ("2-wise", 1, [1, 1, 1, 0]),
+        # Two slots a micro-batch, four a mini-batch: the last W of stage 0 comes 2 + 7 slots after its first F.
+        ("end-to-end", 2, [2, 1, 1, 0]),
+        ("end-to-end", 4, [1, 1, 1, 0]),
+    ],
+)
+def test_staleness_by_hand(strategy: str, num_microbatches: int, ages: list[int]) -> None:
+    found = nwise.staleness(find_flow(nwise.strategy(strategy).credit(4)), num_microbatches)
+    assert found == [[age] * num_microbatches for age in ages]
+
+
+def test_names_and_refusals() -> None:
+    assert nwise.strategy("end-to-end-delay-1") == nwise.Delayed() == nwise.Delayed(nwise.EndToEnd(), by=1)
+    assert nwise.strategy("credit-1,0;1,1-delay-2").name == "credit-1,0;1,1-delay-2"
+    assert nwise.strategy("rotating-2-microbatch-delay-3", heads="all").heads == "all"
+    assert nwise.Delayed(nwise.NWise(2), by=0).delay == 0
+    for by in (-1, 65, 1.0, True):
+        with pytest.raises(
+            ValueError, match="`by`, the delay in mini-batches, should be an integer from 0 to 64. Found"
+        ):
+            nwise.Delayed(nwise.NWise(2), by=by)  # type: ignore[arg-type]
+    for base in ("hogwild", "2-wise-delay-1", "local@3,2-wise"):
+        with pytest.raises(
+            ValueError, match="`base` should be a strategy with one credit matrix or a cycle of them. Found"
+        ):
+            nwise.Delayed(base)  # type: ignore[arg-type]
+    assert nwise.strategy("local@3,2-wise-delay-1").in_force(3) == nwise.Delayed(nwise.NWise(2))
+
+
+@st.composite
+def flows(draw: st.DrawFn, num_stages: int) -> Flow:
+    """Any credit of losses for the stages before them, any stages frozen."""
+    bits = draw(st.lists(st.booleans(), min_size=num_stages**2, max_size=num_stages**2))
+    credit = torch.tensor(bits).reshape(num_stages, num_stages).tril().double()
+    return find_flow(credit, trainable=draw(st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)))
+
+
+@given(
+    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", "even", "late"]),
+    st.sampled_from([None, 0, 1, 3]),
+)  # fmt: skip
+def test_no_result_is_older_than_its_use(
+    data: st.DataObject, num_stages: int, num_turns: int, num_microbatches: int, when: When, delay: int | None
+) -> None:
+    """Messages are at least as old as what they are made of, at most as old as what is made of them."""
+    cycle = tuple((data.draw(flows(num_stages)),) * num_microbatches for _ in range(num_turns))
+    strategy = nwise.Hogwild() if delay is None else nwise.Delayed(by=delay)
+    ages = message_ages(cycle, weight_ages(strategy, cycle), when)
+    for flow in {flow for batch in cycle for flow in batch}:
+        for k, stage in enumerate(flow.stages):
+            uses = [(ages.messages[k][q], message) for q, message in enumerate(stage.messages)]
+            uses += [(ages.weights[k], stage.weights)] if stage.weights is not None else []
+            for age, cotangent in uses:
+                assert all(0 <= ages.messages[k + 1][p] <= age for p in cotangent.needed)
+            if stage.fused is not None:  # W starts from what its message has kept
+                assert ages.messages[k][stage.fused] <= ages.weights[k]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("strategy", ["hogwild", "end-to-end-delay-1"])
+def test_late_updates_by_hand(strategy: str) -> None:
+    """y = w1 w0 x, loss = y, x = 1, rate 0.1, w0 = w1 = 2, so g0 = w1 and g1 = w0.
+
+    Hogwild: stage 0 is one update late, stage 1 is not.
+
+        call 0: forward at (2, 2)        w1 = 2 - 0.2 = 1.8              stage 0 has nothing yet
+        call 1: forward at (2, 1.8)      w1 = 1.8 - 0.2 = 1.6            w0 = 2 - 0.2 = 1.8    (g0 of call 0: w1 = 2)
+        call 2: forward at (1.8, 1.6)    w1 = 1.6 - 0.18 = 1.42          w0 = 1.8 - 0.18 = 1.62 (call 1: w1 = 1.8)
+        drain:                                                           w0 = 1.62 - 0.16 = 1.46
+
+    Delay 1: both stages are one update late.
+
+        call 0: forward at (2, 2)        nothing yet
+        call 1: forward at (2, 2)        (1.8, 1.8)
+        call 2: forward at (1.8, 1.8)    (1.6, 1.6)
+        drain:                           (1.6 - 0.18, 1.6 - 0.18)
+    """
+    stages = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for stage in stages:
+        nn.init.constant_(stage.weight, 2.0)
+    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), strategy)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    expected = {
+        "hogwild": ([(2, 1.8), (1.8, 1.6), (1.62, 1.42), (1.46, 1.42)], [4.0, 3.6, 2.88]),
+        "end-to-end-delay-1": ([(2, 2), (1.8, 1.8), (1.6, 1.6), (1.42, 1.42)], [4.0, 4.0, 3.24]),
+    }[strategy]
+    losses = []
+    for number, pair in enumerate(expected[0]):
+        if number < 3:
+            losses.append(pipe.step(torch.ones(1, 1))[-1].item())
+        else:
+            assert pipe.drain()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [s.weight.item() for s in stages] == pytest.approx(pair, abs=1e-12)
+    assert not pipe.drain()
+    assert losses == pytest.approx(expected[1], abs=1e-12)
+    assert pipe.steps == 3
+
+
+STRATEGIES = ["local", "2-wise", "3-wise-mean", "end-to-end", "deep-supervision", "rotating-2", "rotating-2-microbatch"]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("delay", ["-delay-0", "-delay-1", "-delay-2", "-hogwild"])
+@pytest.mark.parametrize(("strategy", "m"), [(name, 1 + i % 3) for i, name in enumerate(STRATEGIES)])
+@pytest.mark.parametrize("order", ["depth-first", "phase", "1f1b", "zb-h1"])
+def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, order: str) -> None:
+    """Momentum, ragged batches, and calls after a drain; the definition keeps the gradients of every call."""
+    torch.manual_seed(0)
+    net = perceptron(4)
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy + delay, m, schedule=order)
+    now = pipe.strategy
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    ages = [row[0] for row in nwise.staleness(find_flow(pipe.credit), m)]
+    if delay != "-hogwild":
+        ages = [int(delay[-1])] * 4
+    for size in (6, 5):
+        calls: list[dict[str, Tensor]] = []
+        for i in range(5):
+            x, y = net.draw(size if i % 2 else 6)
+            credit = torch.stack([now.credit(4, now.turn(pipe.steps, part)) for part in range(m)])
+            calls.append(reference_grads(net.stages, net.heads, net.loss_fn, x, y, credit, m))
+            pipe.step(x, target=y)
+            if delay == "-hogwild" and strategy.startswith("rotating"):
+                ages = pipe.staleness[:, 0].tolist()
+            check(pipe, late_grads(calls, ages))
+            optimizer.step()
+            optimizer.zero_grad()
+        for left in range(1, max(ages) + 1):
+            assert pipe.drain()
+            nothing: dict[str, Tensor] = {}
+            calls.append(nothing)
+            check(pipe, {n: g for n, g in _due(calls, ages).items() if n.startswith("stages.")}, left)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not pipe.drain()
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+def _due(calls: list[dict[str, Tensor]], ages: list[int]) -> dict[str, Tensor]:
+    """The gradients that a call leaves, also one without a mini-batch of its own."""
+    names = [name for name in calls[0] if name.startswith("stages.")]
+    found = {}
+    for name in names:
+        age = ages[int(name.split(".")[1])]
+        if age < len(calls) and name in calls[-1 - age]:
+            found[name] = calls[-1 - age][name]
+    return found
+
+
+def check(pipe: nwise.Pipeline, expected: dict[str, Tensor], *where: Any) -> None:
+    """Compare all gradients; a stage without credit may have none, or zeros."""
+    for name, parameter in pipe.named_parameters():
+        wanted = expected.get(name, torch.zeros(()))
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, wanted.expand_as(found), rtol=1e-12, atol=1e-12, msg=f"{name} {where}")
+
+
+def test_delay_of_zero_is_the_strategy_itself_bitwise() -> None:
+    found = []
+    for name in ("3-wise-mean", "3-wise-mean-delay-0"):
+        torch.manual_seed(0)
+        net = perceptron(4)
+        pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, name, 2, seed=0)
+        optimizer = torch.optim.Adam(pipe.parameters())
+        for _ in range(4):
+            x, y = net.draw(6)
+            pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(copy.deepcopy(list(pipe.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_delay_works_with_clipping_recomputation_and_schedulers() -> None:
+    """The gradients that are clipped are those that the update uses."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = perceptron(4)
+        pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise-delay-1", 2, seed=0, recompute=recompute)
+        clip, optimizer = Clip(pipe, 1e-4, "stage"), torch.optim.SGD(pipe.main_parameters(), lr=1.0)
+        rate = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for step in range(4):
+            x, y = net.draw(6)
+            pipe.step(x, target=y)
+            clip()
+            grads = [[p.grad for p in s.parameters() if p.grad is not None] for s in net.stages]
+            assert [bool(one) for one in grads] == [step > 0] * 4
+            assert all(float(g.norm()) <= 1e-4 for one in grads for g in one)
+            optimizer.step()
+            rate.step()
+            pipe.zero_grad()
+        found.append([p.detach().clone() for p in pipe.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_staleness_is_that_of_the_phase() -> None:
+    net = perceptron(4)
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "local@2,2-wise-hogwild@4,end-to-end-delay-2")
+    ages = []
+    for _ in range(6):
+        x, y = net.draw(4)
+        pipe.step(x, target=y)
+        ages.append(pipe.staleness[:, 0].tolist())
+        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    assert ages == [[0] * 4, [0] * 4, [1, 1, 1, 0], [1, 1, 1, 0], [2] * 4, [2] * 4]
