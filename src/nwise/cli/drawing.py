@@ -24,9 +24,11 @@ from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.costs import costs_of_text
+from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.placement import parse_placement
+from nwise.schedule.timed import timed
 
-_FORMATS = (".png", ".svg", ".pdf", ".html", ".json")
+_FORMATS = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,14 @@ class ScheduleCommand:
     """Processes that share the stages; default: one for each."""
     placement: str | None = None
     """Which rank runs which stage: contiguous, interleaved, v, or ranks like 0,1,1,0; default: what a pipeline is made for."""
+    csv: Path | None = None
+    """Or an end-to-end schedule to read, in the CSV format of torch.distributed.pipelining: a row per rank, cells like 3F0."""
     batches: int = 2
     """Mini-batches to draw, starting with an empty pipeline."""
     lists: bool = False
     """Print every rank's list of actions too."""
     out: Path | None = None
-    """File to write: .png, .svg, .pdf (figure), .html (interactive page), .json (trace for ui.perfetto.dev)."""
+    """File to write: .png, .svg, .pdf (figure), .html (interactive page), .json (trace for ui.perfetto.dev), .csv (torch's)."""
     json: bool = False
     """Print only JSON: lists and numbers."""
 
@@ -111,24 +115,34 @@ class ScheduleCommand:
 
     def _pictures(self) -> Iterator[Picture]:
         _check_values(self, "strategy", "stages", "microbatches", "costs")
-        for costs, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
-            timed = self._timed(name, stages, m, costs)
-            turns = len(timed.schedule.flows)
-            size = sum(map(len, timed.schedule.words)) / turns * self.batches
+        for costs, found, title in self._read() if self.csv is not None else self._found():
+            turns = len(found.schedule.flows)
+            size = sum(map(len, found.schedule.words)) / turns * self.batches
             if size > MOST:
                 raise ValueError(
-                    f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {name} with {stages} stages; draw "
-                    "fewer stages, micro-batches or mini-batches."
+                    f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {title}; draw fewer stages, "
+                    "micro-batches or mini-batches."
                 )
-            ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
-            title = f"{name}, A = {stages}{ranks}, M = {m}" + (f", costs {costs}" if len(self.costs) > 1 else "")
-            yield Picture(title, timed, self.batches)
+            yield Picture(title + (f", costs {costs}" if len(self.costs) > 1 else ""), found, self.batches)
 
-    def _timed(self, name: str, num_stages: int, m: int, text: str) -> Timed:
+    def _found(self) -> Iterator[tuple[str, Timed, str]]:
         options: dict[str, Any] = {} if self.ranks is None else {"num_ranks": self.ranks}
         if self.placement is not None:
             options["placement"] = parse_placement(self.placement)
-        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs_of_text(text), **options)
+        ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
+        for text, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
+            costs = costs_of_text(text)
+            found = timed_method(name, num_stages=stages, num_microbatches=m, costs=costs, **options)
+            yield text, found, f"{name}, A = {stages}{ranks}, M = {m}"
+
+    def _read(self) -> Iterator[tuple[str, Timed, str]]:
+        assert self.csv is not None
+        if not self.csv.is_file():
+            raise ValueError(f"`csv` should be a file. Found none at {str(self.csv)!r}.")
+        schedule = read_csv(self.csv.read_text(), self.csv.stem)
+        for text in self.costs:
+            title = f"{self.csv.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
+            yield text, timed(schedule, costs_of_text(text)), title
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +150,12 @@ class ScheduleCommand:
             write_pictures(pictures, out)
         elif out.suffix == ".json":
             out.write_text(json_line(chrome_trace(pictures)))
+        elif out.suffix == ".csv":
+            if len(pictures) > 1:
+                raise ValueError(
+                    f"A CSV file should have one schedule. Found {len(pictures)}; give one of each option."
+                )
+            out.write_text(write_csv(pictures[0].timed.schedule))
         else:
             schedule_figure(pictures, out)
 

@@ -1,0 +1,143 @@
+"""Schedules in the format of `torch.distributed.pipelining`, read from what its own classes write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import schedules as torchs
+
+import nwise
+from nwise import cli
+from nwise.schedule import Costs, baseline, best, simulate, timed, validate
+from nwise.schedule.interchange import read_csv, write_csv
+
+COSTS = Costs(1, 0, 1, 1)
+
+
+class FakeStage:
+    """As much of torch's stage as its schedules look at before they run."""
+
+    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, num_ranks, 0
+        self.is_first, self.is_last, self.device = index == 0, index == num_stages - 1, torch.device("cpu")
+        self.has_backward, self.group = True, None
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None
+
+
+def written(kind: str, num_ranks: int, microbatches: int, path: Path, **options: Any) -> str:
+    """What torch writes for two stages on a rank."""
+    size = 2 * num_ranks
+    indices = (0, size - 1) if kind in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else (0, num_ranks)
+    stages = [FakeStage(index, size, num_ranks) for index in indices]
+    schedule = getattr(torchs, kind)(stages, microbatches, loss_fn=lambda y, t: 0)
+    schedule._dump_csv(str(path), **options)
+    return path.read_text()
+
+
+# Period with F = I = W = 1 on four ranks with eight micro-batches, which take 48 slots, and in flight on a stage at most.
+TORCHS = {
+    "ScheduleZBVZeroBubble": (48, 8),
+    "ScheduleDualPipeV": (51, 8),
+    "ScheduleInterleaved1F1B": (57, 8),
+    "ScheduleInterleavedZeroBubble": (51, 8),
+    "ScheduleLoopedBFS": (57, 8),
+}
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+def test_schedules_of_torch_are_read_timed_and_improved(kind: str, tmp_path: Path) -> None:
+    for num_ranks, microbatches in ((2, 4), (4, 8), (4, 32)):
+        schedule = read_csv(written(kind, num_ranks, microbatches, tmp_path / "s.csv"), kind)
+        assert (schedule.num_stages, schedule.num_ranks) == (2 * num_ranks, num_ranks)
+        validate(schedule)
+        found = timed(schedule, COSTS)
+        assert found.lower_bound <= found.period
+        assert simulate(schedule, COSTS, cycles=8).period == pytest.approx(found.period, rel=0.01)
+        assert read_csv(write_csv(schedule), kind) == schedule
+        ours = best(
+            "end-to-end", num_stages=2 * num_ranks, num_microbatches=microbatches, costs=COSTS,
+            placement=schedule.placement,
+        )  # fmt: skip
+        assert ours.optimal, "no order of these actions on these ranks is faster"
+        assert max(ours.in_flight) <= max(found.in_flight)
+        if (num_ranks, microbatches) == (4, 8):
+            assert (found.period, max(found.in_flight)) == TORCHS[kind]
+
+
+def test_both_formats_of_torch_are_one_schedule(tmp_path: Path) -> None:
+    texts = [
+        written("ScheduleInterleaved1F1B", 2, 4, tmp_path / f"{name}.csv", format=name)
+        for name in ("compute_only", "compute_comms")
+    ]
+    assert "SEND_F" in texts[1]
+    assert read_csv(texts[0]) == read_csv(texts[1])
+
+
+def test_torch_reads_what_nwise_writes(tmp_path: Path) -> None:
+    path = tmp_path / "s.csv"
+    found = baseline("zb-v", num_stages=4, num_ranks=2, num_microbatches=6, costs=COSTS)
+    path.write_text(write_csv(found.schedule))
+    stages = [FakeStage(index, 4, 2) for index in (0, 3)]
+    schedule: Any = torchs.ScheduleZBVZeroBubble(stages, 6, loss_fn=lambda y, t: 0)  # type: ignore[arg-type]
+    schedule._load_csv(str(path), format="compute_only")
+    cells = [[str(action) for action in schedule.pipeline_order[rank] if action is not None] for rank in range(2)]
+    assert cells == [line.split(",") for line in path.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("float64")
+def test_schedule_from_csv_computes_the_gradients(tmp_path: Path) -> None:
+    schedule = read_csv(written("ScheduleDualPipeV", 2, 4, tmp_path / "s.csv"))
+    stages: list[nn.Module] = [nn.Linear(3, 3) for _ in range(4)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "end-to-end", 4, schedule=schedule)
+    x, y = torch.randn(8, 3), torch.randn(8, 3)
+    expected = nwise.reference_grads(stages, None, nn.functional.mse_loss, x, y, pipe.credit, 4)
+    pipe.step(x, target=y)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0", r"A cell should be a stage, one of F, I, W, B, and a micro-batch, like 0F0. Found '0X0'"),
+        ("0F0,0B0\n0F1,0B1", "A stage should be on one rank. Found stage 0 on 0 and 1"),
+        ("", "every stage and micro-batch, 4096 of each at most. Found 0 of 0 stages and 0 micro-batches"),
+        ("0F0,2F0", "Found 2 of 3 stages and 1 micro-batches"),
+        ("0F99999,0B99999", "Found 1 of 1 stages and 100000 micro-batches"),
+        ("0F0\n1F0,1B0", r"Found no W0\(0\)"),
+        ("0B0,0F0\n1F0,1B0", r"Found W0\(0\) without the activation|deadlock|before"),
+    ],
+)
+def test_broken_csv_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_csv(text)
+
+
+def test_other_strategies_are_not_written() -> None:
+    for name in ("2-wise", "end-to-end-delay-1"):
+        with pytest.raises(ValueError, match="should be end-to-end and without delay to be written as CSV"):
+            write_csv(best(name, num_stages=3, num_microbatches=3, costs=COSTS).schedule)
+
+
+def test_csv_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zb-v.csv"
+    arguments = ["schedule", "--strategy", "zb-v", "--stages", "4", "--ranks", "2", "--microbatches", "4"]
+    assert cli.run([*arguments, "--out", str(path)]) == 0
+    assert path.read_text().startswith("0F0,")
+    capsys.readouterr()
+    assert cli.run(["schedule", "--csv", str(path), "--costs", "1,0,1,1"]) == 0
+    out = capsys.readouterr().out
+    assert "zb-v.csv" in out
+    assert "rank 1" in out
+    assert cli.run(["schedule", "--csv", str(tmp_path / "none.csv")]) == 2
+    assert "`csv` should be a file. Found none at" in capsys.readouterr().err
+    assert cli.run(["schedule", "--strategy", "2-wise", "--out", str(path)]) == 2
+    assert "should be end-to-end" in capsys.readouterr().err
