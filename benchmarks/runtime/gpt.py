@@ -1,4 +1,4 @@
-"""One rank of real computation: the GPT of `benchmarks/step_cost` in two stages, a thread each, both libraries in turn.
+"""One rank of real computation: the GPT of `benchmarks/step_cost` on two processes, a thread each, both libraries in turn.
 
 python -m torch.distributed.run --nproc-per-node 2 benchmarks/runtime/gpt.py ROUNDS
 """
@@ -10,10 +10,17 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import nwise
 from nwise import models
@@ -33,7 +40,10 @@ def data() -> tuple[Tensor, Tensor]:
 def ours(model: models.StagedModel, strategy: str, m: int, schedule: str | None) -> Callable[[], None]:
     """A training step of nwise."""
     stages, heads = copy.deepcopy(model.stages), copy.deepcopy(model.heads)
-    pipe = nwise.Pipeline(stages, heads, TokenCrossEntropy(), strategy, m, seed=0, schedule=schedule)
+    placement = "v" if schedule == "zb-v" else "contiguous"
+    pipe = nwise.Pipeline(
+        stages, heads, TokenCrossEntropy(), strategy, m, seed=0, schedule=schedule, placement=placement
+    )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
     x, y = data()
 
@@ -65,17 +75,48 @@ def torchs(
     return step
 
 
+def torchs_split(
+    model: models.StagedModel, rank: int, m: int, kind: type[ScheduleZBVZeroBubble | ScheduleInterleavedZeroBubble]
+) -> Callable[[], None]:
+    """A training step of torch's zero-bubble pipelines, with two stages on a rank."""
+    indices = ((0, 3) if rank == 0 else (1, 2)) if kind is ScheduleZBVZeroBubble else (rank, rank + 2)
+    modules = [copy.deepcopy(model.stages[index]) for index in indices]
+    stages = [
+        PipelineStage(module, index, 4, torch.device("cpu")) for module, index in zip(modules, indices, strict=True)
+    ]
+    options: dict[str, Any] = {"loss_fn": TokenCrossEntropy()}
+    schedule = kind([*stages], m, **options)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.01)
+    x, y = data()
+    inputs: tuple[Tensor, ...] = (x,) if 0 in indices else ()
+    target: dict[str, Any] = {"target": y} if 3 in indices else {}
+
+    def step() -> None:
+        schedule.step(*inputs, **target)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def main(rounds: int) -> None:
     """All methods in turn; a JSON line for each and every round."""
     torch.set_num_threads(1)
     world = World(2)
-    model = models.gpt(2, 6, 256, 4, LENGTH, VOCABULARY)
+    model, halves = models.gpt(2, 6, 256, 4, LENGTH, VOCABULARY), models.gpt(4, 3, 256, 4, LENGTH, VOCABULARY)
     steps: dict[tuple[str, str, int], Callable[[], None]] = {("nwise", "1-wise", 1): ours(model, "1-wise", 1, None)}
     steps |= {("nwise", "2-wise", m): ours(model, "2-wise", m, None) for m in (1, 2, 4)}
     for m in (2, 4):
         for name, kind in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
             steps["nwise", name, m] = ours(model, "end-to-end", m, name)
             steps["torch", name, m] = torchs(model, world.rank, m, kind)
+    for m in (4, 8):
+        for name in ("zb-h1", "zero-bubble", "end-to-end-delay-1"):
+            late = name == "end-to-end-delay-1"
+            steps["nwise", name, m] = ours(model, name if late else "end-to-end", m, None if late else name)
+        steps["nwise", "zb-v", m] = ours(halves, "end-to-end", m, "zb-v")
+        steps["torch", "zb-v", m] = torchs_split(halves, world.rank, m, ScheduleZBVZeroBubble)
+        steps["torch", "interleaved zb", m] = torchs_split(halves, world.rank, m, ScheduleInterleavedZeroBubble)
     for number in range(-1, rounds):  # the first round warms up
         for (library, method, m), step in steps.items():
             torch.distributed.barrier()
