@@ -133,13 +133,20 @@ def test_late_updates_by_hand(strategy: str) -> None:
     assert pipe.steps == 3
 
 
+ORDERS = ["depth-first", "phase", "1f1b", "zb-h1"]
 STRATEGIES = ["local", "2-wise", "3-wise-mean", "end-to-end", "deep-supervision", "rotating-2", "rotating-2-microbatch"]
 
 
+# Every delay with every strategy, and every order with every delay.
+CASES = [
+    (delay, strategy, 1 + k % 3, ORDERS[(i + k) % 4])
+    for i, delay in enumerate(("-delay-0", "-delay-1", "-delay-2", "-hogwild"))
+    for k, strategy in enumerate(STRATEGIES)
+]
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("delay", ["-delay-0", "-delay-1", "-delay-2", "-hogwild"])
-@pytest.mark.parametrize(("strategy", "m"), [(name, 1 + i % 3) for i, name in enumerate(STRATEGIES)])
-@pytest.mark.parametrize("order", ["depth-first", "phase", "1f1b", "zb-h1"])
+@pytest.mark.parametrize(("delay", "strategy", "m", "order"), CASES)
 def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, order: str) -> None:
     """Momentum, ragged batches, and calls after a drain; the definition keeps the gradients of every call."""
     torch.manual_seed(0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import nwise
+from experiments.t.printed import best_table
 from nwise.schedule import PAPER, Slot, best, fit_slot, paper_time, simulate
-from nwise.schedule.paper import best_table
 
 
 def slots(strategy: str | nwise.Strategy, num_stages: int, num_microbatches: int) -> float:

@@ -11,10 +11,11 @@ from experiments.harness.claims import Claim, exact
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
 from experiments.harness.store import Store
 from experiments.t import plots as timing_plots
+from experiments.t.printed import PRINTED_STAGES, BestCell
 from experiments.t.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.paper import POWERS, PRINTED_STAGES, BestCell
+from nwise.schedule.paper import POWERS
 
 KINDS = ("virtual, paper costs", "real")
 

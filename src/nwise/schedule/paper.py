@@ -16,17 +16,6 @@ from nwise.schedule.costs import check_counts
 C0, C1 = 0.025, 1.279
 POWERS = (1, 2, 4, 8, 16, 32)
 
-# The best M as printed, for A = 2, 3, 4, 5, 6-11 and 12-30. Nine cells with n >= 3 do not follow from the formula.
-PRINTED_BEST = {
-    "end-to-end": (8, 8, 16, 16, 16, 32),
-    "1-wise": (1, 1, 1, 1, 1, 1),
-    "2-wise": (8, 2, 2, 2, 2, 2),
-    "3-wise": (8, 4, 2, 2, 2, 2),
-    "4-wise": (8, 8, 4, 2, 2, 2),
-    "5-wise": (16, 8, 8, 4, 2, 2),
-}
-PRINTED_STAGES = (range(2, 3), range(3, 4), range(4, 5), range(5, 6), range(6, 12), range(12, 31))
-
 
 def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:
     """Return T(A, M, N): the slots per mini-batch of N-wise training in the steady state.
@@ -120,35 +109,3 @@ def fit_slot(measured: Mapping[tuple[int, int, int], float]) -> Slot:
             options.append((float(np.sqrt(np.mean((rows @ values - 1) ** 2))), *values.tolist()))
     error, c0, c1 = min(options)
     return Slot(c0, c1, error)
-
-
-@dataclass(frozen=True, slots=True)
-class BestCell:
-    """A cell of the paper's table of the best M.
-
-    Args:
-        method: name of the row.
-        num_stages: number of stages, A.
-        printed: M in the paper.
-        formula: M from the formula, among powers of two.
-        loss: time by the formula with the printed M over that with the formula's M, minus 1.
-    """
-
-    method: str
-    num_stages: int
-    printed: int
-    formula: int
-    loss: float
-
-
-def best_table(slot: Slot = Slot()) -> list[BestCell]:
-    """Return the paper's table of the best M beside the formula's, for every A from 2 to 30."""
-    cells = []
-    for method, row in PRINTED_BEST.items():
-        for printed, stages in zip(row, PRINTED_STAGES, strict=True):
-            for num_stages in stages:
-                n = num_stages if method == "end-to-end" else int(method.split("-")[0])
-                formula = slot.best_microbatches(num_stages, n)
-                times = [slot.batch_seconds(num_stages, m, n) for m in (printed, formula)]
-                cells.append(BestCell(method, num_stages, printed, formula, times[0] / times[1] - 1))
-    return cells
