@@ -304,6 +304,23 @@ def late_and_clipped() -> Any:
     return closed(pipe, state(pipe))
 
 
+def late_and_evaluated() -> Any:
+    """Gradients that are on their way during an evaluation, and while batches change their size, arrive all the same."""
+    pipe = pipeline(A, "3-wise-mean-delay-2", 2)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(batches(9, sizes=(8, 8, 5, 8))):
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+        if i % 2:
+            with torch.no_grad():
+                pipe.head_outputs(x[:3])
+    while pipe.drain():
+        update.step()
+        update.zero_grad()
+    return closed(pipe, state(pipe))
+
+
 def leaves_nothing() -> Any:
     """What is closed and dropped takes its model and its groups along; the hook for errors that nobody catches once kept them."""
 
@@ -344,6 +361,7 @@ CASES: dict[str, Case] = {
     "hand-counted bytes": hand_counted_bytes,
     "refusals": refusals,
     "late and clipped": late_and_clipped,
+    "late and evaluated": late_and_evaluated,
     "leaves nothing": leaves_nothing,
 }
 

@@ -33,10 +33,16 @@ class Sgd:
     """Divide the rate by 10 at these shares of the phase's steps."""
     plateau_epochs: int | None = None
     """Divide the rate by 10 after this many epochs without a lower test loss of the last head; None for never."""
+    nesterov: bool = False
+    """Look ahead along the momentum (Nesterov), which helps late gradients."""
+    extrapolate: bool = False
+    """Add the change between the last two updates once more, a correction for gradients that are one update late."""
 
     def __post_init__(self) -> None:
         check_range("lr", self.lr, 0, math.inf)
         check_range("momentum", self.momentum, 0, 1, least=True)
+        if self.nesterov and not self.momentum:
+            raise ValueError("`nesterov` needs a momentum above 0. Found 0.")
         check_range("weight_decay", self.weight_decay, 0, math.inf, least=True)
         for share in self.drops:
             check_range("drops", share, 0, 1)
@@ -59,6 +65,12 @@ class Adam:
     """Weight decay."""
     warmup_steps: int = 0
     """Steps of warm-up; 0 for a constant rate."""
+    nesterov: bool = False
+    """Look ahead along the momentum (NAdam), which helps late gradients."""
+    extrapolate: bool = False
+    """Add the change between the last two updates once more, a correction for gradients that are one update late."""
+    muon_lr: float = 0.0
+    """Learning rate of Muon for the matrices of hidden layers; Adam, with decoupled weight decay, trains the rest. 0: no Muon."""
 
     def __post_init__(self) -> None:
         check_range("lr", self.lr, 0, math.inf)
@@ -67,3 +79,6 @@ class Adam:
         check_range("eps", self.eps, 0, math.inf)
         check_range("weight_decay", self.weight_decay, 0, math.inf, least=True)
         check_count("warmup_steps", self.warmup_steps, 0)
+        check_range("muon_lr", self.muon_lr, 0, math.inf, least=True)
+        if self.muon_lr and self.nesterov:
+            raise ValueError("`nesterov` should be off with `muon_lr`, because Muon looks ahead anyway. Found both.")

@@ -117,12 +117,6 @@ class Engine:
         self._call(schedule, self._next, (), None)
         return True
 
-    @property
-    def pending(self) -> int:
-        """Number of calls of `drain` after which no gradient is due."""
-        oldest = 0 if self._schedule is None else self._schedule.oldest
-        return max((number + oldest + 1 - self._next for number in self._workers), default=0)
-
     def forget(self) -> None:
         """Drop the mini-batches that wait for their delay."""
         self._workers.clear()

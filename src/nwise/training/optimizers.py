@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Sgd
+from nwise.training.late import MuonWithAdam, extrapolate
 
 _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
 
@@ -36,14 +37,28 @@ def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -
 
 
 def make_optimizer(
-    config: Sgd | Adam, parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]]
+    config: Sgd | Adam,
+    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
+    matrices: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Make a torch optimizer with a configuration's settings.
 
     Args:
         config: the optimizer's configuration.
         parameters: the parameters, or groups of them with their own settings.
+        matrices: those that Muon trains, if the configuration has it (`nwise.training.late.hidden_matrices`); default: none.
     """
+    optimizer = _make(config, parameters, matrices)
+    if config.extrapolate:
+        extrapolate(optimizer)
+    return optimizer
+
+
+def _make(
+    config: Sgd | Adam,
+    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
+    matrices: Collection[nn.Parameter],
+) -> torch.optim.Optimizer:
     given = list(parameters)
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
@@ -51,7 +66,12 @@ def make_optimizer(
     fused = not any(is_dtensor(p) for group in kept for p in group["params"])
     if isinstance(config, Sgd):
         sgd = torch.optim.SGD(
-            kept, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
+            kept,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            fused=fused,
         )
         if config.momentum:
             # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
@@ -59,6 +79,10 @@ def make_optimizer(
                 sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return sgd
     betas = (config.beta1, config.beta2)
+    if config.muon_lr:
+        return MuonWithAdam(kept, set(matrices), config.lr, config.muon_lr, betas, config.eps, config.weight_decay)
+    if config.nesterov:
+        return torch.optim.NAdam(kept, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
     return torch.optim.Adam(
         kept, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
     )

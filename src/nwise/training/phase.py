@@ -11,6 +11,7 @@ import torch
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.training.clip import Clip
+from nwise.training.late import hidden_matrices
 from nwise.training.nonfinite import NonFiniteGuard
 from nwise.training.optimizers import LearningRate, make_optimizer, parameter_groups
 
@@ -38,7 +39,7 @@ class Phase:
             report: receives the facts if a loss or gradient is not finite.
         """
         config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
-        optimizer = make_optimizer(config, parameter_groups(pipe, config.lr, recipe.stage_lr))
+        optimizer = make_optimizer(config, parameter_groups(pipe, config.lr, recipe.stage_lr), hidden_matrices(pipe))
         rate = LearningRate(config, optimizer, len(steps), recipe.eval_every)
         clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
         return cls(optimizer, rate, clip, NonFiniteGuard(pipe, recipe.on_nan, report))

@@ -1,0 +1,76 @@
+"""Which method has the shortest step, by stages and latency: every row is a schedule that nwise runs.
+
+Writes one JSON record per method to ``records/methods.jsonl``, and ``methods.md`` with the tables.
+
+    python benchmarks/planning/methods.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.progress import track
+
+from nwise.schedule import TRANSFORMER, validate
+from nwise.schedule.plan import STRATEGIES, Plan, plan
+
+HERE = Path(__file__).parent
+METHODS = (*STRATEGIES, "2-wise-delay-1", "end-to-end-delay-2", "hogwild")
+
+
+def planned(devices: int, latency: float) -> Plan:
+    """All methods at their best M, at the prices of `TRANSFORMER`."""
+    costs = replace(TRANSFORMER, latency=latency)
+    return plan(
+        lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // devices),
+        devices,
+        microbatches=(1, 2, 4, 8, 16, 32),
+        strategies=METHODS,
+    )
+
+
+def main(devices: tuple[int, ...] = (4, 8, 16, 32), latencies: tuple[float, ...] = (0.0, 1.0)) -> None:
+    """Plan and write.
+
+    Args:
+        devices: numbers of devices.
+        latencies: times of a message, in forwards of a whole mini-batch through a stage.
+    """
+    records: list[dict[str, Any]] = []
+    places = [(latency, count) for latency in latencies for count in devices]
+    for latency, count in track(places, description="planning"):
+        found = planned(count, latency)
+        for option in found.options:
+            validate(option.timed.schedule)  # what could not run is not in the table
+            records.append({"devices": count, "latency": latency, **option.as_json(), "speedup": found.speedup(option)})
+    (HERE / "records").mkdir(exist_ok=True)
+    (HERE / "records" / "methods.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (HERE / "methods.md").write_text(tables(records, devices, latencies))
+
+
+def tables(records: Sequence[dict[str, Any]], devices: Sequence[int], latencies: Sequence[float]) -> str:
+    """A table for every latency: steps in slots with M, and the shortest in bold."""
+    lines = ["# Methods, written by methods.py", ""]
+    for latency in latencies:
+        here = [r for r in records if r["latency"] == latency]
+        lines += [f"## Latency {latency:g}", "", "| method | " + " | ".join(f"A = {count}" for count in devices) + " |"]
+        lines.append("|---" * (len(devices) + 1) + "|")
+        best = {count: min(r["period"] for r in here if r["devices"] == count) for count in devices}
+        for name in dict.fromkeys(r["method"] for r in here):
+            cells = []
+            for count in devices:
+                one = next((r for r in here if (r["devices"], r["method"]) == (count, name)), None)
+                text = "–" if one is None else f"{one['period']:.2f} ({one['microbatches']})"
+                cells.append(f"**{text}**" if one is not None and one["period"] == best[count] else text)
+            lines.append("| " + " | ".join([name, *cells]) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,152 @@
+"""Optimizers for late gradients, against values worked out by hand and against torch's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nwise
+from nwise.recipes import Adam, Sgd, recipe
+from nwise.training import Checkpoints, Trainer
+from nwise.training.late import MuonWithAdam, hidden_matrices
+from nwise.training.optimizers import make_optimizer
+
+
+def trained(config: Sgd | Adam, gradients: list[float]) -> list[float]:
+    """The values of a parameter that begins at 1."""
+    w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = make_optimizer(config, [w])
+    values = []
+    for gradient in gradients:
+        w.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        values.append(w.item())
+    return values
+
+
+def test_extrapolated_updates_by_hand() -> None:
+    """Rate 0.1, no momentum: u = -0.1 g = -0.1, -0.2, -0.1; then w + u + (u - the u before).
+
+    1 - 0.1 = 0.9;   0.9 - 0.2 + (-0.2 + 0.1) = 0.6;   0.6 - 0.1 + (-0.1 + 0.2) = 0.6
+    """
+    config = Sgd(lr=0.1, momentum=0, weight_decay=0, extrapolate=True)
+    assert trained(config, [1, 2, 1]) == pytest.approx([0.9, 0.6, 0.6], abs=1e-12)
+
+
+def test_nesterov_by_hand() -> None:
+    """Rate 0.1, momentum 0.5: v = 1, then 0.5 + 2 = 2.5; the update is g + 0.5 v = 1.5, then 3.25."""
+    config = Sgd(lr=0.1, momentum=0.5, weight_decay=0, nesterov=True)
+    assert trained(config, [1, 2]) == pytest.approx([0.85, 0.525], abs=1e-12)
+
+
+def test_nesterov_adam_by_hand() -> None:
+    """The first step of NAdam (Dozat 2016), beta1 = 0.9, beta2 = 0.999, decay 0.004, rate 0.1, gradient 2.
+
+    mu1 = 0.9 (1 - 0.5 0.96^0.004), mu2 = 0.9 (1 - 0.5 0.96^0.008); m = 0.2, v = 0.004, and v / (1 - beta2) = 4.
+    The update is 0.1 / 2 times ((1 - mu1) 2 / (1 - mu1) + mu2 0.2 / (1 - mu1 mu2)).
+    """
+    mu = [0.9 * (1 - 0.5 * 0.96 ** (0.004 * t)) for t in (1, 2)]
+    expected = 1 - 0.05 * (2 + mu[1] * 0.2 / (1 - mu[0] * mu[1]))
+    assert trained(Adam(lr=0.1, nesterov=True), [2.0]) == pytest.approx([expected], abs=1e-8)
+
+
+def network() -> nwise.Pipeline:
+    """An embedding, two hidden matrices, a head of two layers, and an output."""
+    torch.manual_seed(0)
+    stages = [
+        nwise.Chain({"embed": nn.Embedding(7, 4), "first": nn.Linear(4, 4)}),
+        nwise.Chain({"norm": nn.LayerNorm(4), "second": nn.Linear(4, 4), "output": nn.Linear(4, 7)}),
+    ]
+    return nwise.Pipeline(stages, [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7))], strategy="2-wise-mean", seed=0)
+
+
+def test_muon_trains_hidden_matrices_only() -> None:
+    pipe = network()
+    names = {p: name for name, p in pipe.named_parameters()}
+    assert [names[p] for p in hidden_matrices(pipe)] == [
+        "stages.0.first.weight",
+        "heads.0.0.weight",
+        "stages.1.second.weight",
+    ]
+
+
+def test_muon_with_adam_is_muon_and_adam() -> None:
+    """One optimizer, with a scheduler's rate and a state that can be saved, computes what torch's two do."""
+    ours, theirs = network(), network()
+    config = Adam(lr=0.01, muon_lr=0.02, weight_decay=0.1)
+    optimizer = make_optimizer(config, ours.parameters(), hidden_matrices(ours))
+    hidden = hidden_matrices(theirs)
+    rest = [p for p in theirs.parameters() if all(p is not q for q in hidden)]
+    parts = [torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1), torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1)]
+    rates = [torch.optim.lr_scheduler.StepLR(one, 2) for one in (optimizer, *parts)]
+    for step in range(5):
+        x = torch.randint(0, 7, (3,), generator=torch.Generator().manual_seed(step))
+        for pipe in (ours, theirs):
+            pipe.zero_grad()
+            pipe.step(x, target=x)
+        for one in (optimizer, *parts):
+            one.step()
+        for rate in rates:
+            rate.step()
+        if step == 2:
+            saved = optimizer.state_dict()
+            optimizer = make_optimizer(config, ours.parameters(), hidden_matrices(ours))
+            optimizer.load_state_dict(saved)
+            rates[0].optimizer = optimizer
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+    with pytest.raises(ValueError, match="`closure` should be None"):
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("changes", [{"extrapolate": True}, {"muon_lr": 0.02}, {"muon_lr": 0.02, "extrapolate": True}])
+def test_optimizers_for_late_gradients_resume_bitwise(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = Adam(lr=0.01, **changes)
+    pipe = network()
+    optimizer = make_optimizer(config, pipe.parameters(), hidden_matrices(pipe))
+    checkpoints = Checkpoints(tmp_path, pipe, optimizer)
+
+    def step() -> None:
+        x = torch.randint(0, 7, (3,), generator=torch.Generator().manual_seed(pipe.steps))
+        pipe.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    checkpoints.save()
+    for _ in range(2):
+        step()
+    expected = [p.detach().clone() for p in pipe.parameters()]
+    pipe = network()
+    optimizer = make_optimizer(config, pipe.parameters(), hidden_matrices(pipe))
+    Checkpoints(tmp_path, pipe, optimizer).resume()
+    for _ in range(2):
+        step()
+    assert all(torch.equal(p, q) for p, q in zip(pipe.parameters(), expected, strict=True))
+
+
+def test_recipe_trains_with_a_delay_and_muon() -> None:
+    small = replace(recipe("digits"), max_steps=4, batch_size=16, strategy="end-to-end-delay-1")
+    trainer = Trainer(replace(small, optimizer=Adam(muon_lr=0.02, extrapolate=True)))
+    scores = trainer.train()
+    assert scores.heads[-1] is not None
+    assert isinstance(trainer._phase.optimizer, MuonWithAdam)
+    assert not trainer.pipe.drain(), "the last gradients have been used"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (Sgd, {"nesterov": True, "momentum": 0.0}, "`nesterov` needs a momentum above 0. Found 0"),
+        (Adam, {"nesterov": True, "muon_lr": 0.1}, "`nesterov` should be off with `muon_lr`.*Found both"),
+        (Adam, {"muon_lr": -1.0}, "`muon_lr` should be a finite number at least 0. Found -1"),
+    ],
+)
+def test_bad_settings_are_refused(config: type[Sgd | Adam], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**options)
