@@ -36,7 +36,7 @@ begins its second mini-batch before stage 1 has ended its first.
 >>> import nwise.schedule as schedule
 >>> result = schedule.best("2-wise", num_stages=4, num_microbatches=2, costs=schedule.PAPER)
 >>> print(*result.lists[3])
-RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) D3(0) W3(1) D3(1) U3
+RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) D3(0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) D3(1) U3
 """
 
 from nwise._errors import deprecated_names

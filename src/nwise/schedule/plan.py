@@ -135,7 +135,7 @@ def plan(
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
     >>> result = plan(lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // 8), 8, microbatches=(1, 8, 16))
     >>> result.recommended.name, result.recommended.num_microbatches
-    ('zb-v', 16)
+    ('rotating-2-microbatch', 8)
     """
     if not microbatches:
         raise ValueError("`microbatches` should contain at least one number to try. Found none.")
