@@ -1,7 +1,7 @@
 """Kept cotangents: an input-gradient pass that leaves the weight gradients for later, without a second walk.
 
 Plain autograd can compute the gradient to the inputs alone and the gradient to the weights alone, but both passes walk the chain
-of layers. `gradient_to_inputs` keeps the cotangent of every layer with weights as it walks, and `Kept.finish` starts from those:
+of layers. `gradient_to_inputs` keeps the cotangent of every layer with weights as it walks, and `Kept.finish` starts from those::
 
     I    output --> layer 3 --> layer 2 --> layer 1 --> input
                        |           |           |

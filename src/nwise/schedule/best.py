@@ -12,6 +12,7 @@ from nwise.schedule.ages import Flows, When, message_ages, weight_ages
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.greedy import Free
+from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Rule, make_schedule
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Deadlock, Schedule, counted
@@ -123,12 +124,12 @@ def best_order(
     options: list[Timed] = []
     least = float("inf")
     for schedule in _candidates(flows, costs, placement, ages, small=memory is not None):
+        if memory is not None and (needed := max(peak_bytes(schedule, costs))) > memory:
+            least = min(least, needed)
+            continue
         try:
             option = timed(schedule, costs)
         except Deadlock:  # a delay puts the words of several turns together, which not every order allows
-            continue
-        if memory is not None and max(option.peak_bytes) > memory:
-            least = min(least, *option.peak_bytes)
             continue
         options.append(option)
         # The first candidates have the least memory, and first-in-first-out messages.

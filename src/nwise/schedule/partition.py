@@ -24,6 +24,8 @@ class Piece:
         update: time of the update of its parameters; default: 0.
         message_bytes: size of its output; default: 0.
         activation_bytes: memory from its forward to its last pass; default: 0.
+        cotangent_bytes: memory of the cotangents that an I keeps for its W; default: 0.
+        weight_bytes: size of parameters; default: 0.
         fixed_bytes: size of parameters, their gradients and optimizer state; default: 0.
         head_bytes: the same size for a head after the piece; default: 0.
     """
@@ -37,6 +39,8 @@ class Piece:
     update: float = 0.0
     message_bytes: float = 0.0
     activation_bytes: float = 0.0
+    cotangent_bytes: float = 0.0
+    weight_bytes: float = 0.0
     fixed_bytes: float = 0.0
     head_bytes: float = 0.0
 
@@ -123,6 +127,8 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
         update=[sum(p.update for p in stage) for stage in stages],
         message_bytes=[stage[-1].message_bytes for stage in stages],
         activation_bytes=[sum(p.activation_bytes for p in stage) for stage in stages],
+        cotangent_bytes=[sum(p.cotangent_bytes for p in stage) for stage in stages],
+        weight_bytes=[sum(p.weight_bytes for p in stage) for stage in stages],
         fixed_bytes=[
             sum(p.fixed_bytes for p in stage) + head * stage[-1].head_bytes
             for stage, head in zip(stages, heads, strict=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.data import Images, Tokens
+from nwise.kept import gradient_to_inputs
 from nwise.microbatch import Tensors, as_tuple
 from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule.partition import Piece
@@ -176,10 +177,17 @@ class _Bench:
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point() and i > 0) for x in inputs)
         with self._autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = as_tuple(piece(*leaves), "The output of a piece")
+        # The cotangents that an I of this piece keeps for a later W.
+        tracked = [x for x in leaves if x.requires_grad]
+        learns = [p for p in piece.parameters() if p.requires_grad]
+        seeds = [(y, torch.zeros_like(y)) for y in outputs if y.requires_grad]
+        cotangents = gradient_to_inputs(seeds, tracked, learns) if tracked and seeds else None
         copies = 2 + (2 if isinstance(self._optimizer, Adam) else 1 if self._optimizer.momentum else 0)
         return {
             "message_bytes": float(sum(y.nbytes for y in outputs)),
             "activation_bytes": float(sum(kept.values())),
+            "cotangent_bytes": float(cotangents.num_bytes if cotangents is not None else 0),
+            "weight_bytes": float(sum(p.nbytes for p in piece.parameters())),
             "fixed_bytes": float(copies * sum(p.nbytes for p in piece.parameters())),
             "head_bytes": float(copies * sum(p.nbytes for p in self._heads[i].parameters())),
         }
