@@ -160,15 +160,10 @@ def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = ()) -> lis
     Nothing else would keep such a stage from running ahead. It therefore starts a forward only after the next stage has
     taken its activation of the previous mini-batch.
     """
-    different = different_flows(flows)
+    different = list(counted(flows))
     last = len(flows[0][0].stages) - 1
     apart = [k for k in range(last) if not placement or placement[k] != placement[k + 1]]
     return [k for k in apart if not all(flow.stages[k + 1].messages for flow in different)]
-
-
-def different_flows(flows: Sequence[Sequence[Flow]]) -> list[Flow]:
-    """Return the different flows of a cycle."""
-    return list(counted(flows))
 
 
 def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:
