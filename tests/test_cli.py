@@ -146,6 +146,11 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["tran"], "A command should be one of .*Found 'tran'. Did you mean 'train'?"),
         (["train", "digit"], "A recipe should be one of .*Found 'digit'. Did you mean 'digits'?"),
+        (
+            ["train", "--placement", "interleave"],
+            "`placement` should be one of .*Found 'interleave'. Did you mean 'interleaved'?",
+        ),
+        (["train", "--placement", "0,2,2,2"], "every rank from 0 to 2 a stage.*Found \\[0, 2, 2, 2\\]"),
         (["train", "--device", "cuda:77"], "`device` should be one of .*Found 'cuda:77'"),
         (["train", "--num-stages", "0"], "`num_stages` should be an integer of at least 1. Found 0"),
         (["train", "--batch-size", "5000"], "`batch_size` should be at most the 1437 samples there are. Found 5000"),

@@ -6,7 +6,9 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from nwise.schedule.baselines import BASELINES
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, costs_of_text
 from nwise.schedule.partition import Piece, partition, stage_costs, work
+from nwise.schedule.placement import balanced
 from nwise.schedule.plan import Plan, plan
 from nwise.schedule.verdict import verdict
 from nwise.training.profile import profile
@@ -141,6 +144,36 @@ def test_partition_looks_beyond_a_heavy_head() -> None:
     assert partition(pieces, [find_flow(nwise.Local().credit(2))]) == [0, 3]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_placement_is_optimal(seed: int) -> None:
+    numbers = random.Random(seed)
+    size = numbers.randint(1, 8)
+    work = [numbers.choice([0.0, 1.0, numbers.random()]) for _ in range(size)]
+    num_ranks = numbers.randint(1, size)
+
+    def busiest(starts: Sequence[int]) -> float:
+        return max(sum(work[a:b]) for a, b in itertools.pairwise([0, *starts, size]))
+
+    placement = balanced(work, num_ranks)
+    assert list(placement) == sorted(placement)
+    assert set(placement) == set(range(num_ranks))
+    starts = [k for k in range(1, size) if placement[k] != placement[k - 1]]
+    assert busiest(starts) == min(map(busiest, itertools.combinations(range(1, size), num_ranks - 1)))
+
+
+def test_balanced_placement_of_unequal_stages_is_faster() -> None:
+    """Head and passes count: the first stage of 2-wise has neither a head that runs nor an I."""
+    times = (1, 1, 1, 3)
+    costs = Costs(times, 0.5, times, times)
+    options: dict[str, Any] = {"num_stages": 4, "num_ranks": 2, "num_microbatches": 4, "costs": costs}
+    equal, found = best("2-wise", **options), best("2-wise", placement="balanced", **options)
+    assert found.schedule.placement == (0, 0, 0, 1)
+    assert found.period < equal.period
+    assert baseline("gpipe", placement="balanced", **options).schedule.placement == (0, 0, 0, 1)
+    with pytest.raises(ValueError, match="number of ranks should be from 1 to the 4 stages. Found 5"):
+        best("2-wise", placement="balanced", **{**options, "num_ranks": 5})
+
+
 def test_plan_identifies_strategies_by_their_credit() -> None:
     """4-wise-mean at four stages is not end-to-end; blocks of one are local, blocks of four are end-to-end."""
     strategies = ("4-wise", "4-wise-mean", "blocks-1", "blocks-4", "01-wise", "hogwild")
@@ -234,6 +267,9 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     arguments += ["--rounds", "1", "--device", "cpu", "--latency", "1e-4", "--bandwidth", "10", "--memory", "4"]
     assert cli.run(arguments) == 0
     out = capsys.readouterr().out
+    placement = re.search(r"keep the recipe's 4 stages, balanced over the devices: --placement (\S+)", out)
+    assert placement is not None
+    assert set(placement[1].split(",")) == {"0", "1", "2"}
     assert "MiB" in out
     assert "Measured on cpu, mini-batches of 64; one round, so the noise is unknown. Cut for" in out
     assert cli.run([*arguments, "--batch-size", "8", "--json"]) == 0

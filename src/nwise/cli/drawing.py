@@ -73,7 +73,7 @@ class ScheduleCommand:
     ranks: int | None = None
     """Processes that share the stages; default: one for each."""
     placement: str | None = None
-    """Which rank runs which stage: contiguous, interleaved, v, or ranks like 0,1,1,0; default: what a pipeline is made for."""
+    """Rank of each stage: contiguous, balanced (by the costs), interleaved, v, or like 0,1,1,0; default: the method's."""
     csv: Path | None = None
     """Or an end-to-end schedule to read, in the CSV format of torch.distributed.pipelining: a row per rank, cells like 3F0."""
     batches: int = 2

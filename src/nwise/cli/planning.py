@@ -20,9 +20,12 @@ from nwise.flow import Flow
 from nwise.recipes import recipe
 from nwise.schedule import Costs
 from nwise.schedule import plan as planner
+from nwise.schedule.baselines import method_flows
 from nwise.schedule.best import DoesNotFit
+from nwise.schedule.bounds import stage_work
 from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import partition, stage_costs
+from nwise.schedule.placement import balanced
 from nwise.schedule.verdict import verdict
 from nwise.training.build import pick_device
 from nwise.training.profile import Profile, profile
@@ -197,6 +200,19 @@ class PlanCommand:
             f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.name}: "
             f"stages begin at the start and at {cut}."
         )
+        if placement := self._placement(plan, measured):
+            console.say(
+                f"Or keep the recipe's {len(measured.starts)} stages, balanced over the devices: --placement {placement}"
+            )
+
+    def _placement(self, plan: planner.Plan, measured: Profile) -> str | None:
+        """Return the placement by work of the recipe's own stages; None if these are too few."""
+        if not 1 < self.devices < len(measured.starts):
+            return None
+        m = plan.recommended.num_microbatches
+        flows = method_flows(plan.recommended.name, len(measured.starts), m)
+        costs = stage_costs(measured.pieces[m], measured.starts, [batch[0] for batch in flows])
+        return ",".join(map(str, balanced(stage_work(flows, costs), self.devices)))
 
     def _as_json(self, plan: planner.Plan, measured: Profile | None) -> dict[str, Any]:
         record: dict[str, Any] = {
@@ -208,6 +224,7 @@ class PlanCommand:
         }
         if measured is not None:
             pieces = {m: list(map(dataclasses.asdict, pieces)) for m, pieces in measured.pieces.items()}
+            record["placement"] = self._placement(plan, measured)
             record["profile"] = {**dataclasses.asdict(measured), "pieces": pieces}
         return record
 

@@ -19,6 +19,7 @@ from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
 from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
 from nwise.schedule.named import ORDERS, check_order
+from nwise.schedule.placement import check_name, parse_placement
 from nwise.strategies import Heads, strategy
 from nwise.strategies.base import example_names
 
@@ -235,6 +236,8 @@ class Recipe:
     """Factors of the learning rates of the stages and their heads, separated by spaces; empty: all 1."""
     schedule: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ORDERS) + "}")] = "best"
     """Order of work with a process for each stage. In one process it affects only memory, and best is depth-first."""
+    placement: str = "contiguous"
+    """Process of each stage, with several processes: contiguous, interleaved, v, or ranks like 0,1,1,0 (`nwise plan`)."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16 runs forwards under autocast."""
     defer_batchnorm: bool = False
@@ -279,6 +282,8 @@ class Recipe:
         if self.channels_last and isinstance(self.data, EmbeddedText | TextSource):
             raise ValueError("`channels_last` needs image data. Found text.")
         object.__setattr__(self, "schedule", check_order(self.schedule))  # an old name becomes the present one
+        if isinstance(placement := parse_placement(self.placement), str):
+            check_name(placement)
         self.strategy_for(1)
 
     def strategy_for(self, steps_per_epoch: int) -> Any:

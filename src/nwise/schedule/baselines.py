@@ -9,7 +9,7 @@ from typing import Any
 from nwise._errors import current_name, hint
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
-from nwise.schedule.best import DoesNotFit, best, check_placement
+from nwise.schedule.best import DoesNotFit, best, place
 from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.greedy import Free
 from nwise.schedule.memory import peak_bytes
@@ -34,6 +34,11 @@ def stages_on(devices: int, name: str) -> int:
     (8, 4)
     """
     return devices * (2 if name in SEVERAL_STAGES else 1)
+
+
+def method_flows(name: str, num_stages: int, num_microbatches: int) -> Flows:
+    """Return the flow of every micro-batch of a pipeline or strategy, by name, ``[turns][M]``."""
+    return flows_for(EndToEnd() if name in BASELINES else parse(name), num_stages, num_microbatches)
 
 
 def baseline(
@@ -69,8 +74,8 @@ def baseline(
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
-    flows = flows_for(EndToEnd(), num_stages, num_microbatches)
-    ranks = check_placement(RULES[name].placement if placement is None else placement, num_stages, num_ranks)
+    flows = method_flows(name, num_stages, num_microbatches)
+    ranks = place(RULES[name].placement if placement is None else placement, num_ranks, flows, costs)
     schedules = list(_schedules(name, flows, ranks, costs, small=memory is not None))
     sizes = [max(peak_bytes(schedule, costs)) for schedule in schedules]
     fitting = [s for s, size in zip(schedules, sizes, strict=True) if memory is None or size <= memory]

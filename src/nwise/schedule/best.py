@@ -9,12 +9,12 @@ from functools import partial
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.ages import Flows, When, message_ages, weight_ages
-from nwise.schedule.bounds import resource_bound
+from nwise.schedule.bounds import resource_bound, stage_work
 from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.greedy import Free
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Rule, make_schedule
-from nwise.schedule.placement import Placement, make_placement
+from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Deadlock, Schedule, counted
 from nwise.schedule.timed import CLOSE, Timed, check_memory, timed
 from nwise.strategies import Strategy, Switch
@@ -66,7 +66,8 @@ def best(
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
         memory: limit per rank in bytes (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
-        placement: rank of every stage, see `nwise.schedule.placement`; default: neighbouring stages share a rank.
+        placement: rank of every stage, see `nwise.schedule.placement`, or ``"balanced"`` for contiguous stages of which the
+            busiest rank has the least work by these costs; default: neighbouring stages share a rank, in equal numbers.
         num_ranks: number of ranks; default: one for each stage, or those of the placement.
 
     Raises:
@@ -88,16 +89,20 @@ def best(
             "`strategy.in_force(step)`."
         )
     flows = flows_for(rule, num_stages, num_microbatches)
-    ranks = check_placement(placement, num_stages, num_ranks)
+    ranks = place(placement, num_ranks, flows, costs)
     return best_order(flows, costs, ranks, weight_ages(rule, flows), memory=memory)
 
 
-def check_placement(placement: str | Sequence[int], num_stages: int, num_ranks: int | None) -> Placement:
+def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, costs: Costs) -> Placement:
     """Return the rank of every stage; see `best`."""
+    num_stages = len(flows[0][0].stages)
     if num_ranks is None:
         num_ranks = num_stages if isinstance(placement, str) else 1 + max(placement, default=0)
     check_counts(num_ranks=num_ranks)
-    return make_placement(placement, num_stages, num_ranks)
+    if placement != "balanced":
+        return make_placement(placement, num_stages, num_ranks)
+    make_placement("contiguous", num_stages, num_ranks)  # checks the number of ranks
+    return balanced(stage_work(flows, costs), num_ranks)
 
 
 def best_order(

@@ -34,23 +34,31 @@ _CLOSE = 1e-9
 _MOST_EFFORT = 2e8
 
 
+def stage_work(flows: Sequence[Sequence[Flow]], costs: Costs) -> list[float]:
+    """Return the least work of every stage, per cycle of mini-batches."""
+    work = []
+    for k, price in enumerate(prices(costs, len(flows[0][0].stages))):
+        work.append(len(flows) * price.update)
+        for flow, count in counted(flows).items():
+            kinds = [*forwards(flow.stages[k], k, 0), *passes(flow.stages[k], k, 0, fuse=False)]
+            work[k] += count * sum(_least(price, action, flow) for action in kinds)
+    return work
+
+
 def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement = ()) -> float:
     """Return the work of the busiest rank or the time of the busiest link, per cycle of mini-batches."""
     num_stages = len(flows[0][0].stages)
     ranks = placement or tuple(range(num_stages))
-    work = [0.0] * num_stages
-    links: dict[tuple[int, int], float] = defaultdict(float)
+    ranks_and_links: dict[int | tuple[int, int], float] = defaultdict(float)
+    for rank, time in zip(ranks, stage_work(flows, costs), strict=True):
+        ranks_and_links[rank] += time
     times = [size / costs.bandwidth for size in costs.per_stage("message_bytes", num_stages)]
-    for k, price in enumerate(prices(costs, num_stages)):
-        for flow, count in counted(flows).items():
-            stage = flow.stages[k]
-            kinds = [*forwards(stage, k, 0), *passes(stage, k, 0, fuse=False)]
-            work[ranks[k]] += count * sum(_least(price, action, flow) for action in kinds)
-            if k and ranks[k - 1] != ranks[k]:
-                links[ranks[k - 1], ranks[k]] += count * times[k - 1]
-                links[ranks[k], ranks[k - 1]] += count * times[k - 1] * len(stage.messages)
-        work[ranks[k]] += len(flows) * price.update
-    return max(*work, *links.values(), 0.0)
+    for k in range(1, num_stages):
+        below, here = ranks[k - 1], ranks[k]
+        for flow, count in counted(flows).items() if below != here else ():
+            ranks_and_links[below, here] += count * times[k - 1]
+            ranks_and_links[here, below] += count * times[k - 1] * len(flow.stages[k].messages)
+    return max(ranks_and_links.values())
 
 
 def delay_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, ages: Sequence[int]) -> float:

@@ -3,6 +3,7 @@
 8 stages on 4 ranks    stage   0  1  2  3  4  5  6  7
 
 contiguous             rank    0  0  1  1  2  2  3  3     fewest messages
+balanced               rank    0  0  0  1  1  2  2  3     contiguous, the work of the busiest rank smallest
 interleaved            rank    0  1  2  3  0  1  2  3     interleaved 1F1B
 v                      rank    0  1  2  3  3  2  1  0     ZB-V and DualPipeV: rank 0 has the first stage and the last
 """
@@ -10,6 +11,8 @@ v                      rank    0  1  2  3  3  2  1  0     ZB-V and DualPipeV: ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
 
 from nwise._errors import hint
 
@@ -28,6 +31,42 @@ def parse_placement(text: str) -> str | list[int]:
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ValueError(f"`placement` should be a name, or ranks like 0,1,1,0. Found {text!r}.")
     return [int(part) for part in text.split(",")]
+
+
+def check_name(placement: str) -> None:
+    """Raise ValueError unless `placement` is one of `PLACEMENTS`."""
+    if placement not in PLACEMENTS:
+        raise ValueError(
+            f"`placement` should be one of {', '.join(PLACEMENTS)}, or a rank for every stage. Found {placement!r}."
+            f"{hint(placement, PLACEMENTS)}"
+        )
+
+
+def balanced(work: Sequence[float], num_ranks: int) -> Placement:
+    """Return the contiguous placement whose busiest rank has the least work.
+
+    Args:
+        work: work of every stage, such as `nwise.schedule.bounds.stage_work`.
+        num_ranks: number of ranks, at most that of the stages.
+
+    >>> balanced([1, 1, 1, 4, 1], 2)
+    (0, 0, 0, 1, 1)
+    """
+    before = list(accumulate(work, initial=0.0))
+    # For the stages before each `end`: the smallest largest work of a rank, and the ranks' first stages.
+    cuts: list[tuple[float, tuple[int, ...]]] = [(time, (0,)) for time in before]
+    for ranks in range(1, num_ranks):
+        cuts = [
+            min(
+                (
+                    (max(cuts[first][0], before[end] - before[first]), (*cuts[first][1], first))
+                    for first in range(ranks, end)
+                ),
+                default=(inf, ()),
+            )
+            for end in range(len(before))
+        ]
+    return tuple(sum(k >= first for first in cuts[-1][1]) - 1 for k in range(len(work)))
 
 
 def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: int) -> Placement:
@@ -51,11 +90,7 @@ def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: i
         )
     stages = range(num_stages)
     if isinstance(placement, str):
-        if placement not in PLACEMENTS:
-            raise ValueError(
-                f"`placement` should be one of {', '.join(PLACEMENTS)}, or a rank for every stage. Found {placement!r}."
-                f"{hint(placement, PLACEMENTS)}"
-            )
+        check_name(placement)
         if placement == "contiguous":
             return tuple(k * num_ranks // num_stages for k in stages)
         if placement == "interleaved":

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nwise.flow import Flow, flows_for
-from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES, stages_on, timed_method
+from nwise.flow import Flow
+from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES, method_flows, stages_on, timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs, check_counts
@@ -146,7 +146,7 @@ def plan(
     todo = [(name, m) for name in _methods(strategies, num_stages) for m in microbatches]
     for name, m in progress(todo):
         size = stages_on(num_stages, name)
-        flows = flows_for(EndToEnd() if name in BASELINES else parse(name), size, m)
+        flows = method_flows(name, size, m)
         try:
             costs = stage_costs([batch[0] for batch in flows], m)
         except ValueError:

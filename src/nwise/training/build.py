@@ -19,6 +19,7 @@ from nwise.models.chain import Chain
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
 from nwise.runtime.launch import launched, variable
+from nwise.schedule.placement import parse_placement
 from nwise.stage import LossFn
 
 
@@ -78,6 +79,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
         schedule=None if recipe.schedule == "best" else recipe.schedule,
         recompute=recipe.recompute,
         seed=recipe.seed,
+        placement=parse_placement(recipe.placement),
     )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ class Profile:
         pieces: the pieces, by the number of micro-batches per mini-batch.
         device: the device they were measured on.
         batch_size: samples in a mini-batch.
+        starts: index of the first piece of every stage of the recipe's network.
         spread: half the distance between the quartiles of the rounds over their median; nan for a single round.
     """
 
     pieces: dict[int, list[Piece]]
     device: str
     batch_size: int
+    starts: tuple[int, ...]
     spread: float
 
 
@@ -79,7 +82,7 @@ def profile(
         m: [_piece(bench, i, times[m, i], recipe.batch_size // m) for i in range(len(bench.names))]
         for m in microbatches
     }
-    return Profile(pieces, str(device), recipe.batch_size, _spread(list(times.values())))
+    return Profile(pieces, str(device), recipe.batch_size, bench.starts, _spread(list(times.values())))
 
 
 def _spread(times: list[list[dict[str, float]]]) -> float:
@@ -112,8 +115,10 @@ class _Bench:
 
     def __init__(self, recipe: Recipe, data: Images | Tokens, device: torch.device) -> None:
         model = recipe.build(data)
-        pieces = {name: piece for stage in model.stages for name, piece in stage.pieces().items()}
+        stages = [stage.pieces() for stage in model.stages]
+        pieces = {name: piece for stage in stages for name, piece in stage.items()}
         self.names = list(pieces)
+        self.starts = tuple(accumulate(map(len, stages[:-1]), initial=0))
         self._device = device
         self._autocast: Callable[[], AbstractContextManager[Any]] = lambda: autocast(recipe, device)
         self._optimizer: Sgd | Adam = recipe.optimizer
