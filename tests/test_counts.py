@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
+from nwise._autograd import add_gradients
 from nwise.flow import find_flow
 from nwise.schedule.actions import Action, Kind
 
@@ -70,14 +71,13 @@ def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monke
     flow = find_flow(pipe.credit)
     calls: list[list[Tensor]] = []
     freed: list[bool] = []
-    original = torch.autograd.backward
 
-    def counting(*args: Any, **kwargs: Any) -> None:
-        calls.append(list(kwargs["inputs"]))
-        freed.append(not kwargs.get("retain_graph"))
-        original(*args, **kwargs)
+    def counting(roots: Any, seeds: Any, leaves: Any, *, retain_graph: bool) -> None:
+        calls.append(list(leaves))
+        freed.append(not retain_graph)
+        add_gradients(roots, seeds, leaves, retain_graph=retain_graph)
 
-    monkeypatch.setattr(torch.autograd, "backward", counting)
+    monkeypatch.setattr("nwise.stage.add_gradients", counting)
     actions: list[Action] = []
     pipe.on_action = actions.append
     x = torch.randn(7, WIDTH, requires_grad=True)

@@ -29,7 +29,7 @@ class Snapshot:
         for norm in self._deferred:
             norm.discard()  # drops statistics of inference in training mode
         norms = [module for module in modules if module.training and _moves_statistics(module)]
-        self._buffers = [(b, b.clone()) for norm in norms for b in norm.buffers(recurse=False)]
+        self._buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
 
     def commit(self) -> None:
         """Move the deferred statistics, after the whole mini-batch of a step."""

@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from nwise._autograd import add_gradients
 
 Seeds = Sequence[tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor | None, ...]
@@ -50,7 +51,7 @@ class Kept:
         for node, gradients, learns in self._parts:
             edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
             known = [g for g in gradients if g is not None]
-            torch.autograd.backward(edges, known, retain_graph=retain_graph, inputs=learns)
+            add_gradients(edges, known, learns, retain_graph=retain_graph)
 
 
 def gradient_to_inputs(seeds: Seeds, inputs: Sequence[Tensor], learns: Sequence[Tensor]) -> Kept | None:
@@ -65,6 +66,7 @@ def gradient_to_inputs(seeds: Seeds, inputs: Sequence[Tensor], learns: Sequence[
         The kept cotangents; None if they cannot be told apart because layers share a parameter. The gradients to the weights
         then need a walk through the whole graph.
 
+    >>> import torch
     >>> first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     >>> x = torch.ones(1, 2, requires_grad=True)
     >>> y = second(first(x))
@@ -81,9 +83,7 @@ def gradient_to_inputs(seeds: Seeds, inputs: Sequence[Tensor], learns: Sequence[
     handles = [node.register_prehook(partial(gradients.__setitem__, node)) for node in exits or ()]
     try:
         if inputs:
-            torch.autograd.backward(
-                [y for y, _ in seeds], [g for _, g in seeds], retain_graph=True, inputs=list(inputs)
-            )
+            add_gradients([y for y, _ in seeds], [g for _, g in seeds], inputs, retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()

@@ -12,14 +12,15 @@ caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from nwise._autograd import add_gradients
 from nwise.flow import Cotangent, StageFlow
 from nwise.kept import Kept, gradient_to_inputs
 from nwise.microbatch import Tensors, as_tuple
@@ -80,8 +81,8 @@ class Stage:
             All modules of the stage and its head, so callers need not walk through them again.
         """
         self.module, self.head = module, head
-        main = list(self.module.modules())
-        side = [] if self.head is None else list(self.head.modules())
+        main = _modules(self.module)
+        side = [] if self.head is None else _modules(self.head)
         self.learns, self.head_learns = _trainable(main), _trainable(side)
         return main + side
 
@@ -114,7 +115,7 @@ class Stage:
             # The second run must see the same buffers as the first, and must not update the real ones again.
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             rerun = lambda: self._call(leaves, seed, {**(versions or {}), **buffers})  # noqa: E731
-        with torch.set_grad_enabled(graph and rerun is None):
+        with nullcontext() if graph and rerun is None else torch.no_grad():
             outputs = self._call(leaves, seed, versions)
         return Tape(leaves, outputs, passes, versions, rerun), tuple(y.detach() for y in outputs)
 
@@ -141,13 +142,13 @@ class Stage:
         """
         leaves = tuple(y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
         _draw_from(seed, leaves[0].device)
-        with (
-            torch.enable_grad(),
-            unchanged(leaves, f"The head or loss of stage {self.index}"),
-            explained_errors(self.index, leaves, target),
-        ):
-            output = self.head(*leaves) if self.head is not None else _single(leaves)
-            loss = self.loss_fn(output, None if target is None else _single(target))
+        with unchanged(leaves, f"The head or loss of stage {self.index}"):
+            try:
+                output = self.head(*leaves) if self.head is not None else _single(leaves)
+                loss = self.loss_fn(output, None if target is None else _single(target))
+            except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
+                _explain(error, self.index, leaves, target)
+                raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -160,10 +161,7 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and weight:
-            # At weight 1 the implicit gradient keeps the step bitwise equal to `loss.backward()`.
-            seed_gradient = None if weight == 1 else torch.full_like(loss, weight)
-            with _no_autocast(loss):
-                torch.autograd.backward(loss, seed_gradient, inputs=wrt)
+            add_gradients([loss], [torch.full_like(loss, weight)], wrt, retain_graph=False)
         tape.own = tuple(leaf.grad for leaf in leaves)
         return loss.detach().reshape(()) if weight else torch.zeros_like(loss.detach()).reshape(())
 
@@ -199,28 +197,24 @@ class Stage:
         #
         # The graph can be walked again until the last pass, which frees it.
         if tape.rerun is not None:
-            with torch.enable_grad():
-                tape.outputs = tape.rerun()
+            tape.outputs = tape.rerun()
             tape.rerun = None
         tape.passes_left -= 1
         again = tape.passes_left > 0
         keeps = shared and inputs and not weights
         if weights and tape.kept is not None:
-            with _no_autocast(tape.outputs[0]):
-                tape.kept.finish(retain_graph=again)
+            tape.kept.finish(retain_graph=again)
             tape.kept = None
         else:
             seeds = _mix(cotangent, tape.own, received)
             pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
             learns = self._leaves(tape) if weights or keeps else []
             leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-            if pairs and (leaves or learns):
-                with _no_autocast(pairs[0][0]):
-                    if keeps:
-                        tape.kept = gradient_to_inputs(pairs, leaves, learns)
-                    else:
-                        outputs, gradients = zip(*pairs, strict=True)
-                        torch.autograd.backward(outputs, gradients, retain_graph=again, inputs=learns + leaves)
+            if pairs and keeps:
+                tape.kept = gradient_to_inputs(pairs, leaves, learns)
+            elif pairs and (leaves or learns):
+                outputs, gradients = zip(*pairs, strict=True)
+                add_gradients(outputs, gradients, learns + leaves, retain_graph=again)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
@@ -252,42 +246,37 @@ def _draw_from(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-@contextmanager
-def unchanged(inputs: Tensors, who: str) -> Iterator[None]:
-    """Raise ValueError if the body changes tensors in place whose values are still needed."""
-    message = (
-        f"{who} should not change its input in place, because other passes still need the values. "
-        "Found an in-place operation; set `inplace=False` in its first layer."
-    )
-    counters = _versions(inputs)
-    try:
-        yield
-    except RuntimeError as error:
-        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
-            raise ValueError(message) from error
-        raise
-    if counters != _versions(inputs):
-        raise ValueError(message)
+class unchanged:
+    """Raise ValueError if the body changes tensors in place whose values are still needed.
+
+    A class, because a context of `contextlib` costs more, and a step enters two of them for every stage.
+    """
+
+    __slots__ = ("_counters", "_inputs", "_who")
+
+    def __init__(self, inputs: Tensors, who: str) -> None:
+        self._inputs, self._who = inputs, who
+
+    def __enter__(self) -> None:
+        self._counters = _versions(self._inputs)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        in_place = "a leaf Variable that requires grad is being used in an in-place"
+        if (error is None and self._counters != _versions(self._inputs)) or (
+            isinstance(error, RuntimeError) and in_place in str(error)
+        ):
+            raise ValueError(
+                f"{self._who} should not change its input in place, because other passes still need the values. "
+                "Found an in-place operation; set `inplace=False` in its first layer."
+            ) from error
 
 
-@contextmanager
-def explained_errors(index: int, inputs: Tensors, target: Tensors | None) -> Iterator[None]:
-    """Add to a torch error the stage that it comes from, and explain a missing target."""
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        if target is not None:
-            _note(error, index, inputs, target)
-            raise
+def _explain(error: Exception, index: int, inputs: Tensors, target: Tensors | None) -> None:
+    """Add to an error of a head or loss the stage that it comes from; raise TypeError if a target is missing."""
+    if target is None and isinstance(error, TypeError | AttributeError):
         raise TypeError(
             f"The loss of stage {index} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
         ) from error
-    except (ValueError, RuntimeError, IndexError) as error:
-        _note(error, index, inputs, target)
-        raise
-
-
-def _note(error: Exception, index: int, inputs: Tensors, target: Tensors | None) -> None:
     given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
     error.add_note(f"nwise: in the head or loss of stage {index}, given {given}, with a target of {wanted}")
 
@@ -305,15 +294,22 @@ def _single(tensors: Tensors) -> Tensor | Tensors:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules inside it, in the order of `nn.Module.modules`, which takes three times as long."""
+    seen: dict[nn.Module, None] = {}
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if module not in seen:
+            seen[module] = None
+            if module._modules:
+                stack += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(seen)
+
+
 def _trainable(modules: Sequence[nn.Module]) -> list[Tensor]:
-    parameters = (p for module in modules for p in module._parameters.values() if p is not None and p.requires_grad)
-    return list(dict.fromkeys(parameters))
-
-
-def _no_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Turn autocast off: backward operations have the dtype of their forward and must not be cast again."""
-    device = like.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None and p.requires_grad]
+    return list({id(p): p for p in parameters}.values())  # hashing a tensor takes longer
 
 
 def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) -> Cotangents:

@@ -169,7 +169,7 @@ class Engine:
         """Run the list of one call."""
         self._next = step + 1
         try:
-            with self._processes.watched():
+            with self._processes.watched(), torch.enable_grad():
                 turn = step % len(schedule.flows)
                 script = self._scripts.script(schedule, turn, self._window(schedule, step, inputs))
                 self._start(script, turn, inputs)

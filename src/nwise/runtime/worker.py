@@ -127,8 +127,5 @@ class Worker:
 def stack_losses(losses: Sequence[Tensor | None]) -> Tensor:
     """Return the losses as a tensor ``[A]``, with nan where a head did not run."""
     like = next((loss for loss in losses if loss is not None), torch.zeros(()))
-    result = torch.full((len(losses),), torch.nan, dtype=like.dtype, device=like.device)
-    for k, loss in enumerate(losses):
-        if loss is not None:
-            result[k] = loss
-    return result
+    nan = torch.full_like(like, torch.nan)
+    return torch.stack([nan if loss is None else loss for loss in losses])
