@@ -308,8 +308,8 @@ def _modules(root: nn.Module) -> list[nn.Module]:
 
 
 def _trainable(modules: Sequence[nn.Module]) -> list[Tensor]:
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None and p.requires_grad]
-    return list({id(p): p for p in parameters}.values())  # hashing a tensor takes longer
+    parameters = (p for module in modules for p in module._parameters.values() if p is not None and p.requires_grad)
+    return list(dict.fromkeys(parameters))
 
 
 def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) -> Cotangents:
