@@ -23,10 +23,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nwise import cli
+from nwise.cli.costs import costs_of_text
 from nwise.recipes import RECIPES, Recipe, from_json, recipe, to_json
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.costs import costs_of_text
 from nwise.schedule.validate import validate
 
 TIMES = int(os.environ.get("NWISE_FUZZ", "1"))

@@ -15,16 +15,17 @@ import torch
 
 import nwise
 from nwise import cli
+from nwise.cli.costs import costs_of_text
 from nwise.flow import find_flow
 from nwise.recipes import Adam, Mlp, Recipe
+from nwise.report.verdict import verdict
 from nwise.schedule import Costs, baseline, best
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.best import DoesNotFit
-from nwise.schedule.costs import TRANSFORMER, costs_of_text
+from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.partition import Piece, partition, stage_costs, work
 from nwise.schedule.placement import balanced
 from nwise.schedule.plan import Plan, plan
-from nwise.schedule.verdict import verdict
 from nwise.training.profile import profile
 
 POWERS = (1, 2, 4, 8, 16, 32)

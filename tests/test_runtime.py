@@ -136,7 +136,7 @@ def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, tmp_
         assert not different, (settings, different)
 
 
-def test_ledger_losses_reach_rank_0_without_waiting(tmp_path: Path) -> None:
+def test_losses_reach_rank_0_without_waiting(tmp_path: Path) -> None:
     """gloo's receives never say that they are there before somebody waits for them, so that losses of several processes once
     were all written at the next evaluation, with its time."""
     first, second = results(2, "arrivals.py", tmp_path)

@@ -22,13 +22,13 @@ from nwise.report.measured import Comparison
 from nwise.runtime.channel import Spec
 from nwise.runtime.engine import packed, unpacked
 from nwise.runtime.shapes import from_json, output_specs, to_json
-from nwise.runtime.timeline import load
 from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs
 from nwise.schedule.named import ORDERS, choose
 from nwise.training.clip import clip_groups
 from nwise.training.optimizers import parameter_groups
+from nwise.training.timeline import load
 from ranks import edges
 from ranks.common import pipeline
 

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
+from nwise.cli.costs import costs_of_text
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
 from nwise.schedule.baselines import BASELINES, timed_method
-from nwise.schedule.costs import Costs, Prices, costs_of_text, prices
+from nwise.schedule.costs import Costs, Prices, prices
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
 from nwise.schedule.timed import Timed
@@ -44,7 +45,7 @@ class Case:
         microbatches: M.
         slot_ms: milliseconds of a slot.
         message_mib: MiB of every activation, and of every gradient.
-        costs: of one micro-batch in slots, see `nwise.schedule.costs.costs_of_text`.
+        costs: of one micro-batch in slots, see `nwise.cli.costs.costs_of_text`.
         batches: mini-batches of a round that are timed.
         rounds: how often.
     """

@@ -21,9 +21,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
+from nwise.cli.costs import costs_of_text
 from nwise.runtime.world import World
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.costs import costs_of_text
 
 BATCHES = 12
 SPLIT = "forward=1,head=0,input_grad=1,weight_grad=1,chain_share=0"  # of zero-bubble, with cotangents kept

@@ -28,8 +28,8 @@ from rich.progress import Progress
 
 from benchmarks.runtime.bench import Case
 from nwise._machine import processor
+from nwise.cli.costs import costs_of_text
 from nwise.schedule.baselines import BASELINES, timed_method
-from nwise.schedule.costs import costs_of_text
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"

@@ -1,26 +1,26 @@
-"""A column of the ledger that comes while nobody waits for it."""
+"""A gathered column that arrives while nobody waits for it."""
 
 from __future__ import annotations
 
 import time
 
-from nwise.runtime.ledger import Ledger
 from nwise.runtime.world import World
+from nwise.training.gather import AsyncGather
 from ranks.common import RANK, write
 
 
 def main() -> None:
     """Rank 1 puts its numbers in later; rank 0 looks now and then, for ten seconds at most."""
-    ledger = Ledger(World(2))
+    gather = AsyncGather(World(2))
     if RANK:
         time.sleep(0.5)
-    ledger.put(7, [float(RANK), RANK + 1.0])
-    before = [] if RANK else ledger.take()
-    after = ledger.take(wait=RANK == 1)
+    gather.put(7, [float(RANK), RANK + 1.0])
+    before = [] if RANK else gather.take()
+    after = gather.take(wait=RANK == 1)
     end = time.monotonic() + 10
     while not RANK and not after and time.monotonic() < end:
         time.sleep(0.01)
-        after = ledger.take()
+        after = gather.take()
     write({"before": before, "after": [(step, table.tolist()) for step, table in after]})
 
 

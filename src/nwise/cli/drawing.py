@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 import nwise
 from nwise._records import json_line
+from nwise.cli.costs import costs_of_text
 from nwise.cli.output import OK, Output, print_json
 from nwise.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.report.figures import check_format, flow_figure
@@ -23,7 +24,6 @@ from nwise.report.html import check_page
 from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.costs import costs_of_text
 from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.placement import parse_placement
 from nwise.schedule.timed import timed

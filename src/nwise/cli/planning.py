@@ -14,19 +14,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from nwise.cli.costs import costs_of_text
 from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
 from nwise.flow import Flow
 from nwise.recipes import recipe
+from nwise.report.verdict import verdict
 from nwise.schedule import Costs
 from nwise.schedule import plan as planner
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
-from nwise.schedule.costs import costs_of_text
 from nwise.schedule.partition import partition, stage_costs
 from nwise.schedule.placement import balanced
-from nwise.schedule.verdict import verdict
 from nwise.training.build import pick_device
 from nwise.training.profile import Profile, profile
 

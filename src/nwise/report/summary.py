@@ -14,11 +14,11 @@ import nwise
 from nwise.flow import flows_for
 from nwise.recipes import Recipe, to_json
 from nwise.report.measured import Comparison
-from nwise.runtime.timeline import load
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.named import choose
 from nwise.strategies import Strategy
 from nwise.training import Run
+from nwise.training.timeline import load
 
 AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nwise.pipeline import Pipeline
-from nwise.runtime.ledger import Ledger
+from nwise.training.gather import AsyncGather
 
 
 class StepLog:
@@ -21,19 +21,19 @@ class StepLog:
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._ready: list[tuple[int, dict[str, Any]]] = []
-        self._ledger = None if pipe.processes.size == 1 else Ledger(pipe.processes)
+        self._gather = None if pipe.processes.size == 1 else AsyncGather(pipe.processes)
 
     def put(self, step: int, losses: Tensor, lr: float, seconds: float) -> None:
         """Add a step and the time at which it ended; all processes add the same steps."""
         ages = self._pipe.staleness
-        if self._ledger is None:
+        if self._gather is None:
             stale = {"staleness": ages.tolist()} if ages.any() else {}
             self._ready.append((step, {"loss": losses.tolist(), "lr": lr, "seconds": seconds, **stale}))
             return
         # A stage whose head does not run, or that another process holds, has no share of a loss.
         shares = [self._pipe.loss_shares.get(k, 0.0) for k in range(self._pipe.num_stages)]
         sums = [loss * share if share else 0.0 for loss, share in zip(losses.tolist(), shares, strict=True)]
-        self._ledger.put(step, [lr, seconds, *sums, *shares])
+        self._gather.put(step, [lr, seconds, *sums, *shares])
 
     def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """Return the steps that are complete, with their values; on rank 0.
@@ -41,10 +41,10 @@ class StepLog:
         Args:
             wait: whether to wait for all steps that were added.
         """
-        if self._ledger is None:
+        if self._gather is None:
             ready, self._ready = self._ready, []
             return ready
-        return [(step, self._summary(table)) for step, table in self._ledger.take(wait=wait)]
+        return [(step, self._summary(table)) for step, table in self._gather.take(wait=wait)]
 
     def _summary(self, table: Tensor) -> dict[str, Any]:
         """Add up the processes' shares of each stage's loss."""

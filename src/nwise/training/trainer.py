@@ -15,8 +15,7 @@ from nwise._records import write_text
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
-from nwise.runtime.appointment import Appointment
-from nwise.runtime.timeline import TimelineRecorder
+from nwise.training.agreement import Agreement
 from nwise.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.training.checkpoint.policy import CheckpointInfo, CheckpointPolicy, Saver
 from nwise.training.evaluate import Scores, evaluate
@@ -24,6 +23,7 @@ from nwise.training.log import StepLog
 from nwise.training.nonfinite import write_post_mortem
 from nwise.training.phase import Phase, check_phases
 from nwise.training.run import Run, versions
+from nwise.training.timeline import TimelineRecorder
 from nwise.training.weights import gather_weights
 
 
@@ -87,7 +87,7 @@ class Trainer:
         self.num_parameters = tuple(map(sum, zip(*counts, strict=True)))  # main network, heads
         self._log = StepLog(self.pipe)
         self._timeline: TimelineRecorder | None = None
-        self._appointment = Appointment(self.pipe.processes)
+        self._agreement = Agreement(self.pipe.processes)
         self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
 
@@ -180,7 +180,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Make all processes finish a step, write a checkpoint and raise `StoppedError`; safe in a signal handler."""
-        self._appointment.ask("stop")
+        self._agreement.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
         """Record a timeline of every process once the pipeline is full.
@@ -244,7 +244,7 @@ class Trainer:
                 self._restore(checkpoint, done=begin - first)
                 checkpoint = None
             for step in range(begin, last):
-                self._keep_appointments(step)
+                self._do_requests(step)
                 self._step(step)
                 while step + 1 == last and self.pipe.drain():  # gradients that are still due under a delay
                     self._phase.update()
@@ -280,11 +280,11 @@ class Trainer:
     def _indices(self, step: int) -> Tensor:
         return batch_indices(len(self.train_data), self.recipe.batch_size, self.recipe.seed, step)
 
-    def _keep_appointments(self, step: int) -> None:
+    def _do_requests(self, step: int) -> None:
         """Save or stop before a step that all processes have agreed on."""
         if self._saver is not None and self.run is not None and self._saver.is_late:
-            self._appointment.ask("save")
-        while (what := self._appointment.due(step)) is not None:
+            self._agreement.ask("save")
+        while (what := self._agreement.due(step)) is not None:
             if what == "save" and self._saver is not None:
                 self._saver.save()
             if what == "stop":

@@ -1,4 +1,4 @@
-"""The ledger: collects numbers of all ranks on rank 0 without making a rank wait."""
+"""Collects numbers of all ranks on rank 0 without making a rank wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nwise.runtime.processes import Processes
 _KEPT = 8  # number of columns on their way before a rank waits for the oldest
 
 
-class Ledger:
+class AsyncGather:
     """Gathers a column of numbers from every rank at chosen steps.
 
     All ranks make one, and put in columns of the same length at the same steps.

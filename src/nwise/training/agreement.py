@@ -1,4 +1,4 @@
-"""The appointment: a step before which all ranks do what one of them has requested.
+"""The agreement on a step before which all ranks do what one of them has requested.
 
 Ranks are at different steps, and a rank that blocks at one may be the one that others need to reach it. So the threads of
 the watch agree on a step. Each publishes the number of steps that its rank has begun, and lets it begin no more until all
@@ -14,7 +14,7 @@ from typing import Any
 from nwise.runtime.processes import Processes
 
 
-class Appointment:
+class Agreement:
     """Agrees with all ranks on a step; before each step every rank calls `due`.
 
     Args:
@@ -69,7 +69,7 @@ class Appointment:
     def _look(self, store: Any) -> None:
         """Publish this rank's number of steps and read the others' numbers; runs in the watch's thread."""
         with self._changed:
-            key = f"appointment/{self._round}"
+            key = f"agreement/{self._round}"
             if self._asked and self._limit is None:
                 store.compare_set(f"{key}/what", "", self._asked[0])
             if self._limit is None and store.check([f"{key}/what"]):

@@ -1,0 +1,84 @@
+"""Costs as a text of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nwise._errors import hint
+from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
+
+PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
+
+
+def costs_of_text(text: str) -> Costs:
+    """Parse costs from a text, as on the command line.
+
+    Args:
+        text: ``"paper"`` or ``"transformer"``; pairs like ``"forward=1,head=0.5,input_grad=1,weight_grad=1"``, with colons
+            between the values of stages, as in ``head=0:0.5:0.5``; the leading values without any names, ``"1,0.5,1,1"``;
+            a JSON object; or the path of a JSON file.
+
+    Raises:
+        ValueError: the text is invalid.
+
+    >>> costs_of_text("forward=1:2,head=0.5,input_grad=1,weight_grad=1").forward
+    (1.0, 2.0)
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    names = [field.name for field in fields(Costs)]
+    if text.startswith("{"):
+        values = _from_json("The text", text)
+    elif text.endswith(".json"):
+        values = _from_file(Path(text))
+    else:
+        values = _from_pairs(text, names)
+    for name in values:
+        if name not in names:
+            raise ValueError(f"Costs should have names among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
+    missing = [name for name in names[:4] if name not in values]
+    if missing:
+        raise ValueError(
+            f"Costs should have {', '.join(names[:4])}, or be one of {', '.join(PRESETS)}. Found no {missing[0]} in {text!r}."
+        )
+    return Costs(**values)
+
+
+def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    parts = text.split(",")
+    if len(parts) > len(names):
+        raise ValueError(f"Costs should be at most {len(names)} numbers. Found {len(parts)} in {text!r}.")
+    for part, place in zip(parts, names, strict=False):
+        name, _, numbers = part.partition("=") if "=" in text else (place, "", part)
+        try:
+            times = [float(number) for number in numbers.split(":")]
+        except ValueError as error:
+            raise ValueError(
+                f"Costs should be {', '.join(PRESETS)}, or like forward=1,head=0.5,input_grad=1,weight_grad=1. Found {part!r}."
+                f"{hint(text, PRESETS)}"
+            ) from error
+        if name.strip() in values:
+            raise ValueError(f"Costs should have {name.strip()} once. Found it twice in {text!r}.")
+        values[name.strip()] = times if len(times) > 1 else times[0]
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"Costs should be in a JSON file. Found no file {path}.")
+    return _from_json(str(path), path.read_text())
+
+
+def _from_json(where: str, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} should contain JSON. Found {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} should contain one JSON object of costs. Found {type(values).__name__}.")
+    return values
