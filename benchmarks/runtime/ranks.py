@@ -17,7 +17,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
@@ -27,6 +34,13 @@ from nwise.schedule.baselines import timed_method
 
 BATCHES = 12
 SPLIT = "forward=1,head=0,input_grad=1,weight_grad=1,chain_share=0"  # of zero-bubble, with cotangents kept
+TORCH: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 WHOLE_MS = 100.0  # a forward of a whole mini-batch, where methods are compared at equal batches
 
 
@@ -109,35 +123,26 @@ class SplitModule(VirtualModule):
 
 
 def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
-    """One mini-batch of torch's GPipe, 1F1B or zero-bubble."""
-    stages, costs = world.size, case.timed().costs
-    first, last = world.place == 0, world.place == stages - 1
+    """Return a function that runs one mini-batch of one of torch's pipelines."""
+    costs, here = case.timed().costs, [k for k, rank in enumerate(case.placement) if rank == world.place]
     forward, chain, weights = (costs.per_stage(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
     begin, size, loss = costs.overhead, case.microbatches, cast(Any, Loss.apply)
     options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
 
-    def stage(module: VirtualModule) -> PipelineStage:
-        return PipelineStage(module, world.place, stages, torch.device("cpu"))
+    def stage(k: int) -> PipelineStage:
+        ends = k == 0, k == case.stages - 1
+        module = (
+            SplitModule(device, (forward + begin, chain + begin, weights + begin), *ends)
+            if case.method in ("zb-h1", "zb-v")
+            else VirtualModule(device, (forward + begin, chain + weights + begin), *ends)
+        )
+        return PipelineStage(module, k, case.stages, torch.device("cpu"))
 
-    schedule: Any
-    if case.method == "zb-h1":
-        split = SplitModule(device, (forward + begin, chain + begin, weights + begin), first, last)
-        schedule = ScheduleInterleavedZeroBubble([stage(split)], size, **options)
-    else:
-        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[case.method]
-        module = VirtualModule(device, (forward + begin, chain + weights + begin), first, last)
-        schedule = kind(stage(module), size, **options)
-    x, target = torch.zeros(size, case.message.numel()), torch.zeros(size)
-
-    def step() -> None:
-        if first:
-            schedule.step(x)
-        elif last:
-            schedule.step(target=target)
-        else:
-            schedule.step()
-
-    return step
+    stages: Any = [stage(k) for k in here]
+    schedule = TORCH[case.method](stages[0] if case.method in ("gpipe", "1f1b") else stages, size, **options)
+    inputs = [torch.zeros(size, case.message.numel())] if 0 in here else []
+    target = {"target": torch.zeros(size)} if case.stages - 1 in here else {}
+    return lambda: schedule.step(*inputs, **target)
 
 
 def measure_torch(world: World, case: Case) -> dict[str, Any]:
@@ -155,7 +160,7 @@ def measure_torch(world: World, case: Case) -> dict[str, Any]:
     mine = (moments[-1] - moments[case.settle]) / case.batches / slot
     found = max(world.everyone("torch", mine))
     # A stage receives twice, computes twice and sends twice for every micro-batch.
-    actions = 6 * case.microbatches
+    actions = 6 * case.microbatches * case.stages // case.num_ranks
     return {
         "predicted_slots": period,
         "measured_slots": found,
@@ -169,8 +174,8 @@ def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
     """Library and case: a slot for every micro-batch, and a whole mini-batch of one size cut into M."""
 
     def case(method: str, m: int, **options: Any) -> Case:
-        batches = max(4, BATCHES // m)
-        return Case(method=method, stages=stages, microbatches=m, message_mib=mib, batches=batches, rounds=1, **options)
+        options = {"stages": stages, **options}
+        return Case(method=method, microbatches=m, message_mib=mib, batches=max(4, BATCHES // m), rounds=1, **options)
 
     found = [("nwise", case(method, m)) for method in ("2-wise", "gpipe") for m in (1, 2)]
     found += [("torch", case("gpipe", m)) for m in (1, 2)]
@@ -178,6 +183,10 @@ def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
         methods = ["gpipe", "1f1b"] if m >= stages else ["gpipe"]  # torch's 1F1B wants a micro-batch for every stage
         found += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
     found += [(library, case("zb-h1", 4, costs=SPLIT)) for library in ("nwise", "torch")]
+    for method, costs in (("zb-v", SPLIT), ("interleaved-1f1b", "paper")) if not mib else ():
+        two = case(method, stages, stages=2 * stages, ranks=stages, costs=costs)
+        found += [(library, two) for library in ("nwise", "torch")]
+    found += [("nwise", case("end-to-end-delay-1", stages, costs=SPLIT))] if not mib else []
     found += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2))]
     if not mib:
         for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zb-h1"):

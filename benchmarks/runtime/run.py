@@ -73,7 +73,8 @@ def read(name: str) -> list[Record]:
     if not path.exists():
         return []
     lines = path.read_text().replace('"zero-bubble-lean"', '"zb-h1"').splitlines()  # its name in version 0.1
-    return [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines]
+    return [{**record, "devices": record.get("ranks") or record.get("stages")} for record in records]
 
 
 def grouped(records: Sequence[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
@@ -99,20 +100,20 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
     ]
     # End-to-end a boundary waits for the one before it, so that messages travel alone.
     one_way = {
-        (r["stages"], r["message_mib"], alone): r["alone_ms" if alone else "one_way_ms"]
+        (r["devices"], r["message_mib"], alone): r["alone_ms" if alone else "one_way_ms"]
         for r in read("messages")
         for alone in (True, False)
     }
     slots = [r for r in records if r["slot_ms"] == SLOT_MS]
-    for (stages, mib, method, m), found in grouped(slots, "stages", "message_mib", "method", "microbatches").items():
-        cells = [str(stages), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{found[0]['predicted_slots']:g}"]
+    for (devices, mib, method, m), found in grouped(slots, "devices", "message_mib", "method", "microbatches").items():
+        cells = [str(devices), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{found[0]['predicted_slots']:g}"]
         by_library = grouped(found, "library")
         for key, digits in (("efficiency", 3), ("action_overhead_us", 0)):
             for library in ("nwise", "torch"):
                 one = by_library.get((library,))
                 cells.append(spread(one, key, digits) if one else "–")
         cells.append(f"{statistics.median(r['ceiling'] for r in by_library[('nwise',)]):.4f}")
-        travel = one_way.get((stages, mib, method in BASELINES))
+        travel = one_way.get((devices, mib, method in BASELINES))
         cells.append("–" if travel is None else f"{limit(found[0], travel):.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -123,6 +124,7 @@ def limit(case: Record, travel: float) -> float:
     method, costs = case["method"], costs_of_text(case["costs"])
     options: dict[str, Any] = {
         "num_stages": case["stages"],
+        "num_ranks": case["devices"],
         "num_microbatches": case["microbatches"],
     }
     free = timed_method(method, costs=costs, **options)
@@ -136,7 +138,7 @@ def equal_batches(records: Sequence[Record]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     whole = [r for r in records if r["slot_ms"] != SLOT_MS]
-    for (stages,), found in grouped(whole, "stages").items():
+    for (stages,), found in grouped(whole, "devices").items():
         own = [r for r in found if r["library"] == "nwise"]
         bases = [
             statistics.median(r["measured_slots"] for r in own if r["method"] == baseline)

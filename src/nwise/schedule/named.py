@@ -25,7 +25,7 @@ from nwise.schedule.best import best_order
 from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import Free
 from nwise.schedule.orders import TYPICAL, Rule, make_schedule
-from nwise.schedule.placement import Placement
+from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, merge
 from nwise.schedule.timed import Timed
 from nwise.schedule.validate import validate
@@ -116,7 +116,11 @@ def choose(order: Order, flows: Flows, placement: Placement = (), ages: tuple[in
 
 def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[int, ...], costs: Costs) -> Schedule:
     """Return the schedule of one of `RULES`."""
-    named, size = RULES[name], len(flows[0][0].stages)
+    named, size, num_ranks = RULES[name], len(flows[0][0].stages), 1 + max(placement)
+    whole = len(flows[0]) % num_ranks == 0  # groups of fewer micro-batches than ranks may wait for each other
+    if name == "interleaved-1f1b" and whole and placement == make_placement("interleaved", size, num_ranks):
+        rule: Rule = partial(orders.interleaved, num_ranks=num_ranks)
+        return make_schedule(name, flows, rule, placement, message_ages(flows, ages), costs=costs)
     cap = None if named.cap is None else min(named.cap(size), len(flows[0]))
     free = None if cap is None or max(placement) == 0 else Free(cap)
     return make_schedule(name, flows, named.rule, placement, message_ages(flows, ages), costs=costs, free=free)

@@ -6,6 +6,7 @@ alternate.
     phase     all forwards, then all passes loss by loss, nearest first, then all weight gradients
     skewed    depth first in rounds; the pass of a loss at distance d runs `stride * d` rounds after its forward
     1f1b      some forwards first, fewer on later stages, then backward and forward in turn
+    interleaved  the same for ranks that hold every R-th stage (R ranks)
 
 A delay leaves the order as it is and only makes passes older. List scheduling (`nwise.schedule.greedy`) orders by urgency, and
 puts the words of several stages of one rank together. The argument `fuse` says whether one B replaces an I and a W of the same
@@ -25,7 +26,7 @@ from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule, Word, counted, merge
 
 Flows = Sequence[Flow]
-# A function from the flows and the turn of a mini-batch to the words of its stages.
+# A function from the flows and the turn of a mini-batch to a word for every stage, or for every rank.
 Rule = Callable[[Flows, int], list[Word]]
 
 # Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
@@ -48,7 +49,7 @@ def make_schedule(
     Args:
         order: name of the order.
         flows: flow of every micro-batch, ``[turns][M]``.
-        rule: function from the flows and the turn of a mini-batch to the words of its stages.
+        rule: function from the flows and the turn of a mini-batch to a word for every stage, or for every rank.
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass; default: 0.
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
@@ -57,11 +58,11 @@ def make_schedule(
     size, turns = len(flows[0][0].stages), len(flows)
     placement = placement or tuple(range(size))
     by_turn = [rule(batch, turn) for turn, batch in enumerate(flows)]
-    calls = [[_call(call, k, by_turn, flows, ages) for k in range(size)] for call in range(turns)]
+    calls = [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(turns)]
     num_ranks = 1 + max(placement)
-    if num_ranks == size and free is None:
-        stages = {rank: k for k, rank in enumerate(placement)}
-        ordered = [[call[stages[rank]] for rank in range(num_ranks)] for call in calls]
+    if len(by_turn[0]) == num_ranks and free is None:
+        owners = [placement[word[0].stage] for word in by_turn[0]]
+        ordered = [[call[owners.index(rank)] for rank in range(num_ranks)] for call in calls]
     elif num_ranks == 1 and free is None:
         ordered = [[tuple(merge(call, flows))] for call in calls]
     else:
@@ -75,14 +76,14 @@ def make_schedule(
     return Schedule(order, tuple(map(tuple, flows)), tuple(words), placement, weights)
 
 
-def _call(call: int, stage: int, by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> Word:
-    """Return a stage's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
+def _call(call: int, index: int, by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> Word:
+    """Return a word's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
     if ages is None or not any(ages.weights):
-        return by_turn[call][stage]
+        return by_turn[call][index]
     placed = [
         (place, a)
         for turn, words in enumerate(by_turn)
-        for place, action in enumerate(words[stage])
+        for place, action in enumerate(words[index])
         for a in _aged(action, flows, ages)
         if (turn + a.age) % len(by_turn) == call
     ]
@@ -168,10 +169,36 @@ def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> l
     for k in range(num_stages):
         first = [forwards(flow.stages[k], k, m, turn) for m, flow in enumerate(flows)]
         second = [passes(flow.stages[k], k, m, fuse=fuse, turn=turn) for m, flow in enumerate(flows)]
-        ahead = min(len(flows), num_stages - k)
-        blocks = first[:ahead]
-        for m, block in enumerate(second):
-            blocks.append(block)
-            blocks += first[ahead + m : ahead + m + 1]
-        words.append(tuple(a for block in blocks for a in block))
+        words.append(_alternate(first, second, num_stages - k))
     return words
+
+
+def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -> list[Word]:
+    """Run interleaved 1F1B, a word for every rank: each holds every R-th stage, and changes stage after R micro-batches."""
+    # 2 ranks, 4 stages, M = 2 (stage and micro-batch; heads left out). Rank 0 begins with 2 (R - 1 - r) + R (stages - 1) + 1
+    # forwards:
+    #
+    #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
+    #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
+    words = []
+    groups = [range(m, min(m + num_ranks, len(flows))) for m in range(0, len(flows), num_ranks)]
+    for rank in range(num_ranks):
+        stages = range(rank, len(flows[0].stages), num_ranks)
+        first = [forwards(flows[m].stages[k], k, m, turn) for group in groups for k in stages for m in group]
+        second = [
+            passes(flows[m].stages[k], k, m, fuse=fuse, turn=turn)
+            for group in groups
+            for k in reversed(stages)
+            for m in group
+        ]
+        words.append(_alternate(first, second, 2 * (num_ranks - 1 - rank) + num_ranks * (len(stages) - 1) + 1))
+    return words
+
+
+def _alternate(first: Sequence[Sequence[Action]], second: Sequence[Sequence[Action]], ahead: int) -> Word:
+    """Return the word that begins with some blocks of the first kind, after which the two kinds take turns."""
+    blocks = list(first[:ahead])
+    for i, block in enumerate(second):
+        blocks.append(block)
+        blocks += first[ahead + i : ahead + i + 1]
+    return tuple(a for block in blocks for a in block)
