@@ -22,6 +22,7 @@ from nwise.schedule.costs import Prices
 from nwise.stage import Cotangents
 
 _SPIN = 60e-6  # seconds that a sleep is late by at most on a quiet machine, which are spent awake
+_LARGE = 4096  # numbers of a message that takes existing memory
 _TIMER_SLACK = 29  # of Linux's prctl
 
 
@@ -74,10 +75,14 @@ class Link:
         self._latency, self._seconds = latency, seconds
         self._free = 0.0
 
-    def stamp(self, size: int, sent: float) -> Tensor:
-        """Make a message of this many numbers that leaves at a moment."""
+    def stamp(self, memory: Tensor, sent: float) -> Tensor:
+        """Make a message as large as some memory, which leaves at a moment; a large one takes that memory.
+
+        New memory costs page faults, which an accelerator's allocator avoids. A message may be stamped again before it has
+        arrived. That matters only on slow links, where messages are small.
+        """
         self._free = max(self._free, sent) + self._seconds
-        message = torch.empty(size, dtype=torch.float64)
+        message = torch.empty_like(memory) if memory.numel() < _LARGE else memory
         message[0] = self._free + self._latency
         return message
 
@@ -87,7 +92,7 @@ class VirtualTape:
     """A micro-batch of a virtual stage."""
 
     flow: StageFlow
-    size: int
+    memory: Tensor
 
 
 class VirtualStage:
@@ -103,6 +108,7 @@ class VirtualStage:
     def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link, Link]) -> None:
         self.index = index
         self._price, self._device, self._links = price, device, links
+        self._own: Tensor | None = None
 
     def _work(self, kind: Kind, flow: StageFlow, due: float = 0.0) -> None:
         self._device.work(self._price.time(Action(kind, self.index, 0), flow), received=due)
@@ -113,8 +119,11 @@ class VirtualStage:
         """F: a message as large as its input."""
         due = max(float(inputs[0][0]), time.perf_counter()) if self.index else 0.0
         self._work(Kind.FORWARD, flow, due)
-        size = inputs[0].numel()
-        return VirtualTape(flow, size), (self._links[1].stamp(size, self._device.free),)
+        memory = inputs[0]
+        if not self.index:
+            # An output of its own, made once: the caller's batch would have to be copied to be sent.
+            memory = self._own = memory.clone() if self._own is None else self._own
+        return VirtualTape(flow, memory), (self._links[1].stamp(memory, self._device.free),)
 
     def run_head(self, tape: VirtualTape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """H: a loss of zero."""
@@ -136,7 +145,7 @@ class VirtualStage:
         messages = [received[p][0] for p in cotangent.needed]
         due = max([float(one[0]) for one in messages if one is not None], default=0.0)
         self._work(kind, tape.flow, max(due, time.perf_counter()) if messages else 0.0)
-        return (self._links[0].stamp(tape.size, self._device.free),) if inputs else ()
+        return (self._links[0].stamp(tape.memory, self._device.free),) if inputs else ()
 
 
 def _wait_until(deadline: float) -> None:
