@@ -38,9 +38,11 @@ def git(*arguments: str) -> str:
 
 def measured(source: Path, case: Case) -> Record:
     """A case, by the code of a folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(asdict(case))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{source}:{source / 'src'}"}
+    # Only what differs from the defaults: an old revision may not know every field.
+    given = {name: value for name, value in asdict(case).items() if value != getattr(Case, name)}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=source)
     found: Record = json.loads(done.stdout)
     return found
 
@@ -80,7 +82,7 @@ def main(
                 git("worktree", "add", "--detach", f"{folder}/{names[revision]}", revision)
             turns = [(n, case, revision) for n in range(rounds) for case in cases for revision in revisions]
             for number, case, revision in track(turns, "revisions", console=Console(stderr=True)):
-                found = measured(Path(folder, names[revision], "src"), case)
+                found = measured(Path(folder, names[revision]), case)
                 records.append({"revision": names[revision], "round": number, **asdict(case), **found})
                 write(name, records)
         finally:
