@@ -23,6 +23,7 @@ RANKS = [
         "_dtensor",
         "_errors",
         "_machine",
+        "_memory",
         "_modes",
         "_process",
         "_records",

@@ -15,19 +15,16 @@ Scalars = float | Sequence[float]
 
 _LARGEST = 1e30  # keeps sums finite
 
-_PER_STAGE = (
-    "forward",
-    "head",
-    "input_grad",
-    "weight_grad",
-    "chain_share",
-    "update",
-    "message_bytes",
-    "activation_bytes",
-    "cotangent_bytes",
-    "weight_bytes",
-    "fixed_bytes",
+# Sizes and times that a mini-batch's micro-batches share, and those of a stage's parameters.
+_OF_BATCH = (
+    *("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes", "output_bytes"),
+    *("cotangent_bytes", "forward_peak_bytes", "head_peak_bytes"),
+    *("input_grad_peak_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
 )
+_OF_PARAMETERS = ("update", "gradient_bytes", "weight_bytes", "fixed_bytes", "update_peak_bytes")
+_PER_STAGE = (*_OF_BATCH, *_OF_PARAMETERS, "chain_share", "head_gradient_bytes")
+# What a stage has only once, however many stages it is cut into.
+_WHOLE = ("head", "message_bytes", "output_bytes", "head_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,16 @@ class Costs:
         bandwidth: bytes per unit of time of each link and direction, on which messages queue up; default: no limit.
         message_bytes: size of the activation that a stage sends, and of each gradient that comes back for it;
             with the default 1, `bandwidth` counts messages.
-        activation_bytes: memory of one micro-batch between its forward and its last pass; default: 1.
+        activation_bytes: memory of one micro-batch between its forward and its last pass, without its output; default: 1.
+        output_bytes: the output of a stage, and each gradient to it, in memory; default: 0.
         cotangent_bytes: memory of the cotangents that an I keeps for a later W (`nwise.kept`); default: 0.
+        gradient_bytes: gradients of a stage's parameters, from the first W of a step to its update; default: 0.
+        head_gradient_bytes: the same for the stage's head, from its first H; default: 0.
         weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions; default: 0.
-        fixed_bytes: memory that is always in use (parameters, their gradients, optimizer state); default: 0.
+        fixed_bytes: memory that is always in use (parameters, optimizer state); default: 0.
+        forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of an F, an H and the update, beyond what was in
+            use before; default: 0.
+        input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: the same for an I, a W and a B; default: 0.
 
     Raises:
         ValueError: a cost is negative or not a number.
@@ -71,9 +74,18 @@ class Costs:
     bandwidth: float = math.inf
     message_bytes: Scalars = 1.0
     activation_bytes: Scalars = 1.0
+    output_bytes: Scalars = 0.0
     cotangent_bytes: Scalars = 0.0
+    gradient_bytes: Scalars = 0.0
+    head_gradient_bytes: Scalars = 0.0
     weight_bytes: Scalars = 0.0
     fixed_bytes: Scalars = 0.0
+    forward_peak_bytes: Scalars = 0.0
+    head_peak_bytes: Scalars = 0.0
+    input_grad_peak_bytes: Scalars = 0.0
+    weight_grad_peak_bytes: Scalars = 0.0
+    both_peak_bytes: Scalars = 0.0
+    update_peak_bytes: Scalars = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -110,18 +122,8 @@ class Costs:
 
         Costs per action (`overhead`, `latency`), per update (`update`) and of fixed memory are not divided.
         """
-        divided = (
-            "forward",
-            "head",
-            "input_grad",
-            "weight_grad",
-            "message_bytes",
-            "activation_bytes",
-            "cotangent_bytes",
-            "weight_bytes",
-        )
         check_counts(num_microbatches=num_microbatches)
-        changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in divided}
+        changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in _OF_BATCH}
         return replace(self, **changes)
 
     def cut_in(self, parts: int) -> Costs:
@@ -133,16 +135,8 @@ class Costs:
         check_counts(parts=parts)
         if parts == 1:
             return self
-        divided = (
-            "forward",
-            "input_grad",
-            "weight_grad",
-            "update",
-            "activation_bytes",
-            "cotangent_bytes",
-            "fixed_bytes",
-        )
-        cut: dict[str, Any] = {name: _divide(getattr(self, name), parts) for name in (*divided, "weight_bytes")}
+        divided = [name for name in (*_OF_BATCH, *_OF_PARAMETERS) if name not in _WHOLE]
+        cut: dict[str, Any] = {name: _divide(getattr(self, name), parts) for name in divided}
         several = {**{name: getattr(self, name) for name in _PER_STAGE}, **cut}
         changes: dict[str, Any] = {n: _repeat(v, parts) if isinstance(v, tuple) else v for n, v in several.items()}
         return replace(self, **changes)

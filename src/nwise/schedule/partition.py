@@ -23,11 +23,13 @@ class Piece:
         head: time of forward, loss and backward of a head after the piece; for the last piece, of the loss.
         update: time of the update of its parameters; default: 0.
         message_bytes: size of its output; default: 0.
-        activation_bytes: memory from its forward to its last pass; default: 0.
+        activation_bytes: memory from its forward to its last pass, without its output; default: 0.
         cotangent_bytes: memory of the cotangents that an I keeps for its W; default: 0.
+        gradient_bytes, head_gradient_bytes: gradients of its parameters, and of those of a head after it; default: 0.
         weight_bytes: size of parameters; default: 0.
-        fixed_bytes: size of parameters, their gradients and optimizer state; default: 0.
-        head_bytes: the same size for a head after the piece; default: 0.
+        fixed_bytes, head_bytes: parameters and optimizer state of the piece, and of a head after it; default: 0.
+        forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
+        input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: likewise; default: 0.
     """
 
     name: str
@@ -40,9 +42,17 @@ class Piece:
     message_bytes: float = 0.0
     activation_bytes: float = 0.0
     cotangent_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    head_gradient_bytes: float = 0.0
     weight_bytes: float = 0.0
     fixed_bytes: float = 0.0
     head_bytes: float = 0.0
+    forward_peak_bytes: float = 0.0
+    head_peak_bytes: float = 0.0
+    input_grad_peak_bytes: float = 0.0
+    weight_grad_peak_bytes: float = 0.0
+    both_peak_bytes: float = 0.0
+    update_peak_bytes: float = 0.0
 
 
 def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
@@ -118,23 +128,64 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     stages = [pieces[a:b] for a, b in zip(starts, ends, strict=True)]
     through = [sum(p.input_grad for p in stage) for stage in stages]
     heads = [any(flow.stages[k].head for flow in flows) for k in range(len(stages))]
+
+    def total(name: str) -> list[float]:
+        return [sum(getattr(piece, name) for piece in stage) for stage in stages]
+
+    def at_end(name: str) -> list[float]:
+        return [getattr(stage[-1], name) for stage in stages]
+
     return Costs(
-        forward=[sum(p.forward for p in stage) for stage in stages],
-        head=[stage[-1].head for stage in stages],
+        forward=total("forward"),
+        head=at_end("head"),
         input_grad=through,
-        weight_grad=[sum(p.weight_grad for p in stage) for stage in stages],
+        weight_grad=total("weight_grad"),
         chain_share=[min(1.0, _chain(stage) / t) if t else 0.0 for stage, t in zip(stages, through, strict=True)],
-        update=[sum(p.update for p in stage) for stage in stages],
-        message_bytes=[stage[-1].message_bytes for stage in stages],
-        activation_bytes=[sum(p.activation_bytes for p in stage) for stage in stages],
-        cotangent_bytes=[sum(p.cotangent_bytes for p in stage) for stage in stages],
-        weight_bytes=[sum(p.weight_bytes for p in stage) for stage in stages],
+        update=total("update"),
+        message_bytes=at_end("message_bytes"),
+        output_bytes=at_end("message_bytes"),
+        # Inside a stage the next piece keeps the output of the one before it.
+        activation_bytes=[
+            sum(p.activation_bytes for p in stage) + sum(p.message_bytes for p in stage[:-1]) for stage in stages
+        ],
+        cotangent_bytes=total("cotangent_bytes"),
+        gradient_bytes=total("gradient_bytes"),
+        head_gradient_bytes=at_end("head_gradient_bytes"),
+        weight_bytes=total("weight_bytes"),
         fixed_bytes=[
             sum(p.fixed_bytes for p in stage) + head * stage[-1].head_bytes
             for stage, head in zip(stages, heads, strict=True)
         ],
+        forward_peak_bytes=list(map(_forward_peak, stages)),
+        head_peak_bytes=at_end("head_peak_bytes"),
+        input_grad_peak_bytes=[_pass_peak(stage, inputs=True, weights=False) for stage in stages],
+        weight_grad_peak_bytes=[_pass_peak(stage, inputs=False, weights=True) for stage in stages],
+        both_peak_bytes=[_pass_peak(stage, inputs=True, weights=True) for stage in stages],
+        update_peak_bytes=total("update_peak_bytes"),
         **links,
     )
+
+
+def _forward_peak(pieces: Sequence[Piece]) -> float:
+    """Return the peak memory of a stage's forward: that of a piece, beside what the pieces before it keep."""
+    kept = peak = 0.0
+    for piece in pieces:
+        peak = max(peak, kept + piece.forward_peak_bytes)
+        kept += piece.activation_bytes + piece.message_bytes
+    return peak
+
+
+def _pass_peak(pieces: Sequence[Piece], *, inputs: bool, weights: bool) -> float:
+    """Return the peak memory of a pass: the pieces behind have made gradients, and freed their activations."""
+    change = peak = 0.0
+    for i in reversed(range(len(pieces))):
+        piece = pieces[i]
+        # An output inside the stage has been freed, and the gradient to it has as many bytes.
+        through = inputs or i > 0  # only the first piece of a W needs no gradient to its input
+        own = piece.both_peak_bytes if weights else piece.input_grad_peak_bytes
+        peak = max(peak, change + (own if through else piece.weight_grad_peak_bytes))
+        change += weights * piece.gradient_bytes - piece.activation_bytes
+    return peak
 
 
 def _chain(pieces: Sequence[Piece]) -> float:

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nwise._autograd import add_gradients
+from nwise._memory import LiveBytes
 from nwise.data import Images, Tokens
 from nwise.kept import gradient_to_inputs
 from nwise.microbatch import Tensors, as_tuple
@@ -167,34 +170,74 @@ class _Bench:
         return self._timed(whole)[0]
 
     def sizes(self, i: int, size: int) -> dict[str, float]:
-        """Return the bytes, as `Piece` names them; a tensor that two neighbours keep counts twice."""
-        piece = self._pieces[i]
-        kept: dict[int, int] = {}
-        parameters = {p.untyped_storage().data_ptr() for p in piece.parameters()}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        inputs = self._input(i, size)
-        leaves = tuple(x.detach().requires_grad_(x.is_floating_point() and i > 0) for x in inputs)
-        with self._autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = as_tuple(piece(*leaves), "The output of a piece")
-        # The cotangents that an I of this piece keeps for a later W.
+        """Return the bytes, as `Piece` names them."""
+        piece, head = self._pieces[i], self._heads[i]
+        learns: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
+        side: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
+        leaves = tuple(x.detach().requires_grad_(x.is_floating_point() and i > 0) for x in self._input(i, size))
         tracked = [x for x in leaves if x.requires_grad]
-        learns = [p for p in piece.parameters() if p.requires_grad]
-        seeds = [(y, torch.zeros_like(y)) for y in outputs if y.requires_grad]
-        cotangents = gradient_to_inputs(seeds, tracked, learns) if tracked and seeds else None
-        copies = 2 + (2 if isinstance(self._optimizer, Adam) else 1 if self._optimizer.momentum else 0)
+        target, given = self._batch(size)[1], [p.grad for p in learns]
+        with LiveBytes() as memory, self._autocast():
+            update_peak = memory.measure(self._updates[i])[1]
+            _clear(learns)
+            before = memory.now
+
+            def forward() -> Tensors:
+                return as_tuple(piece(*leaves), "The output of a piece")
+
+            outputs, forward_peak = memory.measure(forward)
+            made = sum(y.nbytes for y in outputs)
+            kept = memory.now - before - made
+            # The cotangents that an I of this piece keeps for a later W.
+            seeds = [(y, torch.zeros_like(y)) for y in outputs if y.requires_grad]
+            cotangents = gradient_to_inputs(seeds, tracked, learns) if tracked and seeds else None
+            cotangent_bytes = 0 if cotangents is None else cotangents.num_bytes
+            del cotangents, seeds
+
+            def peak(wrt: list[Tensor]) -> int:
+                _clear([*tracked, *learns])
+                roots = [y for y in forward() if y.requires_grad]
+                if not roots or not wrt:
+                    return 0
+                gradients = [torch.zeros_like(y) for y in roots]
+                return memory.measure(partial(add_gradients, roots, gradients, wrt, retain_graph=False))[1]
+
+            input_grad_peak, weight_grad_peak, both_peak = peak(tracked), peak(learns), peak(learns + tracked)
+            _clear([*tracked, *learns])
+            ends = tuple(y.detach().requires_grad_(y.is_floating_point()) for y in outputs)
+            wrt = [*side, *(y for y in ends if y.requires_grad)]
+
+            def whole() -> None:
+                loss = self._loss(head(*ends), target)
+                add_gradients([loss], [torch.ones_like(loss)], wrt, retain_graph=False)
+
+            head_peak = memory.measure(whole)[1]
+            _clear(wrt)
+        for p, gradient in zip(learns, given, strict=True):
+            p.grad = gradient
         return {
-            "message_bytes": float(sum(y.nbytes for y in outputs)),
-            "activation_bytes": float(sum(kept.values())),
-            "cotangent_bytes": float(cotangents.num_bytes if cotangents is not None else 0),
-            "weight_bytes": float(sum(p.nbytes for p in piece.parameters())),
-            "fixed_bytes": float(copies * sum(p.nbytes for p in piece.parameters())),
-            "head_bytes": float(copies * sum(p.nbytes for p in self._heads[i].parameters())),
+            "message_bytes": float(made),
+            "activation_bytes": float(kept),
+            "cotangent_bytes": float(cotangent_bytes),
+            "forward_peak_bytes": float(forward_peak),
+            "head_peak_bytes": float(head_peak),
+            "input_grad_peak_bytes": float(input_grad_peak),
+            "weight_grad_peak_bytes": float(weight_grad_peak),
+            "both_peak_bytes": float(both_peak),
+            "update_peak_bytes": float(update_peak),
+            "gradient_bytes": float(sum(p.nbytes for p in learns)),
+            "head_gradient_bytes": float(sum(p.nbytes for p in side)),
+            **self._fixed(i),
+        }
+
+    def _fixed(self, i: int) -> dict[str, float]:
+        """Return the bytes of parameters and optimizer state."""
+        weights, head = (sum(p.nbytes for p in m.parameters()) for m in (self._pieces[i], self._heads[i]))
+        copies = 1 + (2 if isinstance(self._optimizer, Adam) else 1 if self._optimizer.momentum else 0)
+        return {
+            "weight_bytes": float(weights),
+            "fixed_bytes": float(copies * weights),
+            "head_bytes": float(copies * head),
         }
 
     def _input(self, i: int, size: int) -> Tensors:
@@ -230,3 +273,8 @@ def _make_update(config: Sgd | Adam, piece: nn.Module) -> Callable[[], object]:
     for p in parameters:
         p.grad = torch.zeros_like(p)
     return make_optimizer(config, parameters).step
+
+
+def _clear(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None

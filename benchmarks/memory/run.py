@@ -1,0 +1,268 @@
+"""Memory of a training step on one device: predicted from measured pieces, and measured.
+
+    python benchmarks/memory/run.py --network gpt
+
+writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches. Measured bytes are those of
+torch's allocator, from its own events: everything from the first parameter to the end of the third step, optimizer included.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as events_of
+from torch.utils.checkpoint import checkpoint
+
+from nwise._machine import processor
+from nwise.data import Images, Tokens
+from nwise.models.chain import Chain
+from nwise.pipeline import Pipeline
+from nwise.recipes import Adam, Recipe
+from nwise.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
+from nwise.schedule.ages import weight_ages
+from nwise.schedule.baselines import method_flows
+from nwise.schedule.memory import peak_bytes
+from nwise.schedule.named import choose
+from nwise.schedule.partition import Piece, stage_costs
+from nwise.strategies import strategy as parse
+from nwise.training.build import make_loss, make_pipeline
+from nwise.training.optimizers import make_optimizer, parameter_groups
+from nwise.training.profile import profile
+
+HERE = Path(__file__).parent
+STRATEGIES = ("end-to-end", "local", "2-wise", "3-wise", "deep-supervision")
+Network = Literal["convnet", "gpt", "resnet"]
+# What is kept: everything, the inputs of stages, or the inputs of blocks.
+Remedy = Literal["plain", "recompute stages", "recompute blocks"]
+REMEDIES: tuple[Remedy, ...] = ("plain", "recompute stages", "recompute blocks")
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to train: with `library` torch, plain autograd that accumulates gradients over M micro-batches."""
+
+    library: Literal["nwise", "torch"]
+    strategy: str
+    remedy: Remedy
+    microbatches: int
+
+
+def recipe(network: Network) -> tuple[Recipe, Images | Tokens]:
+    """Return a recipe and data of its kind: random images, or the source of the standard library."""
+    if network == "gpt":
+        model = Gpt(num_stages=8, blocks_per_stage=1, width=256, num_heads=4, head_blocks=1, sequence_length=128)
+        config = Recipe(data=EmbeddedText(), model=model, optimizer=Adam(lr=1e-3), batch_size=16)
+        return config, config.load()[0]
+    numbers = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (64, 3, 32, 32), generator=numbers, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (64,), generator=numbers)
+    ten = tuple(map(str, range(10)))
+    data = Images(pixels, labels, ten, (0.5,) * 3, (0.25,) * 3, "none", 32)
+    images: ConvNet | ResNet = ConvNet(num_stages=8) if network == "convnet" else ResNet(variant="18", width_factor=0.5)
+    return Recipe(model=images, optimizer=Adam(lr=1e-3), batch_size=64), data
+
+
+class Recomputed(nn.Module):
+    """A block that keeps its input alone and runs its forward once more in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Run the block."""
+        return checkpoint(self.block, *inputs, use_reentrant=False)
+
+
+def blocks_recomputed(stage: Chain) -> Chain:
+    """Return a stage of recomputed blocks."""
+    return stage.like({name: Recomputed(block) for name, block in stage.pieces().items()})
+
+
+def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
+    """Build a pipeline and return its training step."""
+    config = replace(
+        config,
+        strategy=cell.strategy,
+        microbatches=cell.microbatches,
+        recompute=cell.remedy == "recompute stages",
+        heads="live",
+    )
+    pipe: Pipeline = make_pipeline(config, data, 1)
+    if cell.remedy == "recompute blocks":
+        for k, stage in enumerate(pipe.stages):
+            assert isinstance(stage, Chain)
+            pipe.stages[k] = blocks_recomputed(stage)
+    for k in set(range(len(pipe.stages) - 1)) - pipe.needed_heads():
+        del pipe.heads[str(k)]
+    optimizer = make_optimizer(config.optimizer, parameter_groups(pipe, config.optimizer.lr))
+    x, y = data.batch(torch.arange(config.batch_size))
+
+    def step() -> None:
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
+    """Build the network and return a training step of plain autograd."""
+    stages = [stage for stage in config.build(data).stages if isinstance(stage, Chain)]
+    if cell.remedy == "recompute blocks":
+        stages = [blocks_recomputed(stage) for stage in stages]
+    whole = [Recomputed(stage) for stage in stages] if cell.remedy == "recompute stages" else stages
+    network, loss_fn = nn.Sequential(*whole), make_loss(data)
+    optimizer = make_optimizer(config.optimizer, network.parameters())
+    x, y = data.batch(torch.arange(config.batch_size))
+
+    def step() -> None:
+        for part, target in zip(x.chunk(cell.microbatches), y.chunk(cell.microbatches), strict=True):
+            (loss_fn(network(part), target) / cell.microbatches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def build(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
+    """Return the training step of a cell."""
+    return (ours if cell.library == "nwise" else torchs)(cell, config, data)
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """Return the most bytes that torch's allocator had given away at once during a function."""
+    with events_of(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    del kept
+    results: Any = profiler.profiler
+    changes = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(changes, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def measured(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
+    """Return the peak of three steps, parameters and optimizer included."""
+
+    def run() -> Step:
+        step = build(cell, config, data)
+        for _ in range(3):
+            step()
+        return step
+
+    return allocated(run)
+
+
+def predicted(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], batch: int) -> float:
+    """Return the peak that the sizes of the pieces give.
+
+    Args:
+        cell: the way to train.
+        pieces: sizes of the network's pieces for a micro-batch.
+        starts: index of the first piece of every stage.
+        batch: bytes of the mini-batch.
+    """
+    flows = method_flows(cell.strategy, len(starts), cell.microbatches)
+    if cell.remedy == "recompute blocks":
+        pieces = [recomputed(piece) for piece in pieces]
+    costs = stage_costs(pieces, starts, [turn[0] for turn in flows])
+    ranks = (0,) * len(starts)
+    schedule = choose("depth-first", flows, ranks, weight_ages(parse(cell.strategy), flows))
+    return peak_bytes(schedule, costs, recompute=cell.remedy == "recompute stages")[0] + batch
+
+
+def recomputed(piece: Piece) -> Piece:
+    """Return the sizes of a piece that keeps only its input."""
+
+    def again(peak: float) -> float:
+        return max(piece.forward_peak_bytes, piece.activation_bytes + piece.message_bytes + peak)
+
+    return replace(
+        piece,
+        activation_bytes=0.0,
+        forward_peak_bytes=piece.forward_peak_bytes - piece.activation_bytes,
+        input_grad_peak_bytes=again(piece.input_grad_peak_bytes),
+        weight_grad_peak_bytes=again(piece.weight_grad_peak_bytes),
+        both_peak_bytes=again(piece.both_peak_bytes),
+    )
+
+
+def cells(microbatches: Sequence[int]) -> Iterator[Cell]:
+    """Iterate over all ways to train."""
+    for m in microbatches:
+        for remedy in REMEDIES:
+            yield Cell("torch", "end-to-end", remedy, m)
+            for strategy in STRATEGIES:
+                yield Cell("nwise", strategy, remedy, m)
+
+
+def samples_per_second(
+    all_cells: Sequence[Cell], config: Recipe, data: Images | Tokens, rounds: int
+) -> dict[Cell, list[float]]:
+    """Time all cells in turn, a step each, in an order that is shuffled in every round."""
+    steps = {cell: build(cell, config, data) for cell in all_cells}
+    rates: dict[Cell, list[float]] = {cell: [] for cell in all_cells}
+    numbers = random.Random(0)
+    for number in track(range(rounds + 1), "timing", console=Console(stderr=True)):
+        order = list(all_cells)
+        numbers.shuffle(order)
+        for cell in order:
+            began = time.perf_counter()
+            steps[cell]()
+            if number:
+                rates[cell].append(config.batch_size / (time.perf_counter() - began))
+    return rates
+
+
+def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds: int = 5, threads: int = 2) -> None:
+    """Measure a network and write its records.
+
+    Args:
+        network: which network.
+        microbatches: numbers of micro-batches.
+        rounds: timed steps of every cell; 0 for memory alone.
+        threads: of torch.
+    """
+    torch.set_num_threads(threads)
+    config, data = recipe(network)
+    console = Console(stderr=True)
+    sizes = profile(config, data, microbatches, device=torch.device("cpu"), rounds=1)
+    x, y = data.batch(torch.arange(config.batch_size))
+    all_cells = list(cells(microbatches))
+    records = []
+    for cell in track(all_cells, "memory", console=console):
+        record: dict[str, Any] = {"network": network, **asdict(cell), "measured_bytes": measured(cell, config, data)}
+        if cell.library == "nwise":
+            pieces = sizes.pieces[cell.microbatches]
+            record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
+        records.append(record)
+    if rounds:
+        rates = samples_per_second(all_cells, config, data, rounds)
+        for cell, record in zip(all_cells, records, strict=True):
+            record["samples_per_second"] = statistics.quantiles(rates[cell], n=4, method="inclusive")
+    machine = {"threads": threads, "torch": torch.__version__, "processor": processor()}
+    path = HERE / "records" / f"{network}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({**record, **machine}) + "\n" for record in records))
+    print(path)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
