@@ -57,8 +57,8 @@ def test_live_bytes_see_what_a_graph_keeps() -> None:
         # output, 2 for the gradients of the head; B1 adds a message of 1 and gradients of 5.
         (SIZES, False, 6 + 22 + 1 + 2 + 1 + 5),
         (PEAKS, False, 6 + 22 + 1 + 2 + 6),
-        # Only outputs are kept. Before W0: the output, the message to it, and gradients of 5 and 2. W0 makes activations anew,
-        # and an output in the place of the old one, then needs 6.
+        # Only outputs are kept. Before W0: the output, the message to it, and gradients of 5 and 2. W0 makes activations
+        # again and replaces the old output. Then it needs 6.
         (PEAKS, True, 6 + 1 + 1 + 5 + 2 + 10 + 6),
     ],
 )

@@ -53,9 +53,9 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to train: with `library` torch, plain autograd that accumulates gradients over M micro-batches."""
+    """A way to train: with `framework` torch, plain autograd that accumulates gradients over M micro-batches."""
 
-    library: Literal["nwise", "torch"]
+    framework: Literal["nwise", "torch"]
     strategy: str
     remedy: Remedy
     microbatches: int
@@ -141,7 +141,7 @@ def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
 
 def build(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
     """Return the training step of a cell."""
-    return (ours if cell.library == "nwise" else torchs)(cell, config, data)
+    return (ours if cell.framework == "nwise" else torchs)(cell, config, data)
 
 
 def allocated(run: Callable[[], Any]) -> int:
@@ -249,7 +249,7 @@ def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds:
     records = []
     for cell in track(all_cells, "memory", console=console):
         record: dict[str, Any] = {"network": network, **asdict(cell), "measured_bytes": measured(cell, config, data)}
-        if cell.library == "nwise":
+        if cell.framework == "nwise":
             pieces = sizes.pieces[cell.microbatches]
             record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
         records.append(record)

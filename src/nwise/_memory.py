@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         # A view, or the result of an operation in place, has the storage of an argument.
         given = {storage.data_ptr() for storage in _storages((args, kwargs))}
         for storage in _storages(results):
-            if storage.nbytes() and storage.data_ptr() not in given:
+            if storage.nbytes() and storage.data_ptr() not in given and storage.data_ptr() not in self._live:
                 self._add(storage)
         return results
 

@@ -1,4 +1,4 @@
-"""A gathered column that arrives while nobody waits for it."""
+"""A gathered column arrives although no rank waits for it."""
 
 from __future__ import annotations
 

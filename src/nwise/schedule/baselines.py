@@ -128,7 +128,7 @@ def _schedules(name: str, flows: Flows, placement: Placement, costs: Costs, *, s
         for stride in (1,) if name == "zb-h1" else (1, 2):
             yield make_schedule(name, flows, partial(skewed, fuse=False, stride=stride), placement, costs=costs)
     caps = set(range(1, num_stages)) if small else set()
-    if name == "interleaved-1f1b":
+    if rule.by_rank is not None:
         caps.add(rule.cap(num_stages))  # shorter where messages take time
     for cap in sorted({min(cap, size) for cap in (*caps, *((size,) if name == "zero-bubble" else ()))}):
         yield make_schedule(name, flows, rule.rule, placement, costs=costs, free=Free(cap))

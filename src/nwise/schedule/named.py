@@ -26,7 +26,7 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import Free
 from nwise.schedule.orders import TYPICAL, Rule, make_schedule
 from nwise.schedule.placement import Placement, make_placement
-from nwise.schedule.schedule import Schedule, merge
+from nwise.schedule.schedule import Schedule, Word, merge
 from nwise.schedule.timed import Timed
 from nwise.schedule.validate import validate
 
@@ -42,11 +42,14 @@ class NamedOrder:
         cap: function from the number of stages to the largest number of micro-batches in flight, if list scheduling may reorder
             the words; None if it may not.
         placement: name of the placement that the pipeline is made for; default: contiguous.
+        by_rank: the same as a function that also takes ``num_ranks`` and returns a word for every rank, for that placement and a
+            multiple of the ranks as M; default: none.
     """
 
     rule: Rule
     cap: Callable[[int], int] | None = None
     placement: str = "contiguous"
+    by_rank: Callable[..., list[Word]] | None = None
 
 
 _SPLIT: Rule = partial(orders.depth_first, fuse=False)
@@ -61,7 +64,7 @@ RULES: dict[str, NamedOrder] = {
     "zb-h1": NamedOrder(_SPLIT, lambda stages: stages),
     # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
     "zero-bubble": NamedOrder(_SPLIT, lambda stages: 2 * stages - 1),
-    "interleaved-1f1b": NamedOrder(orders.depth_first, lambda stages: stages, "interleaved"),
+    "interleaved-1f1b": NamedOrder(orders.depth_first, lambda stages: stages, "interleaved", orders.interleaved),
     "zb-v": NamedOrder(_SPLIT, lambda stages: stages, "v"),
 }
 ORDERS = ("best", *RULES)
@@ -117,9 +120,9 @@ def choose(order: Order, flows: Flows, placement: Placement = (), ages: tuple[in
 def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[int, ...], costs: Costs) -> Schedule:
     """Return the schedule of one of `RULES`."""
     named, size, num_ranks = RULES[name], len(flows[0][0].stages), 1 + max(placement)
-    whole = len(flows[0]) % num_ranks == 0  # groups of fewer micro-batches than ranks may wait for each other
-    if name == "interleaved-1f1b" and whole and placement == make_placement("interleaved", size, num_ranks):
-        rule: Rule = partial(orders.interleaved, num_ranks=num_ranks)
+    made_for = len(flows[0]) % num_ranks == 0 and placement == make_placement(named.placement, size, num_ranks)
+    if named.by_rank is not None and made_for:
+        rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
         return make_schedule(name, flows, rule, placement, message_ages(flows, ages), costs=costs)
     cap = None if named.cap is None else min(named.cap(size), len(flows[0]))
     free = None if cap is None or max(placement) == 0 else Free(cap)

@@ -3,9 +3,9 @@
 Micro-batches are alike, so every kind of action takes them in the order 0, 1, 2, ... A rule decides how the kinds
 alternate.
 
-    phase     all forwards, then all passes loss by loss, nearest first, then all weight gradients
-    skewed    depth first in rounds; the pass of a loss at distance d runs `stride * d` rounds after its forward
-    1f1b      some forwards first, fewer on later stages, then backward and forward in turn
+    phase        all forwards, then all passes loss by loss, nearest first, then all weight gradients
+    skewed       depth first in rounds; the pass of a loss at distance d runs `stride * d` rounds after its forward
+    1f1b         some forwards first, fewer on later stages, then backward and forward in turn
     interleaved  the same for ranks that hold every R-th stage (R ranks)
 
 A delay leaves the order as it is and only makes passes older. List scheduling (`nwise.schedule.greedy`) orders by urgency, and
@@ -174,14 +174,21 @@ def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> l
 
 
 def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -> list[Word]:
-    """Run interleaved 1F1B, a word for every rank: each holds every R-th stage, and changes stage after R micro-batches."""
+    """Run interleaved 1F1B, a word for every rank: each holds every R-th stage, and changes stage after R micro-batches.
+
+    Args:
+        flows: flow of every micro-batch, a multiple of R; with other numbers the ranks may wait for each other.
+        turn: index of the mini-batch in the strategy's cycle.
+        num_ranks: number of ranks, R.
+        fuse: whether one B replaces an I and a W of the same cotangent; default: True.
+    """
     # 2 ranks, 4 stages, M = 2 (stage and micro-batch; heads left out). Rank 0 begins with 2 (R - 1 - r) + R (stages - 1) + 1
     # forwards:
     #
     #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
     words = []
-    groups = [range(m, min(m + num_ranks, len(flows))) for m in range(0, len(flows), num_ranks)]
+    groups = [range(m, m + num_ranks) for m in range(0, len(flows), num_ranks)]
     for rank in range(num_ranks):
         stages = range(rank, len(flows[0].stages), num_ranks)
         first = [forwards(flows[m].stages[k], k, m, turn) for group in groups for k in stages for m in group]
