@@ -140,7 +140,7 @@ def measure(world: World, case: Case) -> Measured:
     price = prices(timed.costs, case.stages)
     device = Device(slot)
     world.placement = case.placement
-    links = _links(timed.costs, case.stages, slot)
+    links = _links(timed.costs, case.placement, slot)
     stages = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in world.here]
     engine = Engine(world, stages, lambda k, specs: specs, _CPU)
     size = range(case.microbatches)
@@ -180,14 +180,16 @@ def measure(world: World, case: Case) -> Measured:
     )
 
 
-def _links(costs: Costs, stages: int, slot: float) -> list[tuple[Link, Link]]:
-    """The links of every stage to the one before and the one after; none of them is shared by two boundaries."""
-    sizes = costs.per_stage("message_bytes", stages)
-    seconds = [slot * size / costs.bandwidth for size in sizes]
-    return [
-        (Link(slot * costs.latency, seconds[max(0, k - 1)]), Link(slot * costs.latency, seconds[k]))
-        for k in range(stages)
-    ]
+def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Link, Link]]:
+    """The links of every stage to the one before and the one after; two boundaries share none, and a rank needs none."""
+    sizes = costs.per_stage("message_bytes", len(placement))
+
+    def link(k: int) -> Link:
+        """The link in one direction between stage k and the next."""
+        same = k < 0 or k + 1 == len(placement) or placement[k] == placement[k + 1]
+        return Link(0.0, 0.0) if same else Link(slot * costs.latency, slot * sizes[k] / costs.bandwidth)
+
+    return [(link(k - 1), link(k)) for k in range(len(placement))]
 
 
 def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:

@@ -114,7 +114,13 @@ class VirtualStage:
         self._device.work(self._price.time(Action(kind, self.index, 0), flow), received=due)
 
     def forward(
-        self, inputs: Tensors, flow: StageFlow, passes: int, seed: int, versions: Mapping[str, Tensor] | None = None
+        self,
+        inputs: Tensors,
+        flow: StageFlow,
+        passes: int,
+        seed: int,
+        versions: Mapping[str, Tensor] | None = None,
+        continued: bool = True,
     ) -> tuple[VirtualTape, Tensors]:
         """F: a message as large as its input."""
         due = max(float(inputs[0][0]), time.perf_counter()) if self.index else 0.0
@@ -139,6 +145,7 @@ class VirtualStage:
         inputs: bool,
         weights: bool,
         shared: bool = False,
+        continued: bool = True,
     ) -> Cotangents:
         """I, W or B: a gradient as large as the input."""
         kind = Kind.BOTH if inputs and weights else Kind.INPUT_GRAD if inputs else Kind.WEIGHT_GRAD

@@ -39,7 +39,9 @@ class Tape:
         outputs: outputs of the forward.
         passes_left: number of calls of `Stage.backward` that will follow.
         versions: parameters that the forward used instead of the current ones, by name.
-        rerun: function that runs the forward once more; None if its graph is there.
+        rerun: function that runs the forward once more, with `recompute`; otherwise None.
+        has_graph: whether `outputs` have their graph.
+        head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
         kept: cotangents that an I has kept for a later W.
     """
@@ -49,6 +51,8 @@ class Tape:
     passes_left: int
     versions: Mapping[str, Tensor] | None
     rerun: Callable[[], Tensors] | None
+    has_graph: bool
+    head_left: bool
     own: Cotangents = ()
     kept: Kept | None = None
 
@@ -61,8 +65,8 @@ class Stage:
         module: the part of the main network.
         head: the auxiliary network; None for the last stage, whose output goes to the loss.
         loss_fn: ``loss_fn(head_output, target)``, the mean over the micro-batch.
-        recompute: whether to keep only the input of F and run F once more before the first pass
-            (activation checkpointing).
+        recompute: whether to keep only the input of F while the stage's rank works on anything else, and run F once more before
+            the next pass (activation checkpointing).
     """
 
     def __init__(self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn, recompute: bool) -> None:
@@ -97,6 +101,7 @@ class Stage:
         passes: int,
         seed: int,
         versions: Mapping[str, Tensor] | None = None,
+        continued: bool = True,
     ) -> tuple[Tape, Tensors]:
         """Run F and return a tape, and the outputs, detached.
 
@@ -107,17 +112,23 @@ class Stage:
             seed: seed of every random number drawn here.
             versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last
                 pass.
+            continued: whether a pass follows before any other work of this rank (`Schedule.continued`). Default: True.
         """
         leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs)
-        graph = passes > 0
+        has_graph = passes > 0 and (continued or not self.recompute)
         rerun = None
-        if graph and self.recompute:
-            # The second run must see the same buffers as the first, and must not update the real ones again.
+        if passes and self.recompute:
+            # Another run must see the same buffers as the first, and must not update the real ones again.
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            rerun = lambda: self._call(leaves, seed, {**(versions or {}), **buffers})  # noqa: E731
-        with nullcontext() if graph and rerun is None else torch.no_grad():
+
+            def rerun() -> Tensors:
+                copies = {name: buffer.clone() for name, buffer in buffers.items()}
+                return self._call(leaves, seed, {**(versions or {}), **copies})
+
+        with nullcontext() if has_graph else torch.no_grad():
             outputs = self._call(leaves, seed, versions)
-        return Tape(leaves, outputs, passes, versions, rerun), tuple(y.detach() for y in outputs)
+        tape = Tape(leaves, outputs, passes, versions, rerun, has_graph, flow.head)
+        return tape, tuple(y.detach() for y in outputs)
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
         if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
@@ -163,6 +174,9 @@ class Stage:
         if wrt and loss.requires_grad and weight:
             add_gradients([loss], [torch.full_like(loss, weight)], wrt, retain_graph=False)
         tape.own = tuple(leaf.grad for leaf in leaves)
+        tape.head_left = False
+        if not tape.has_graph:
+            tape.outputs = ()
         return loss.detach().reshape(()) if weight else torch.zeros_like(loss.detach()).reshape(())
 
     def backward(
@@ -174,6 +188,7 @@ class Stage:
         inputs: bool,
         weights: bool,
         shared: bool = False,
+        continued: bool = True,
     ) -> Cotangents:
         """Run I (``inputs``), W (``weights``) or B (both).
 
@@ -185,6 +200,7 @@ class Stage:
             weights: whether to add the gradient to the parameters to their ``.grad``.
             shared: whether an I and a later W have this cotangent in common. The I then keeps the cotangent of every layer
                 (`nwise.kept`), and the W starts from those. Default: False.
+            continued: whether the next pass follows before any other work of this rank. Default: True.
 
         Returns:
             The gradient to each input with ``inputs``, else an empty tuple. The last pass frees the graph.
@@ -195,10 +211,11 @@ class Stage:
         #       I: no weight        W: ends at the first
         #       gradients           layer with parameters
         #
-        # The graph can be walked again until the last pass, which frees it.
-        if tape.rerun is not None:
-            tape.outputs = tape.rerun()
-            tape.rerun = None
+        # The graph can be walked again until the last pass, which frees it. With `recompute` it is also freed when the rank turns
+        # to other work, and another forward makes it again.
+        if not tape.has_graph:
+            assert tape.rerun is not None
+            tape.outputs, tape.has_graph = tape.rerun(), True
         tape.passes_left -= 1
         again = tape.passes_left > 0
         keeps = shared and inputs and not weights
@@ -222,6 +239,9 @@ class Stage:
                 x.grad = None
         if weights and tape.versions is not None:
             self._move_gradients(tape.versions)
+        if again and tape.rerun is not None and not continued and tape.kept is None:
+            tape.outputs = tuple(y.detach() for y in tape.outputs) if tape.head_left else ()
+            tape.has_graph = False
         return gradients
 
     def _leaves(self, tape: Tape) -> list[Tensor]:

@@ -100,8 +100,7 @@ class Engine:
             self._schedule, self._first = schedule, step
         turn = step % len(schedule.flows)
         workers = {
-            k: Worker(stage, schedule.flows[turn], batch, schedule.passes[turn], self._copy(schedule, k))
-            for k, stage in self._stages.items()
+            k: Worker(stage, schedule, turn, batch, self._copy(schedule, k)) for k, stage in self._stages.items()
         }
         if 0 in workers:
             workers[0].inputs.update(enumerate(batch.inputs))

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nwise.flow import Cotangent, Flow, StageFlow
+from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch, Tensors
 from nwise.randomness import derive
 from nwise.schedule.actions import Action, Kind
+from nwise.schedule.schedule import Schedule
 from nwise.stage import Cotangents
 
 
@@ -31,7 +32,13 @@ class Workable(Protocol):
         """The stage's index, from 0."""
 
     def forward(
-        self, inputs: Tensors, flow: StageFlow, passes: int, seed: int, versions: Mapping[str, Tensor] | None = None
+        self,
+        inputs: Tensors,
+        flow: StageFlow,
+        passes: int,
+        seed: int,
+        versions: Mapping[str, Tensor] | None = None,
+        continued: bool = True,
     ) -> tuple[Any, Tensors]:
         """F."""
 
@@ -47,6 +54,7 @@ class Workable(Protocol):
         inputs: bool,
         weights: bool,
         shared: bool = False,
+        continued: bool = True,
     ) -> Cotangents:
         """I, W or B."""
 
@@ -56,25 +64,26 @@ class Worker:
 
     Args:
         stage: the stage, which does the tensor work.
-        flows: the flow of every micro-batch.
+        schedule: the schedule.
+        turn: index of the mini-batch in the schedule's cycle.
         batch: the data.
-        passes: number of backward passes by (stage, micro-batch).
         versions: copies of the parameters for passes that come after an update; default: none.
     """
 
     def __init__(
         self,
         stage: Workable,
-        flows: Sequence[Flow],
+        schedule: Schedule,
+        turn: int,
         batch: Batch,
-        passes: Mapping[tuple[int, int], int],
         versions: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.stage = stage
         self.inputs: dict[int, Tensors] = {}
         self.messages: dict[int, dict[int, Cotangents]] = {}
-        self._flows, self._batch, self._versions = flows, batch, versions
-        self._left = {m: passes[stage.index, m] for m in range(len(flows))}
+        self._flows, self._batch, self._versions = schedule.flows[turn], batch, versions
+        self._continued = schedule.continued
+        self._left = {m: schedule.passes[turn][stage.index, m] for m in range(len(self._flows))}
         self._tapes: dict[int, Any] = {}
         self._losses: list[tuple[float, Tensor]] = []
 
@@ -84,7 +93,8 @@ class Worker:
         stage, flow, batch = self.stage, self._flows[m].stages[k], self._batch
         if kind is Kind.FORWARD:
             seed = derive(batch.seed, "stage", k, batch.first + m)
-            tape, outputs = stage.forward(self.inputs.pop(m), flow, self._left[m], seed, self._versions)
+            continued = action in self._continued
+            tape, outputs = stage.forward(self.inputs.pop(m), flow, self._left[m], seed, self._versions, continued)
             if flow.head or self._left[m]:
                 self._tapes[m] = tape
             return outputs
@@ -108,7 +118,13 @@ class Worker:
             del self._tapes[m]
         shared = flow.fused is not None and kind is not Kind.BOTH and q in (flow.fused, None)
         return stage.backward(
-            tape, cotangent, received, inputs=q is not None, weights=kind is not Kind.INPUT_GRAD, shared=shared
+            tape,
+            cotangent,
+            received,
+            inputs=q is not None,
+            weights=kind is not Kind.INPUT_GRAD,
+            shared=shared,
+            continued=action in self._continued,
         )
 
     @property

@@ -13,12 +13,14 @@ The peak of an action comes on top of everything that is live before it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nwise.schedule.actions import PASSES, Kind
 from nwise.schedule.costs import Costs
 from nwise.schedule.schedule import Schedule, Word
 
+# Stage, micro-batch and turn.
+_Tape = tuple[int, int, int]
 # The first and the last action, by their places in a word; the number of cycles between them; and bytes.
 _Span = tuple[int, int, int, float]
 
@@ -39,7 +41,8 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     Args:
         schedule: the schedule.
         costs: the sizes.
-        recompute: whether a stage keeps only its input and its output, and runs its forward once more before its first pass.
+        recompute: whether a stage keeps only its input while its rank works on anything else, and runs its forward once more
+            before its next pass.
     """
     size = schedule.num_stages
     extra = {kind: costs.per_stage(name, size) for kind, name in _PEAKS.items()}
@@ -49,9 +52,10 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         # The optimizer updates all stages of a rank at once.
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in word})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
-        reruns = _first_passes(schedule, word) if recompute else frozenset[int]()
-        replaced = _replaced(schedule, word, reruns)
-        for first, last, cycles, num_bytes in _spans(schedule, word, costs, reruns):
+        late = [schedule.cycles_late(action) for action in word]
+        graphs = _graphs(schedule, word, late, recompute)
+        reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
+        for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes
             ends[last] += num_bytes
@@ -59,15 +63,14 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         for i, action in enumerate(word):
             k = action.stage
             peak = update if action.kind is Kind.UPDATE else extra[action.kind][k]
-            if recompute and action.kind is Kind.FORWARD:
+            if recompute and action.kind is Kind.FORWARD and action not in schedule.continued:
                 peak -= kept[k]  # freed piece by piece
             if action.kind in PASSES:
                 cotangent = schedule.flows[action.turn][action.microbatch].stages[k].cotangent(action.message)
                 if cotangent.own + len(cotangent.needed) > 1:
                     peak += output[k]  # their sum
             if i in reruns:
-                # The new output takes the place of the old one, unless the next stage still has that.
-                peak = max(extra[Kind.FORWARD][k], kept[k] + output[k] * (i not in replaced) + peak)
+                peak = max(extra[Kind.FORWARD][k], kept[k] + output[k] + peak)
             most = max(most, live + peak)
             live += begins[i]
             most = max(most, live)
@@ -86,29 +89,52 @@ def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     return tuple(sums)
 
 
-def _first_passes(schedule: Schedule, word: Word) -> frozenset[int]:
-    """Return the places of the first pass of every stage and micro-batch."""
-    first: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for i, a in enumerate(word):
-        if a.kind in PASSES:
-            key, order = (a.stage, a.microbatch, a.turn), (schedule.cycles_late(a), i)
-            first[key] = min(first.get(key, order), order)
-    return frozenset(i for _, i in first.values())
+def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool) -> dict[_Tape, list[tuple[int, int]]]:
+    """Return the times at which every micro-batch of every stage has its graph: the places of their first and last action."""
+    places = _places(word, late)
+    if not recompute:
+        return {
+            key: [(found[0], found[-1])] for key, found in places.items() if any(word[i].kind in PASSES for i in found)
+        }
+    graphs: dict[_Tape, list[tuple[int, int]]] = {}
+    for (k, m, turn), found in places.items():
+        fused = schedule.flows[turn][m].stages[k].fused
+        spans, begun, kept = [], None, False
+        for i in found:
+            action = word[i]
+            if begun is None and (action.kind in PASSES or action in schedule.continued):
+                begun = i
+            # A kept cotangent keeps the graph until its W.
+            kept = action.kind is not Kind.WEIGHT_GRAD and (
+                kept or (action.kind is Kind.INPUT_GRAD and fused is not None and action.message == fused)
+            )
+            if begun is not None and not kept and action not in schedule.continued:
+                spans.append((begun, i))
+                begun = None
+        graphs[k, m, turn] = spans
+    return graphs
 
 
-def _replaced(schedule: Schedule, word: Word, reruns: frozenset[int]) -> frozenset[int]:
-    """Return the reruns after the last use of the old output by the next stage."""
-    last = {(a.stage, a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
-    keys = {i: (word[i].stage + 1, word[i].microbatch, word[i].turn) for i in reruns}
-    return frozenset(i for i, key in keys.items() if last.get(key, -1) < i)
+def _places(word: Word, late: Sequence[int]) -> dict[_Tape, list[int]]:
+    """Return the places of the actions of every stage and micro-batch, in the order of time."""
+    places: dict[_Tape, list[int]] = {}
+    for i in sorted(range(len(word)), key=lambda i: (late[i], i)):
+        if word[i].kind is not Kind.UPDATE:
+            places.setdefault((word[i].stage, word[i].microbatch, word[i].turn), []).append(i)
+    return places
 
 
-def _spans(schedule: Schedule, word: Word, costs: Costs, reruns: frozenset[int]) -> Iterator[_Span]:
-    """Iterate over everything that is live for a while; activations begin at the forward, or at its rerun."""
+def _spans(
+    schedule: Schedule,
+    word: Word,
+    costs: Costs,
+    late: Sequence[int],
+    graphs: dict[_Tape, list[tuple[int, int]]],
+) -> Iterator[_Span]:
+    """Iterate over everything that is live for a while."""
     activation, output, cotangent, gradient, head_gradient = (
         costs.per_stage(f"{name}_bytes", schedule.num_stages) for name in _NAMES
     )
-    late = [schedule.cycles_late(action) for action in word]
 
     def span(first: int, last: int, num_bytes: float) -> _Span:
         return first, last, late[last] - late[first], num_bytes
@@ -116,21 +142,22 @@ def _spans(schedule: Schedule, word: Word, costs: Costs, reruns: frozenset[int])
     def order(i: int) -> tuple[int, int]:
         return late[i], i
 
-    places: dict[tuple[int, int, int], list[int]] = {}
-    for i, a in enumerate(word):
-        if a.kind is not Kind.UPDATE:
-            places.setdefault((a.stage, a.microbatch, a.turn), []).append(i)
+    places = _places(word, late)
     for (k, m, turn), found in places.items():
         used: set[int] = set()
-        found.sort(key=order)
         flow = schedule.flows[turn][m].stages[k]
-        above = sorted(places.get((k + 1, m, turn), []), key=order)
+        above = places.get((k + 1, m, turn), [])
         first, last = found[0], found[-1]
-        rerun = next((i for i in found if i in reruns), None)
-        yield span(first if rerun is None else rerun, last, activation[k])
-        yield span(first, max([last if rerun is None else rerun, *above[-1:]], key=order), output[k])
-        if rerun is not None:
-            yield span(rerun, last, output[k])
+        # The output of F lives until its graph and the head have gone, and as the input of the next stage. Another forward makes
+        # another one.
+        uses = [i for i in found if word[i].kind is Kind.HEAD]
+        for begin, end in graphs.get((k, m, turn), []):
+            yield span(begin, end, activation[k])
+            if word[begin].kind in PASSES:
+                yield span(begin, end, output[k])
+            else:
+                uses.append(end)
+        yield span(first, max([first, *uses, *above[-1:]], key=order), output[k])
         if k and (k - 1, m, turn) not in places:
             yield span(first, last, output[k - 1])  # received
         for i in found:

@@ -158,9 +158,9 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
         ],
         forward_peak_bytes=list(map(_forward_peak, stages)),
         head_peak_bytes=at_end("head_peak_bytes"),
-        input_grad_peak_bytes=[_pass_peak(stage, inputs=True, weights=False) for stage in stages],
-        weight_grad_peak_bytes=[_pass_peak(stage, inputs=False, weights=True) for stage in stages],
-        both_peak_bytes=[_pass_peak(stage, inputs=True, weights=True) for stage in stages],
+        input_grad_peak_bytes=list(map(_input_grad_peak, stages)),
+        weight_grad_peak_bytes=[_weight_grad_peak(stage, inputs=False) for stage in stages],
+        both_peak_bytes=[_weight_grad_peak(stage, inputs=True) for stage in stages],
         update_peak_bytes=total("update_peak_bytes"),
         **links,
     )
@@ -175,16 +175,21 @@ def _forward_peak(pieces: Sequence[Piece]) -> float:
     return peak
 
 
-def _pass_peak(pieces: Sequence[Piece], *, inputs: bool, weights: bool) -> float:
-    """Return the peak memory of a pass: the pieces behind have made gradients, and freed their activations."""
+def _input_grad_peak(pieces: Sequence[Piece]) -> float:
+    """Return the peak memory of an I, which frees nothing, because another pass follows: a piece beside its own cotangent."""
+    inside = [0.0] + [piece.message_bytes for piece in pieces[-2::-1]]
+    return max(made + piece.input_grad_peak_bytes for made, piece in zip(inside, reversed(pieces), strict=True))
+
+
+def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool) -> float:
+    """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations."""
     change = peak = 0.0
     for i in reversed(range(len(pieces))):
         piece = pieces[i]
-        # An output inside the stage has been freed, and the gradient to it has as many bytes.
-        through = inputs or i > 0  # only the first piece of a W needs no gradient to its input
-        own = piece.both_peak_bytes if weights else piece.input_grad_peak_bytes
-        peak = max(peak, change + (own if through else piece.weight_grad_peak_bytes))
-        change += weights * piece.gradient_bytes - piece.activation_bytes
+        # An output inside the stage has been freed, and the gradient to it has as many bytes. Only the first piece of a W needs no
+        # gradient to its input.
+        peak = max(peak, change + (piece.both_peak_bytes if inputs or i > 0 else piece.weight_grad_peak_bytes))
+        change += piece.gradient_bytes - piece.activation_bytes
     return peak
 
 

@@ -91,6 +91,17 @@ class Schedule:
             counts[action.turn][action.stage, action.microbatch] += 1
         return tuple(counts)
 
+    @cached_property
+    def continued(self) -> frozenset[Action]:
+        """The computations that a pass of the same stage and micro-batch follows, with no other work of the rank between them."""
+        result: set[Action] = set()
+        for word in self.words:
+            for _, run in groupby(word, key=_work):
+                actions = list(run)
+                last = max((i for i, a in enumerate(actions) if a.kind in PASSES), default=0)
+                result.update(actions[:last])
+        return frozenset(result)
+
     def call(self, action: Action) -> int:
         """Return the call of the cycle that runs an action."""
         return (action.turn + action.age) % len(self.flows)
@@ -279,6 +290,11 @@ class Deadlock(ValueError):
             "The lists should let every action run. Found a deadlock: each of these waits for one that comes later in another "
             f"list or its own: {names}. Move what they wait for before them."
         )
+
+
+def _work(action: Action) -> tuple[int, int, int, int, bool]:
+    """Return what tells a stage's work on a micro-batch from other work of its rank."""
+    return action.stage, action.microbatch, action.turn, action.age, action.kind is Kind.UPDATE
 
 
 def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:

@@ -194,15 +194,16 @@ class _Bench:
             cotangent_bytes = 0 if cotangents is None else cotangents.num_bytes
             del cotangents, seeds
 
-            def peak(wrt: list[Tensor]) -> int:
+            def peak(wrt: list[Tensor], again: bool = False) -> int:
                 _clear([*tracked, *learns])
                 roots = [y for y in forward() if y.requires_grad]
                 if not roots or not wrt:
                     return 0
                 gradients = [torch.zeros_like(y) for y in roots]
-                return memory.measure(partial(add_gradients, roots, gradients, wrt, retain_graph=False))[1]
+                return memory.measure(partial(add_gradients, roots, gradients, wrt, retain_graph=again))[1]
 
-            input_grad_peak, weight_grad_peak, both_peak = peak(tracked), peak(learns), peak(learns + tracked)
+            input_grad_peak = peak(tracked, again=True)  # another pass follows an I
+            weight_grad_peak, both_peak = peak(learns), peak(learns + tracked)
             _clear([*tracked, *learns])
             ends = tuple(y.detach().requires_grad_(y.is_floating_point()) for y in outputs)
             wrt = [*side, *(y for y in ends if y.requires_grad)]
