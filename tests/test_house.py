@@ -39,7 +39,7 @@ RANKS = [
     ["kept", "schedule", "_summary"],
     ["stage"],
     ["runtime", "_arguments", "data"],
-    ["_inference", "pipeline", "recipes"],
+    ["exits", "pipeline", "recipes"],
     ["training"],
     ["report"],
     ["cli", "__main__"],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 
 import torch
@@ -14,6 +15,7 @@ from nwise.flow import Flow
 from nwise.models.chain import Chain
 from nwise.runtime.processes import Processes
 from nwise.stage import LossFn
+from nwise.strategies import Strategy
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 Given = nn.Module | Callable[[], nn.Module]
@@ -183,22 +185,59 @@ def refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def refuse_sharing(mains: Sequence[nn.Module], sides: Sequence[nn.Module | None]) -> None:
-    """Raise ValueError if a parameter is in two places: it would have two credits, and on two devices two values.
+def refuse_sharing(
+    mains: Sequence[nn.Module], sides: Sequence[nn.Module | None], tied: str, several: bool
+) -> tuple[str, str] | None:
+    """Raise ValueError if a parameter is in two places that would give it two credits.
+
+    Heads and the output may share parameters: the gradient is the sum over their losses. With ``tied="sum"`` the first stage may
+    share them too, as a tied embedding does.
 
     Args:
         mains: the stages.
         sides: the heads, None for a stage without one.
+        tied: ``"sum"`` or ``"refuse"``.
+        several: whether there are several processes, which cannot share parameters.
+
+    Returns:
+        Two names of a shared parameter, or None.
     """
+    if tied not in ("refuse", "sum"):
+        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
     seen: dict[int, tuple[str, str]] = {}
     owners = [(f"stages.{k}", main) for k, main in enumerate(mains)]
     owners += [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None]
+    allowed = {f"stages.{len(mains) - 1}", *(["stages.0"] if tied == "sum" else [])}
     refuse_lazy(owners)
+    shared = None
     for owner, module in owners:
         for name, parameter in module.named_parameters():
             first = seen.setdefault(id(parameter), (owner, name))
-            if first[0] != owner:
+            if first[0] == owner:
+                continue
+            shared = ".".join(first), f"{owner}.{name}"
+            places = {place for place in (first[0], owner) if not place.startswith("heads.")} - allowed
+            if places or several:
+                rule = "one stage or head in several processes" if several else "one stage, or to heads and the output"
+                hint = ", or pass `tied='sum'`" if places == {"stages.0"} and not several else ""
                 raise ValueError(
-                    f"Every parameter should belong to one stage or head. Found {'.'.join(first)} again as {owner}.{name}; "
-                    "untie them by `nwise.untie(model)` or a copy.deepcopy of one."
+                    f"Every parameter should belong to {rule}. Found {shared[0]} again as {shared[1]}; untie them by "
+                    f"`nwise.untie(model)` or a copy.deepcopy of one{hint}."
                 )
+    return shared
+
+
+def refuse_late_sharing(shared: tuple[str, str] | None, late_stages: Collection[int]) -> None:
+    """Raise ValueError if a parameter is in two places, and gradients come after an update, so they would have two ages."""
+    if shared is not None and late_stages:
+        raise ValueError(
+            f"Every parameter should belong to one stage or head under a delay. Found {shared[0]} again as {shared[1]}; use heads "
+            "of their own, as `nwise.heads.copied` makes."
+        )
+
+
+def warn_of_wide_windows(strategy: Strategy, num_stages: int) -> None:
+    """Warn the caller of `Pipeline`, or of its setter, of a window that is as wide as the network, in any phase."""
+    for first, _ in strategy.phases():
+        if (text := strategy.in_force(first).caution(num_stages)) is not None:
+            warnings.warn(text, stacklevel=4)

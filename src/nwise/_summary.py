@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nwise.flow import Flow
 
@@ -39,6 +39,11 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([title, *lines])
+
+
+def count(module: nn.Module | None) -> int:
+    """Return the number of a module's parameters."""
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
 
 
 def _loss(loss: int, weight: float) -> str:

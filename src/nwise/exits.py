@@ -1,17 +1,43 @@
-"""Inference through the heads along the way."""
+"""Early exits: a sample leaves the network at the first head that is sure of its answer.
+
+            stage 0 ------> stage 1 ------> stage 2 ------> output
+               |               |
+             head 0          head 1
+               |               |
+B samples   the sure ones   the sure ones   the rest
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from nwise._arguments import HeadDict
-from nwise.microbatch import Tensors
+from nwise.microbatch import Tensors, as_tuple, batch_size
+from nwise.runtime.processes import Alone, Processes
 from nwise.stage import unchanged
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers to a batch whose samples left at different depths.
+
+    Args:
+        output: output of the head at which each sample left, ``[B, ..., classes]``.
+        stage: index of that head's stage, ``[B]``; the last stage's head is the network's own output.
+        confidence: its confidence (`confidence`), ``[B]``.
+    """
+
+    output: Tensor
+    stage: Tensor
+    confidence: Tensor
 
 
 def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
@@ -26,3 +52,157 @@ def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] 
     head = heads.get(k) if only is None or k in only else None
     with unchanged(hidden, f"The head of stage {k}"):
         return None if head is None else head(*hidden)
+
+
+def confidence(logits: Tensor) -> Tensor:
+    """Return the probability of the likeliest class, ``[B]``; of several positions, that of the least certain one.
+
+    Args:
+        logits: ``[B, ..., classes]``.
+
+    >>> confidence(torch.tensor([[0.0, 0.0], [0.0, 9.0]])).round(decimals=2)
+    tensor([0.5000, 1.0000])
+    """
+    top = logits.float().softmax(dim=-1).amax(dim=-1)
+    return top.flatten(1).amin(dim=1) if top.dim() > 1 else top
+
+
+def answer(
+    stages: Sequence[nn.Module] | nn.ModuleList,
+    heads: HeadDict,
+    inputs: Tensors,
+    thresholds: Mapping[int, float],
+    processes: Processes,
+) -> Answers:
+    """Run the stages in order on the samples that have not left; every process of the pipeline gets all answers.
+
+    Args:
+        stages: the main network.
+        heads: the heads; only those with a threshold run.
+        inputs: inputs of the first stage, samples along dimension 0.
+        thresholds: for every exit the confidence from which a sample leaves, by stage.
+        processes: the processes that hold the stages.
+
+    Raises:
+        ValueError: a stage's output has no dimension of samples.
+    """
+    size, device, last = batch_size(inputs, "The input of `exit`"), inputs[0].device, len(stages) - 1
+    rows, hidden = torch.arange(size), inputs
+    parts: list[dict[str, Tensor]] = []
+    for k in processes.here:
+        if k and k - 1 not in processes.here:
+            # Samples that have left are not sent. With none left the message is empty, and the stage does not run.
+            rows, *rest = processes.receive(processes.rank_of(k - 1))
+            hidden = tuple(x.to(device) for x in rest)
+        if len(rows):
+            hidden = as_tuple(stages[k](*hidden), f"The output of stage {k}")
+            if k == last or k in thresholds:
+                logits = _single(hidden if k == last else head_output(heads, k, hidden, None), k)
+                sure = confidence(logits)
+                leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
+                here, stays = leaves.cpu(), ~leaves
+                parts.append({"row": rows[here], "output": logits[leaves], "confidence": sure[leaves]})
+                parts[-1]["stage"] = torch.full_like(parts[-1]["row"], k)
+                rows = rows[~here]
+                if here.any():
+                    hidden = _select(hidden, stays, k)
+        if k < last and k + 1 not in processes.here:
+            processes.send((rows, *hidden) if len(rows) else (rows,), processes.rank_of(k + 1))
+    return _together(parts, size, device, processes)
+
+
+class EarlyExit(nn.Module):
+    """A trained network with its exits, which needs neither a pipeline nor a trainer.
+
+    Args:
+        stages: the main network.
+        heads: heads by the index of their stage.
+        thresholds: for every exit the confidence from which a sample leaves, by stage.
+
+    >>> stages = [nn.Linear(2, 4), nn.Linear(4, 2)]
+    >>> network = EarlyExit(stages, {0: nn.Linear(4, 2)}, {0: 0.0}).eval()
+    >>> network.answers(torch.zeros(3, 2)).stage
+    tensor([0, 0, 0])
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module], heads: Mapping[int, nn.Module], thresholds: Mapping[int, float]
+    ) -> None:
+        super().__init__()
+        if not set(thresholds) <= set(heads):
+            raise ValueError(
+                f"`thresholds` should be of stages with a head, {sorted(heads)}. Found {sorted(thresholds)}."
+            )
+        self.stages = nn.ModuleList(stages)
+        self.heads = HeadDict({str(k): heads[k] for k in sorted(thresholds)})
+        self.thresholds = dict(thresholds)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the outputs alone."""
+        return self.answers(*inputs).output
+
+    def answers(self, *inputs: Tensor) -> Answers:
+        """Return the outputs, the stages at which the samples left, and how sure they were."""
+        return answer(self.stages, self.heads, inputs, self.thresholds, Alone(len(self.stages)))
+
+
+def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:
+    """Return the threshold of every exit.
+
+    Args:
+        threshold: one for all exits, or one for each by its stage; other heads do not run.
+        exits: stages before the last one that have a trained head.
+
+    Raises:
+        TypeError, ValueError: a threshold is not a number, or its stage has no such head.
+    """
+    by_stage = dict(threshold) if isinstance(threshold, Mapping) else dict.fromkeys(exits, threshold)
+    for k, value in by_stage.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ValueError(f"`threshold` should be a probability, or one for each stage. Found {value!r}.")
+        if k not in exits:
+            raise ValueError(
+                f"`threshold` should be for stages whose head is trained, {sorted(exits)}. Found one for stage {k!r}; train "
+                "all heads (`heads='all'`), or leave it out."
+            )
+    if not by_stage:
+        raise ValueError(
+            "Early exits should have heads that the strategy trains. Found none; train with `2-wise`, `local` or "
+            "`deep-supervision`, or with `heads='all'`."
+        )
+    return by_stage
+
+
+def _single(output: Any, stage: int) -> Tensor:
+    """Return an output if it is a tensor of logits; raise ValueError otherwise."""
+    tensor = output[0] if isinstance(output, tuple) and len(output) == 1 else output
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+        what = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(output).__name__
+        raise ValueError(f"The head of stage {stage} should return logits [B, ..., classes] to exit. Found {what}.")
+    return tensor
+
+
+def _select(hidden: Tensors, stays: Tensor, stage: int) -> Tensors:
+    """Return the part of a stage's outputs that belongs to the samples that stay."""
+    if any(not x.dim() or len(x) != len(stays) for x in hidden):
+        shapes = [list(x.shape) for x in hidden]
+        raise ValueError(f"Stage {stage} should return {len(stays)} samples along dimension 0. Found {shapes}.")
+    return tuple(x[stays] for x in hidden)
+
+
+def _together(parts: list[dict[str, Tensor]], size: int, device: torch.device, processes: Processes) -> Answers:
+    """Collect the answers of all processes on the first one, and send them back to the others."""
+    names = ("row", "output", "confidence", "stage")
+    mine = tuple(torch.cat([part[name].to(device) for part in parts]) for name in names) if parts else ()
+    first, *others = processes.ranks
+    if processes.rank != first:
+        processes.send(mine, first)
+        return Answers(*(x.to(device) for x in processes.receive(first)))
+    every = [mine, *(processes.receive(rank) for rank in others)]
+    row, *values = (torch.cat([x.to(device) for x in column]) for column in zip(*filter(None, every), strict=True))
+    order = torch.empty(size, dtype=torch.int64, device=device)
+    order[row] = torch.arange(size, device=device)
+    output, sure, stage = (x[order] for x in values)
+    for rank in others:
+        processes.send((output, stage, sure), rank)
+    return Answers(output, stage, sure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -14,10 +13,11 @@ import nwise._arguments as arguments
 from nwise._arguments import Given, HeadDict
 from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
-from nwise._inference import Outputs, head_output
+from nwise._modes import evaluating
 from nwise._snapshot import Snapshot
-from nwise._summary import describe
+from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
+from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import Tensors, Terms, as_tuple, cut
@@ -47,16 +47,14 @@ class Pipeline(nn.Module):
             losses, or a list with one per stage.
         strategy: a name (see `nwise.strategy`) or a `Strategy`.
         num_microbatches: number of micro-batches per mini-batch, M.
-        schedule: order of work, one of `nwise.schedule.choose.ORDERS` or a custom schedule; default: ``"best"`` with
-            several processes, and with one ``"depth-first"``, which needs the least memory.
-        recompute: whether to keep only the input of each stage's forward and run the forward once more before the first
-            backward pass (activation checkpointing with one recomputation, however many passes).
-        seed: seed of dropout and other random numbers in `step`, which are functions of (seed, stage,
-            step, micro-batch); default: `torch.initial_seed()`.
+        schedule: order of work, one of `nwise.schedule.named.ORDERS` or a custom schedule; default: ``"best"`` with several
+            processes, and with one ``"depth-first"``, which needs the least memory.
+        recompute: whether a stage keeps only its input while others run, then runs its forward again (activation checkpointing).
+        tied: ``"sum"`` if the first stage may share parameters with the heads and the output; default: ``"refuse"``.
+        seed: seed of dropout and other random numbers in `step`, functions of (seed, stage, step, micro-batch); default: torch's.
         placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, or a rank for
             each; see `nwise.schedule.placement`. One process has all stages.
-        mesh: processes under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for every stage, or fewer, or
-            replicas of all.
+        mesh: processes under ``torchrun``, ``("pp", "dp", "tp")``; default: a rank for every stage, or fewer, or replicas of all.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
@@ -96,6 +94,7 @@ class Pipeline(nn.Module):
         *,
         schedule: Order | None = None,
         recompute: bool = False,
+        tied: str = "refuse",
         seed: int | None = None,
         placement: str | Sequence[int] = "contiguous",
         mesh: DeviceMesh | None = None,
@@ -110,7 +109,7 @@ class Pipeline(nn.Module):
         self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
-        arguments.refuse_sharing(mains, sides)
+        self._shared = arguments.refuse_sharing(mains, sides, tied, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         self._strategy = rule
@@ -129,11 +128,11 @@ class Pipeline(nn.Module):
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
         self._terms = [terms[loss] for loss in losses]
-        self._chosen: tuple[Order, Schedule] | None = None
+        self._chosen: tuple[Any, Schedule] | None = None  # the last schedule, and what it was chosen for
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._trainable: tuple[bool, ...] = ()
-        self._warn_of_wide_windows()
+        arguments.warn_of_wide_windows(rule, len(mains))
         self._survey()
         arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
@@ -148,7 +147,7 @@ class Pipeline(nn.Module):
     @strategy.setter
     def strategy(self, strategy: str | Strategy) -> None:
         self._strategy = parse(strategy)
-        self._warn_of_wide_windows()
+        arguments.warn_of_wide_windows(self._strategy, self.num_stages)
 
     @property
     def num_microbatches(self) -> int:
@@ -190,13 +189,11 @@ class Pipeline(nn.Module):
 
     def summary(self) -> str:
         """Describe the next step: parameters, the losses of each stage, messages; all processes must call it."""
-        here = [
-            [sum(p.numel() for p in part.parameters()) for part in (stage, self.heads.get(k) or nn.Module())]
-            for k, stage in enumerate(self.stages)
-        ]
-        counts = self.processes.by_stage({k: here[k] for k in self.processes.here})
+        counts = self.processes.by_stage(
+            {k: [count(self.stages[k]), count(self.heads.get(k))] for k in self.processes.here}
+        )
         now = self.strategy.in_force(self.steps)
-        plural = "es" if self.num_microbatches > 1 else ""
+        plural = "es" * (self.num_microbatches > 1)
         title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{plural}"
         return describe(title, counts, self._flows(now)[self.steps % now.turns][0], self.credit)
 
@@ -222,6 +219,17 @@ class Pipeline(nn.Module):
         given = as_tuple(inputs, "The input")
         self._connected(given).infer(given, self.steps, call)
         return outputs
+
+    def exit(self, *inputs: Tensor, threshold: float | Mapping[int, float] = 0.9) -> Answers:
+        """Run the network in evaluation mode; each sample leaves at the first head that is sure. All processes get the answers.
+
+        Args:
+            inputs: inputs of the first stage, samples along dimension 0.
+            threshold: probability from which a head is sure: one for all trained heads, or one for each that runs, by stage.
+        """
+        thresholds = check_threshold(threshold, self.needed_heads(later=False))
+        with evaluating(self), self.processes.watched():
+            return answer(self.stages, self.heads, as_tuple(inputs, "The input"), thresholds, self.processes)
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
@@ -362,13 +370,10 @@ class Pipeline(nn.Module):
     def _schedule_for(self, now: Strategy) -> Schedule:
         """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
         flows = self._flows(now)
-        ages = weight_ages(now, flows)
-        key = (self._order, flows, ages)
-        known = None if self._chosen is None else (self._chosen[0], self._chosen[1].flows, self._chosen[1].ages)
-        if known != key:
-            schedule = choose(self._order, flows, self.processes.placement, ages)
-            self._chosen = self._order, schedule
-        assert self._chosen is not None
+        key = self._order, flows, self.processes.placement, weight_ages(now, flows)
+        if self._chosen is None or self._chosen[0] != key:
+            self._chosen = key, choose(*key)
+            arguments.refuse_late_sharing(self._shared, self._chosen[1].late_stages)
         return self._chosen[1]
 
     def _connected(self, inputs: Tensors) -> Engine:
@@ -377,11 +382,6 @@ class Pipeline(nn.Module):
             device = self._device(inputs[0]) or torch.device("cpu")
             self._engine = make_engine(self.processes, [self._stages[k] for k in self.processes.here], device)
         return self._engine
-
-    def _warn_of_wide_windows(self) -> None:
-        for first, _ in self.strategy.phases():
-            if (text := self.strategy.in_force(first).caution(self.num_stages)) is not None:
-                warnings.warn(text, stacklevel=4)  # at the caller of `Pipeline`, or of the setter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; gradients of another kind are not due any more."""

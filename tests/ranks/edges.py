@@ -321,6 +321,19 @@ def late_and_evaluated() -> Any:
     return closed(pipe, state(pipe))
 
 
+def answered_early() -> Any:
+    """Samples leave at different depths, all of them at stage 0 or none, and training goes on as if nobody had asked."""
+    pipe = pipeline(A, "2-wise", 1)
+    data = batches(3)
+    trained(pipe, "sgd", data)
+    answers = {}
+    for threshold in (0.0, 0.3, 1.1):
+        result = pipe.exit(data[0][0], threshold=threshold)
+        answers[str(threshold)] = [result.stage.tolist(), result.output.tolist(), result.confidence.tolist()]
+    trained(pipe, "sgd", data)
+    return closed(pipe, {**state(pipe), "answers": answers})
+
+
 def leaves_nothing() -> Any:
     """What is closed and dropped takes its model and its groups along; the hook for errors that nobody catches once kept them."""
 
@@ -362,6 +375,7 @@ CASES: dict[str, Case] = {
     "refusals": refusals,
     "late and clipped": late_and_clipped,
     "late and evaluated": late_and_evaluated,
+    "answered early": answered_early,
     "leaves nothing": leaves_nothing,
 }
 

@@ -33,6 +33,7 @@ COMMANDS = {
         "nwise.cli.training:EvaluateCommand",
         "Score a run on its test set: every head, and ensembles of the top n heads.",
     ),
+    "exits": Command("nwise.cli.exits:ExitsCommand", "Let sure samples leave early: accuracy against work and time."),
     "export": Command("nwise.cli.training:ExportCommand", "Write the main network without its heads."),
     "recipes": Command("nwise.cli.training:RecipesCommand", "List the recipes."),
     "plan": Command(

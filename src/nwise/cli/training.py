@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from nwise._records import json_line
 from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
-from nwise.data import Tokens, steps_per_epoch
+from nwise.data import Tokens
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report import compare as comparison
 from nwise.report.display import display_for, number, numbers_table, quality
@@ -34,11 +33,9 @@ from nwise.training import (
     StoppedError,
     Trainer,
     evaluate,
-    make_pipeline,
     new_run,
     save_tensors,
 )
-from nwise.training.build import pick_device
 from nwise.training.run import numbered, versions
 from nwise.training.weights import under
 
@@ -209,16 +206,9 @@ class EvaluateCommand:
 
     def run(self, console: Output) -> int:
         run = Run.open(self.folder)
-        config = dataclasses.replace(run.recipe, device=self.device)
-        device = pick_device(config)
-        train_data, test_data = config.load(run.tokenizer())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are about training
-            pipe = make_pipeline(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
-        run.load_weights(pipe)
-        pipe.to(device)
+        pipe, test_data = run.trained(self.device)
         kind: Any = "perplexity" if isinstance(test_data, Tokens) else "accuracy"
-        scores = evaluate(pipe, test_data.to(device), 2 * config.batch_size, ensembles=True)
+        scores = evaluate(pipe, test_data, 2 * run.recipe.batch_size, ensembles=True)
         if self.json:
             print_json(dataclasses.asdict(scores))
             return OK

@@ -123,6 +123,36 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
     >>> [list(head.pieces()) for head in copied(split(network, at=3), blocks=1)]
     [['3', '4'], ['3', '4']]
     """
+    end = _end(stages, blocks)
+    return [stages[-1].like({name: copy.deepcopy(piece) for name, piece in end.items()}) for _ in stages[:-1]]
+
+
+def shared(stages: Sequence[Chain]) -> list[Chain]:
+    """Make heads that *are* the end of the network, such as its last norm and vocabulary matrix: one head for all losses.
+
+    Its gradient is the sum over the losses that run. It runs in one process. A trained network needs nothing else to exit
+    early, so ``generate(..., assistant_early_exit=k)`` of transformers can use it.
+
+    Args:
+        stages: the stages that `nwise.split` returned.
+
+    Returns:
+        A head for every stage but the last.
+
+    Raises:
+        ValueError: nothing follows the last block.
+
+    >>> from nwise import split
+    >>> stages = split(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Tanh()), at=2)
+    >>> shared(stages)[0].pieces()["4"] is stages[1].pieces()["4"]
+    True
+    """
+    end = _end(stages, 0)
+    return [stages[-1].like(end) for _ in stages[:-1]]
+
+
+def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
+    """Return the last blocks of a network and everything behind them, by name."""
     if not all(isinstance(stage, Chain) for stage in stages):
         raise TypeError("`stages` should be `nwise.Chain`s, as from `nwise.split`. Found others.")
     pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
@@ -138,7 +168,7 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
             f"The network should end in a module behind its last block, {repeated[-1]!r}, to copy. Found none; copy that block "
             "too (`blocks=1`), or use `heads.fitting`."
         )
-    return [stages[-1].like({name: copy.deepcopy(piece) for name, piece in end.items()}) for _ in stages[:-1]]
+    return end
 
 
 class OnFirstOutput(nn.Sequential):

@@ -43,7 +43,9 @@ def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
     return [name for name, piece in pieces.items() if type(piece) is kind]
 
 
-def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensors | None = None) -> list[Chain]:
+def split(
+    model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensors | None = None, tied: str = "refuse"
+) -> list[Chain]:
     """Split an `nn.Sequential`, a module whose children run in order, or a Hugging Face network into stages.
 
     Nothing is traced. The children of a plain module run in the order they were registered; lists of blocks are unrolled. The
@@ -56,6 +58,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
             stages, which get numbers of repeated blocks (pieces of the most common class) as equal as possible.
         example: an input, or a tuple of them, to compare the stages with the model on, once, in eval mode without
             gradients. Give it for a module with a custom ``forward``; without it, splitting such a module warns.
+        tied: ``"sum"`` if the first and the last stage may share parameters, as for `Pipeline`; default: ``"refuse"``.
 
     Returns:
         ``len(at) + 1`` stages, or `at` of them; parameters keep the names that they have in `model`.
@@ -94,7 +97,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensor
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
             "move it into a child module."
         )
-    _refuse_tied(stages)
+    _refuse_tied(stages, tied)
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
     elif not _is_hf(model):
@@ -205,12 +208,13 @@ def _even_starts(pieces: Mapping[str, nn.Module], num_stages: int) -> list[str]:
     return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
 
 
-def _refuse_tied(stages: Sequence[Chain]) -> None:
+def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
+    ends = (0, len(stages) - 1) if tied == "sum" else None
     places: dict[int, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             first, other = places.setdefault(id(tensor), (k, name))
-            if first != k:
+            if first != k and (first, k) != ends:
                 raise ValueError(
                     f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
                     f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "

@@ -75,6 +75,31 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
         figure.savefig(path, dpi=150)
 
 
+def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
+    """Draw accuracy over the work of a sample that may leave early; a line for each network, its end without exits.
+
+    Args:
+        curves: for every network points of (share of the main network's work, accuracy in per cent).
+        path: file to write.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, points) in enumerate(curves.items()):
+            work, accuracy = zip(*sorted(points), strict=True)
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            axes.plot([100 * share for share in work], accuracy, label=name, color=colour, marker=marker, markersize=4)
+        axes.set_xlabel("floating-point operations of a sample, % of the main network")
+        axes.set_ylabel("test accuracy, %")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=150)
+
+
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
     """Draw the flow of activations and gradients, as in the paper's second figure, from the `Flow`.
 

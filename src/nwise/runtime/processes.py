@@ -137,6 +137,18 @@ class Processes(ABC):
             On rank 0 all tensors; nothing on other ranks.
         """
 
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of the process of this replica that holds a stage."""
+        return self.ranks[self.placement[stage]]
+
+    def send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Send tensors of any shapes to another process, which calls `receive`."""
+        raise AssertionError("one process has no other to send to")
+
+    def receive(self, rank: int) -> tuple[Tensor, ...]:
+        """Receive what another process sends, on the CPU."""
+        raise AssertionError("one process has no other to receive from")
+
     @abstractmethod
     def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         """Return the channels to and from other ranks, by their places; the first call connects and is one for all ranks."""
@@ -262,7 +274,7 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            modules.append(Elsewhere(f"{what} {k}", processes.ranks[processes.placement[k]]))
+            modules.append(Elsewhere(f"{what} {k}", processes.rank_of(k)))
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())

@@ -243,24 +243,30 @@ class World(Processes):
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
-        mine = {name: t.detach().cpu().contiguous() for name, t in whole.items()}
-        header = json.dumps([[name, *to_json((make_spec(t),))[0]] for name, t in mine.items()]).encode()
-        with self.telling():
-            control = self.control  # also on ranks that send nothing: all ranks make the group
-            if self.rank:
-                if 0 in self.ranks:  # one rank of every place sends
-                    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-                    for tensor in (torch.tensor([len(text)]), text, *mine.values()):
-                        if tensor.numel():
-                            dist.send(tensor, 0, group=control)
-                return {}
-            collected = dict(mine)
-            for rank in self.ranks[1:]:
-                size = self._received(Spec((1,), torch.int64), rank)
-                text = self._received(Spec((int(size),), torch.uint8), rank)
-                for name, shape, dtype in json.loads(bytes(text.tolist())):
-                    collected[name] = self._received(from_json([[shape, dtype]])[0], rank)
+        names = self.everyone("names", list(whole))
+        assert self.control  # also on ranks that send nothing: all ranks make the group
+        if self.rank:
+            if 0 in self.ranks:  # one rank of every place sends
+                self.send(tuple(whole.values()), 0)
+            return {}
+        collected = {name: t.detach().cpu() for name, t in whole.items()}
+        for rank in self.ranks[1:]:
+            collected.update(zip(names[rank], self.receive(rank), strict=True))
         return collected
+
+    def send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        header = json.dumps(to_json(tuple(map(make_spec, tensors)))).encode()
+        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        with self.telling():
+            for tensor in (torch.tensor([len(text)]), text, *(t.detach().cpu().contiguous() for t in tensors)):
+                if tensor.numel():
+                    dist.send(tensor, rank, group=self.control)
+
+    def receive(self, rank: int) -> tuple[Tensor, ...]:
+        with self.telling():
+            size = self._received(Spec((1,), torch.int64), rank)
+            text = self._received(Spec((int(size),), torch.uint8), rank)
+            return tuple(self._received(spec, rank) for spec in from_json(json.loads(bytes(text.tolist()))))
 
     def _received(self, spec: Spec, rank: int) -> Tensor:
         tensor = spec.empty(torch.device("cpu"))

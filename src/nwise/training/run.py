@@ -14,6 +14,7 @@ there is room. At the end `Run.unwritten` lists the files that are incomplete.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -31,9 +32,11 @@ from torch import Tensor
 
 import nwise
 from nwise._records import append_text, json_line, read_lines, write_text
+from nwise.data import Images, Tokens, steps_per_epoch
 from nwise.data.text import Bpe, Bytes, Tokenizer
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe, from_json, to_json
+from nwise.training.build import make_pipeline, pick_device
 from nwise.training.lock import FolderLock
 from nwise.training.weights import load_main_state, save_tensors, under
 
@@ -226,6 +229,17 @@ class Run:
             pipe.heads.load_state_dict(heads)
         except RuntimeError as error:
             raise ValueError(f"{self.folder} should hold the weights of its heads. Found: {error}") from error
+
+    def trained(self, device: str) -> tuple[Pipeline, Images | Tokens]:
+        """Build the pipeline with the run's weights; return it and the test set, on a device."""
+        config = dataclasses.replace(self.recipe, device=device)
+        place = pick_device(config)
+        train_data, test_data = config.load(self.tokenizer())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are about training
+            pipe = make_pipeline(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
+        self.load_weights(pipe)
+        return pipe.to(place), test_data.to(place)
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Write the tokenizer, without which the weights are useless."""

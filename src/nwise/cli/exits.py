@@ -1,0 +1,205 @@
+"""The command that lets sure samples leave early."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from nwise._errors import check_at_least
+from nwise._records import replacing
+from nwise.cli.output import OK, Output, print_json
+from nwise.data import Images
+from nwise.exits import EarlyExit
+from nwise.microbatch import as_tuple
+from nwise.pipeline import Pipeline
+from nwise.report.display import numbers_table
+from nwise.report.figures import check_format, exits_figure
+from nwise.training.calibrate import Outcome, Seen, Work, calibrate, count_work, cross_validated, observe
+from nwise.training.run import Run
+
+# Accuracy that may be lost at the points of the figure, in percentage points.
+DROPS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds to answer all test samples, medians over rounds, without and with exits."""
+
+    whole: float
+    exits: float
+
+    @property
+    def saved(self) -> float:
+        """Share of the time that exits save."""
+        return 1 - self.exits / self.whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitsCommand:
+    """Let samples leave at the first head that is sure of them. Each half of the test set chooses the thresholds of the other."""
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    """Folders of runs that classify images."""
+    drop: float = 0.5
+    """Accuracy that may be lost, in percentage points."""
+    batch_size: int = 64
+    """Samples that are answered together when time is measured; 1 for single questions."""
+    rounds: int = 5
+    """How often time is measured, without and with exits in turn; 0 for not at all."""
+    out: Path | None = None
+    """File to draw accuracy over work into: .png, .svg or .pdf."""
+    export: Path | None = None
+    """File to save the network with its exits into, .pt; `torch.load(FILE, weights_only=False)` returns a module."""
+    device: str = "auto"
+    """Device to run on."""
+    json: bool = False
+    """Print only JSON."""
+
+    def run(self, console: Output) -> int:
+        self._check()
+        results: dict[str, _Result] = {}
+        for folder in self.folders:
+            run = Run.open(folder)
+            pipe, data = run.trained(self.device)
+            if not isinstance(data, Images):
+                raise ValueError(f"{folder} should classify images for early exits. Found a run on text.")
+            example = data.batch(torch.arange(1))[0]
+            work = count_work(pipe, example.to(next(pipe.parameters()).device))
+            seen = self._observe(pipe, data)
+            if len(seen.stages) == 1:
+                raise ValueError(
+                    f"{folder} should have heads that training trained. Found none; train with `--strategy 2-wise`, `local` or "
+                    "`deep-supervision`, or with `--heads all`."
+                )
+            thresholds = calibrate(seen, work, seen.accuracy - self.drop / 100)
+            network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds).eval()
+            timed = measure(network, data, self.batch_size, self.rounds) if self.rounds and thresholds else None
+            result = cross_validated(seen, work, self.drop / 100)
+            results[str(folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, timed)
+        if self.out is not None:
+            curves = {f"{r.strategy}, {Path(folder).name}": r.curve() for folder, r in results.items()}
+            exits_figure(
+                {name: [(work, 100 * share) for work, share in curve] for name, curve in curves.items()}, self.out
+            )
+        if self.export is not None:
+            with replacing(self.export) as partial:
+                torch.save(network, partial)
+        if self.json:
+            print_json({folder: result.as_json() for folder, result in results.items()})
+        else:
+            self._print(results, console)
+        return OK
+
+    def _check(self) -> None:
+        check_at_least(1, batch_size=self.batch_size)
+        check_at_least(0, rounds=self.rounds)
+        if self.out is not None:
+            check_format(self.out)
+        if not 0 <= self.drop <= 100:
+            raise ValueError(f"`drop` should be from 0 to 100 percentage points. Found {self.drop}.")
+        if self.export is not None and (self.export.suffix != ".pt" or len(self.folders) > 1):
+            raise ValueError(f"`export` should be a .pt file for a single run. Found {str(self.export)!r}.")
+
+    def _observe(self, pipe: Pipeline, data: Images) -> Seen:
+        with torch.inference_mode():
+            return observe(pipe, data, 256)
+
+    def _print(self, results: dict[str, _Result], console: Output) -> None:
+        table = numbers_table(None, "run", "accuracy", "with exits", "work saved", "time saved")
+        for folder, result in results.items():
+            timed = "–" if result.timed is None else f"{100 * result.timed.saved:.0f} %"
+            accuracy, exits = result.seen.accuracy, result.outcome
+            cells = [f"{100 * accuracy:.2f} %", f"{100 * exits.accuracy:.2f} %", f"{100 * (1 - exits.work):.0f} %"]
+            table.add_row(folder, *cells, timed)
+        console.print(table)
+        if len(results) == 1:
+            result = next(iter(results.values()))
+            table = numbers_table(None, "exit", "accuracy of its head", "threshold", "samples that leave")
+            for i, k in enumerate(result.seen.stages):
+                last = i == len(result.seen.stages) - 1
+                bound = "–" if last else f"{result.thresholds[k]:.4f}" if k in result.thresholds else "off"
+                cells = [f"{100 * float(result.seen.right[:, i].double().mean()):.2f} %", bound]
+                table.add_row("output" if last else f"stage {k}", *cells, f"{100 * result.outcome.leaving[i]:.1f} %")
+            console.print(table)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What exits do for one run.
+
+    Args:
+        strategy: strategy of the run.
+        seen: the test set.
+        work: operations of the stages and heads.
+        thresholds: calibrated on the whole test set, for use on other samples.
+        outcome: each half of the test set with the thresholds of the other half.
+        timed: measured times.
+    """
+
+    strategy: str
+    seen: Seen
+    work: Work
+    thresholds: dict[int, float]
+    outcome: Outcome
+    timed: Timed | None
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Return points of (share of the main network's work, accuracy), the first one without exits."""
+        points = [cross_validated(self.seen, self.work, drop / 100) for drop in DROPS]
+        return [(1.0, self.seen.accuracy), *((point.work, point.accuracy) for point in points)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the samples."""
+        times = None if self.timed is None else dataclasses.asdict(self.timed)
+        return {
+            "accuracy": self.seen.accuracy,
+            "heads": {k: float(self.seen.right[:, i].double().mean()) for i, k in enumerate(self.seen.stages)},
+            "exits": dataclasses.asdict(self.outcome),
+            "curve": self.curve(),
+            "thresholds": self.thresholds,
+            "work": dataclasses.asdict(self.work),
+            "seconds": times,
+        }
+
+
+def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> Timed:
+    """Measure the time to answer all samples without and with exits, in turn.
+
+    Args:
+        network: the network with its exits, in evaluation mode.
+        data: the samples.
+        batch_size: samples that are answered together.
+        rounds: how often; one more comes first and does not count.
+    """
+    starts = range(0, len(data), batch_size)
+    device = next(network.parameters()).device
+    batches = [data.batch(torch.arange(start, min(start + batch_size, len(data))))[0].to(device) for start in starts]
+
+    def whole(x: Tensor) -> None:
+        hidden: tuple[Tensor, ...] = (x,)
+        for stage in network.stages:
+            hidden = as_tuple(stage(*hidden), "The output of a stage")
+
+    def seconds(call: Callable[[Tensor], object]) -> float:
+        began = time.perf_counter()
+        for x in batches:
+            call(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    turns = track(range(rounds + 1), "timing", console=Console(stderr=True), transient=True)
+    with torch.no_grad():
+        times = [(seconds(whole), seconds(network)) for _ in turns]
+    return Timed(*(statistics.median(column) for column in zip(*times[1:], strict=True)))

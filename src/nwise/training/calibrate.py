@@ -1,0 +1,210 @@
+"""Thresholds of early exits: from what the heads say about samples that no training step has seen.
+
+A threshold is good if the samples that leave there are answered as well as further up. `observe` runs every head on every
+sample once; everything after that is arithmetic on two tables, so many thresholds can be tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from nwise._modes import evaluating
+from nwise.data import Images
+from nwise.exits import confidence, head_output
+from nwise.microbatch import as_tuple
+from nwise.pipeline import Pipeline
+
+_CANDIDATES = 40  # thresholds that are tried for every exit in a round
+_ROUNDS = 3
+_NEVER = math.inf
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What every exit says about every sample.
+
+    Args:
+        stages: stage of every exit, in order; the last one is the network's own output.
+        confidence: ``[samples, exits]``.
+        right: whether the answer is right, ``[samples, exits]``.
+    """
+
+    stages: tuple[int, ...]
+    confidence: Tensor
+    right: Tensor
+
+    def part(self, samples: Tensor) -> Seen:
+        """Return the rows of some samples."""
+        return Seen(self.stages, self.confidence[samples], self.right[samples])
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers of the whole network."""
+        return float(self.right[:, -1].double().mean())
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations for one sample.
+
+    Args:
+        stages: of every stage, ``[A]``.
+        heads: of the heads, by stage.
+    """
+
+    stages: Sequence[int]
+    heads: Mapping[int, int]
+
+    @property
+    def total(self) -> int:
+        """Those of the main network."""
+        return sum(self.stages)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some thresholds give.
+
+    Args:
+        accuracy: share of right answers.
+        work: operations per sample, as a share of the main network's; above 1 if heads cost more than exits save.
+        leaving: share of the samples that leave at every exit, the last one included.
+    """
+
+    accuracy: float
+    work: float
+    leaving: tuple[float, ...]
+
+
+def observe(pipe: Pipeline, data: Images, batch_size: int, on_batch: Callable[[int, int], None] | None = None) -> Seen:
+    """Run every trained head on every sample.
+
+    Args:
+        pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
+        data: samples that training has not seen.
+        batch_size: samples per batch.
+        on_batch: called after each batch with the number of batches done and of all batches.
+    """
+    exits = (*sorted(pipe.needed_heads(later=False)), pipe.num_stages - 1)
+    device = next(p.device for p in pipe.parameters())
+    starts = range(0, len(data), batch_size)
+    sure, right = [], []
+    with evaluating(pipe):
+        for done, start in enumerate(starts):
+            x, y = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+            outputs = pipe.head_outputs(x.to(device), only=exits)
+            logits = [output for k in exits if isinstance(output := outputs[k], Tensor)]
+            sure.append(torch.stack([confidence(one) for one in logits], dim=1).cpu())
+            right.append(torch.stack([one.argmax(-1).cpu() == y.cpu() for one in logits], dim=1))
+            if on_batch is not None:
+                on_batch(done + 1, len(starts))
+    return Seen(exits, torch.cat(sure), torch.cat(right))
+
+
+def count_work(pipe: Pipeline, example: Tensor) -> Work:
+    """Count the operations of every stage and head for one sample.
+
+    Args:
+        pipe: the pipeline.
+        example: a batch of one sample.
+    """
+    stages, heads, hidden = [], {}, as_tuple(example, "`example`")
+    with evaluating(pipe):
+        for k, stage in enumerate(pipe.stages):
+            with FlopCounterMode(display=False) as counter:
+                hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
+            stages.append(counter.get_total_flops())
+            if k in pipe.heads:
+                with FlopCounterMode(display=False) as counter:
+                    head_output(pipe.heads, k, hidden, None)
+                heads[k] = counter.get_total_flops()
+    return Work(stages, heads)
+
+
+def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
+    """Return what thresholds give on the samples.
+
+    Args:
+        seen: the samples.
+        work: operations of the stages and heads.
+        thresholds: confidence from which a sample leaves, by stage; a head without one does not run.
+
+    >>> two = Seen((0, 1), torch.tensor([[0.9, 0.9], [0.6, 0.8]]), torch.tensor([[True, True], [False, True]]))
+    >>> outcome(two, Work([50, 50], {0: 10}), {0: 0.8})
+    Outcome(accuracy=1.0, work=0.85, leaving=(0.5, 0.5))
+    """
+    count = len(seen.right)
+    stays = torch.ones(count, dtype=torch.bool)
+    right, operations, done = 0, 0, 0
+    leaving = []
+    for i, k in enumerate(seen.stages):
+        here = int(stays.sum())
+        operations += here * sum(work.stages[done : k + 1])
+        done = k + 1
+        last = i == len(seen.stages) - 1
+        if not last and k in thresholds:
+            operations += here * work.heads[k]
+        bound = 0.0 if last else thresholds.get(k, _NEVER)
+        leaves = stays & (seen.confidence[:, i] >= bound)
+        right += int((leaves & seen.right[:, i]).sum())
+        leaving.append(int(leaves.sum()) / count)
+        stays &= ~leaves
+    return Outcome(right / count, operations / count / work.total, tuple(leaving))
+
+
+def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
+    """Return the thresholds with the least work that keep an accuracy on the samples.
+
+    Each exit in turn gets the best of many thresholds while the others stay, and may be switched off, until nothing improves.
+
+    Args:
+        seen: the samples.
+        work: operations of the stages and heads.
+        accuracy: share of right answers to keep. The network's own is always kept.
+    """
+    wanted = min(accuracy, seen.accuracy)
+    thresholds: dict[int, float] = {}
+    for _ in range(_ROUNDS):
+        before = dict(thresholds)
+        for i, k in enumerate(seen.stages[:-1]):
+            rest = {j: bound for j, bound in thresholds.items() if j != k}
+            options = [rest, *({**rest, k: bound} for bound in _candidates(seen.confidence[:, i]))]
+            results = [outcome(seen, work, option) for option in options]
+            kept = [n for n, result in enumerate(results) if result.accuracy >= wanted]
+            thresholds = options[min(kept, key=lambda n: results[n].work)] if kept else thresholds
+        if thresholds == before:
+            break
+    return thresholds
+
+
+def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:
+    """Return what calibration gives on samples that it has not used: each half's thresholds are applied to the other half.
+
+    Args:
+        seen: the samples.
+        work: operations of the stages and heads.
+        drop: accuracy that may be lost, as a share.
+    """
+    parts = [seen.part(torch.arange(start, len(seen.right), 2)) for start in (0, 1)]
+    results = []
+    for fitted, tested in (parts, parts[::-1]):
+        result = outcome(tested, work, calibrate(fitted, work, fitted.accuracy - drop))
+        results.append((len(tested.right) / len(seen.right), result))
+    leaving = [sum(share * result.leaving[i] for share, result in results) for i in range(len(seen.stages))]
+    return Outcome(
+        sum(share * result.accuracy for share, result in results),
+        sum(share * result.work for share, result in results),
+        tuple(leaving),
+    )
+
+
+def _candidates(sure: Tensor) -> list[float]:
+    """Return the thresholds worth trying: quantiles of the confidence, denser near 1."""
+    levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
+    return sorted(set(torch.quantile(sure.double(), levels).tolist()))

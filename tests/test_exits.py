@@ -1,0 +1,155 @@
+"""Early exits: answers against a sample-by-sample definition, thresholds by hand, and the file that needs no trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import nwise
+from nets import ZOO
+from nwise.exits import EarlyExit, confidence
+from nwise.training.calibrate import Seen, Work, calibrate, count_work, cross_validated, outcome
+
+A = 4
+
+
+def pipeline(name: str = "perceptron", strategy: str = "2-wise-mean") -> tuple[nwise.Pipeline, Tensor]:
+    torch.manual_seed(0)
+    net = ZOO[name](A)
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, seed=0)
+    with torch.no_grad():
+        for parameter in pipe.heads.parameters():
+            parameter.mul_(12)  # heads that are sure of some samples
+    x, _ = net.draw(16)
+    return pipe.double(), x.double()
+
+
+def one_by_one(pipe: nwise.Pipeline, x: Tensor, thresholds: Mapping[int, float]) -> tuple[Tensor, list[int]]:
+    """The definition: every sample goes alone through the network, and leaves at the first head that is sure."""
+    pipe = copy.deepcopy(pipe).eval()
+    outputs, stages = [], []
+    with torch.no_grad():
+        for sample in x.split(1):
+            hidden = sample
+            for k, stage in enumerate(pipe.stages):
+                hidden = stage(hidden)
+                logits = hidden if k == A - 1 else pipe.heads[k](hidden)
+                probability = float(logits.softmax(-1).max())
+                if k == A - 1 or (k in thresholds and probability >= thresholds[k]):
+                    break
+            outputs.append(logits)
+            stages.append(k)
+    return torch.cat(outputs), stages
+
+
+@pytest.mark.parametrize("thresholds", [{0: 0.9, 1: 0.53, 2: 0.56}, {1: 0.4}, {0: 0.0}, {0: 1.1, 2: 0.35}])
+@pytest.mark.parametrize("name", ["perceptron", "convolutional"])
+def test_every_sample_leaves_where_it_would_alone(name: str, thresholds: dict[int, float]) -> None:
+    pipe, x = pipeline(name)
+    output, stages = one_by_one(pipe, x, thresholds)
+    answers = pipe.exit(x, threshold=thresholds)
+    assert answers.stage.tolist() == stages
+    torch.testing.assert_close(answers.output, output)
+    torch.testing.assert_close(answers.confidence, confidence(output))
+    assert pipe.training
+    assert not answers.output.requires_grad
+    if thresholds == {0: 0.9, 1: 0.53, 2: 0.56} and name == "perceptron":
+        assert len(set(stages)) > 2, "otherwise the test shows nothing"
+
+
+def test_heads_without_threshold_and_stages_without_samples_do_not_run() -> None:
+    pipe, x = pipeline()
+    called = []
+    for kind, modules in (("stage", enumerate(pipe.stages)), ("head", pipe.heads.items())):
+        for k, module in modules:
+            module.register_forward_hook(lambda *_, kind=kind, k=k: called.append(f"{kind} {k}"))
+    pipe.exit(x, threshold={1: 0.0})
+    assert called == ["stage 0", "stage 1", "head 1"]
+
+
+def test_a_sample_of_several_positions_is_as_sure_as_its_least_certain_one() -> None:
+    logits = torch.tensor([[[0.0, 0.0], [5.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]]])
+    assert confidence(logits).tolist() == pytest.approx([0.5, 0.99988], abs=1e-5)
+
+
+def test_bad_thresholds_are_refused() -> None:
+    pipe, x = pipeline()
+    with pytest.raises(ValueError, match=r"stages whose head is trained, \{?\[0, 1, 2\].*Found one for stage 3"):
+        pipe.exit(x, threshold={3: 0.5})
+    with pytest.raises(ValueError, match="`threshold` should be a probability.*Found nan"):
+        pipe.exit(x, threshold=float("nan"))
+    with pytest.raises(ValueError, match="should have heads that the strategy trains. Found none; train with `2-wise`"):
+        pipeline(strategy="end-to-end")[0].exit(x)
+    pipe.heads[0] = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
+    with pytest.raises(ValueError, match="The head of stage 0 should return logits .* Found shape \\[16\\]"):
+        pipe.exit(x)
+
+
+SEEN = Seen(
+    (0, 2, 3),
+    torch.tensor([[0.9, 0.9, 0.9], [0.8, 0.9, 0.9], [0.7, 0.6, 0.9], [0.6, 0.9, 0.9]]),
+    torch.tensor([[True, True, True], [True, True, True], [False, False, True], [False, True, True]]),
+)
+WORK = Work([10, 20, 30, 40], {0: 5, 2: 8})
+
+
+def test_outcome_by_hand() -> None:
+    result = outcome(SEEN, WORK, {0: 0.75, 2: 0.8})
+    # Two leave at stage 0 after 10 + 5; one at stage 2 after 10 + 5 + 20 + 30 + 8; one stays to the end, 113.
+    assert result.work == pytest.approx((2 * 15 + 73 + 113) / 400)
+    assert (result.accuracy, result.leaving) == (1.0, (0.5, 0.25, 0.25))
+
+
+def test_calibration_finds_the_best_thresholds_by_hand() -> None:
+    thresholds = calibrate(SEEN, WORK, 1.0)
+    assert outcome(SEEN, WORK, thresholds).work == pytest.approx((2 * 15 + 73 + 113) / 400)
+    assert calibrate(SEEN, WORK, 0.0) == {0: pytest.approx(0.6)}, "everything leaves at stage 0"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0, 0.2))
+def test_calibration_keeps_the_accuracy_and_never_adds_work(seed: int, drop: float) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    seen = Seen(tuple(range(4)), torch.rand(40, 4, generator=numbers), torch.rand(40, 4, generator=numbers) < 0.7)
+    work = Work([10, 10, 10, 10], {0: 4, 1: 4, 2: 4})
+    result = outcome(seen, work, calibrate(seen, work, seen.accuracy - drop))
+    assert result.accuracy >= seen.accuracy - drop - 1e-12
+    assert result.work <= 1.0
+    assert sum(result.leaving) == pytest.approx(1)
+
+
+def test_cross_validation_scores_each_half_with_the_thresholds_of_the_other() -> None:
+    # Heads are right in the even half and wrong in the odd one: what the even half learns, the odd half pays for.
+    even = torch.arange(8) % 2 == 0
+    seen = Seen((0, 1), torch.full((8, 2), 0.9), torch.stack([even, torch.ones(8, dtype=torch.bool)], dim=1))
+    result = cross_validated(seen, Work([10, 10], {0: 1}), 0.0)
+    assert result.accuracy == 0.5
+    assert result.leaving == (0.5, 0.5)
+
+
+def test_counted_work_is_that_of_the_layers() -> None:
+    pipe, x = pipeline()
+    work = count_work(pipe, x[:1])
+    assert list(work.stages) == [2 * (5 * 6 + 6 * 5)] * 3 + [2 * (5 * 6 + 6 * 4)]
+    assert work.heads == dict.fromkeys(range(3), 2 * 5 * 4)
+
+
+def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> None:
+    pipe, x = pipeline("convolutional")
+    thresholds = {0: 0.5, 2: 0.35}
+    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds).eval()
+    torch.save(network, tmp_path / "network.pt")
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "network.pt")
+    assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise._arguments.HeadDict"}
+    loaded = torch.load(tmp_path / "network.pt", weights_only=False)
+    with torch.no_grad():
+        assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)
+    with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
+        EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5})

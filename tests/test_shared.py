@@ -1,0 +1,128 @@
+"""Heads that share their parameters with the output, and with the first stage: the gradient is the sum over all uses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise._arguments import refuse_sharing
+
+A, VOCABULARY = 3, 7
+
+
+class Output(nn.Module):
+    """Logits by a matrix that may be the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() @ self.weight.t()
+
+
+def network(tied: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 4), *(nn.Linear(4, 4) for _ in range(A)), Output()).double()
+    if tied:
+        model[-1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["local", "2-wise-mean", "3-wise", "deep-supervision", "end-to-end"])
+def test_gradient_of_a_shared_head_is_the_sum_over_its_uses(strategy: str, tied: bool) -> None:
+    model = network(tied)
+    rule = "sum" if tied else "refuse"
+    stages = nwise.split(model, at=["2", "3"], example=torch.zeros(1, 2, dtype=torch.int64), tied=rule)
+    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nn.functional.cross_entropy, strategy, 2, tied=rule)
+    apart = copy.deepcopy(model)
+    if tied:
+        nwise.untie(apart)
+    own_stages = nwise.split(apart, at=["2", "3"], example=torch.zeros(1, 2, dtype=torch.int64))
+    own = nwise.Pipeline(own_stages, nwise.heads.copied(own_stages), nn.functional.cross_entropy, strategy, 2)
+    x = torch.randint(0, VOCABULARY, (6,))
+    losses = [p.step(x, target=(x + 1) % VOCABULARY) for p in (pipe, own)]
+    assert torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
+
+    expected = torch.zeros_like(apart[-1].weight)
+    for part in (apart[-1], *(head.pieces()["4"] for head in own.heads.values()), *([apart[0]] if tied else [])):
+        expected += 0 if part.weight.grad is None else part.weight.grad
+    torch.testing.assert_close(model[-1].weight.grad, expected, rtol=1e-12, atol=1e-12)
+    for k in (1, 2, 3):
+        torch.testing.assert_close(model[k].weight.grad, apart[k].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_an_optimizer_updates_a_shared_head_once() -> None:
+    stages = nwise.split(network(False), at=["2", "3"], example=torch.zeros(1, 2, dtype=torch.int64))
+    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nn.functional.cross_entropy, "local")
+    assert len(list(pipe.parameters())) == 1 + 2 * A + 1
+    torch.optim.SGD(pipe.parameters(), lr=0.1)  # warns of a parameter that it has twice
+
+
+def test_sharing_that_would_be_ambiguous_is_refused() -> None:
+    model = network(tied=True)
+    example = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match="belong to one stage. Found that '4.weight' of stage 2 is '0.weight' of stage 0"
+    ):
+        nwise.split(model, at=["2", "3"], example=example)
+    stages = nwise.split(model, at=["2", "3"], example=example, tied="sum")
+    with pytest.raises(ValueError, match=r"Found stages.0.0.weight again as stages.2.4.weight.*or pass `tied='sum'`"):
+        nwise.Pipeline(stages, nwise.heads.shared(stages))
+    with pytest.raises(ValueError, match="`tied` should be 'refuse' or 'sum'. Found 'yes'"):
+        nwise.Pipeline(stages, nwise.heads.shared(stages), tied="yes")
+    with pytest.raises(
+        ValueError, match="belong to one stage or head in several processes. Found stages.0.0.weight again"
+    ):
+        refuse_sharing(stages, nwise.heads.shared(stages), "sum", several=True)
+    middle = [nn.Linear(3, 3) for _ in range(A)]
+    with pytest.raises(ValueError, match="Found stages.1.weight again as heads.0.weight"):
+        nwise.Pipeline(middle, [middle[1], nn.Linear(3, 3)], tied="sum")
+    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nn.functional.cross_entropy, "2-wise-delay-1", tied="sum")
+    with pytest.raises(ValueError, match="under a delay. Found stages.0.0.weight again as .*; use heads of their own"):
+        pipe.step(torch.zeros(4, dtype=torch.int64), target=torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_generation_with_an_early_exit_gives_the_same_tokens(tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    rule = "sum" if tied else "refuse"
+    stages = nwise.split(model, at=[f"model.layers.{k}" for k in (1, 2, 3)], tied=rule)
+    loss = nwise.losses.TokenCrossEntropy()
+    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), loss, "deep-supervision", tied=rule)
+    update = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+    tokens = torch.arange(24).repeat(4, 1) % 5
+    for _ in range(60):
+        pipe.step(tokens[:, :-1], target=tokens[:, 1:])
+        update.step()
+        update.zero_grad()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    asked = {"inputs": tokens[:1, :6], "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = loaded.generate(**asked)
+    calls = []
+    loaded.model.layers[3].register_forward_hook(lambda *_: calls.append(1))
+    early = loaded.generate(**asked, assistant_early_exit=2)
+    assert torch.equal(plain, early)
+    assert plain[0, 6:].tolist() == [(6 + i) % 5 for i in range(12)], "the network has learned to count"
+    assert len(calls) < 12, "several tokens are accepted at once"
