@@ -71,7 +71,7 @@ def flows(draw: st.DrawFn, num_stages: int) -> Flow:
 
 
 @given(
-    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", "even", "late"]),
+    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", 0.5, "late"]),
     st.sampled_from([None, 0, 1, 3]),
 )  # fmt: skip
 def test_no_result_is_older_than_its_use(

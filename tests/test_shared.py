@@ -50,9 +50,9 @@ def test_gradient_of_a_shared_head_is_the_sum_over_its_uses(strategy: str, tied:
     losses = [p.step(x, target=(x + 1) % VOCABULARY) for p in (pipe, own)]
     assert torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
 
-    expected = torch.zeros_like(apart[-1].weight)
-    for part in (apart[-1], *(head.pieces()["4"] for head in own.heads.values()), *([apart[0]] if tied else [])):
-        expected += 0 if part.weight.grad is None else part.weight.grad
+    places = [apart[-1], *(own.heads[k] for k in range(A - 1)), *([apart[0]] if tied else [])]
+    gradients = [p.grad for place in places for p in place.parameters() if p.grad is not None]
+    expected = torch.stack(gradients).sum(0)
     torch.testing.assert_close(model[-1].weight.grad, expected, rtol=1e-12, atol=1e-12)
     for k in (1, 2, 3):
         torch.testing.assert_close(model[k].weight.grad, apart[k].weight.grad, rtol=1e-12, atol=1e-12)
@@ -89,8 +89,8 @@ def test_sharing_that_would_be_ambiguous_is_refused() -> None:
         pipe.step(torch.zeros(4, dtype=torch.int64), target=torch.zeros(4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_generation_with_an_early_exit_gives_the_same_tokens(tied: bool, tmp_path: Path) -> None:
+def test_generation_with_an_early_exit_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Two seconds, because transformers has to be imported, and a network has to learn to count."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=11,
@@ -100,16 +100,15 @@ def test_generation_with_an_early_exit_gives_the_same_tokens(tied: bool, tmp_pat
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=32,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=None,
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
-    rule = "sum" if tied else "refuse"
-    stages = nwise.split(model, at=[f"model.layers.{k}" for k in (1, 2, 3)], tied=rule)
+    stages = nwise.split(model, at=[f"model.layers.{k}" for k in (1, 2, 3)], tied="sum")
     loss = nwise.losses.TokenCrossEntropy()
-    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), loss, "deep-supervision", tied=rule)
+    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), loss, "deep-supervision", tied="sum")
     update = torch.optim.Adam(pipe.parameters(), lr=1e-2)
     tokens = torch.arange(24).repeat(4, 1) % 5
     for _ in range(60):

@@ -3,12 +3,13 @@
     python benchmarks/memory/run.py --network gpt
 
 writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches. Measured bytes are those of
-torch's allocator, from its own events: everything from the first parameter to the end of the third step, optimizer included.
+torch's allocator, from its own events: everything from the first parameter to the end of the second step, optimizer included.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import statistics
 import time
@@ -159,15 +160,34 @@ def allocated(run: Callable[[], Any]) -> int:
 
 
 def measured(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
-    """Return the peak of three steps, parameters and optimizer included."""
+    """Return the peak of two steps, parameters and optimizer included; the first one makes the optimizer's state."""
+    return allocated(lambda: trained(cell, config, data, 2))
 
-    def run() -> Step:
-        step = build(cell, config, data)
-        for _ in range(3):
-            step()
-        return step
 
-    return allocated(run)
+def trained(cell: Cell, config: Recipe, data: Images | Tokens, steps: int) -> Step:
+    """Build a network, train it for some steps, and return its step."""
+    step = build(cell, config, data)
+    for _ in range(steps):
+        step()
+    return step
+
+
+def resident(network: Network, cell: Cell, threads: int) -> int:
+    """Return the most resident memory of a fresh process during four steps, above what it had before it built the network."""
+    torch.set_num_threads(threads)
+    config, data = recipe(network)
+    trained(Cell("torch", "local", "plain", 1), replace(config, batch_size=2), data, 1)  # loads what torch loads late
+    # 5 resets the largest resident memory, `VmHWM`.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    trained(cell, config, data, 4)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Return an entry of this process's status, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
 
 
 def predicted(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], batch: int) -> float:
@@ -247,8 +267,12 @@ def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds:
     x, y = data.batch(torch.arange(config.batch_size))
     all_cells = list(cells(microbatches))
     records = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nwise.training"])
     for cell in track(all_cells, "memory", console=console):
         record: dict[str, Any] = {"network": network, **asdict(cell), "measured_bytes": measured(cell, config, data)}
+        with context.Pool(1) as pool:
+            record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
         if cell.framework == "nwise":
             pieces = sizes.pieces[cell.microbatches]
             record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)

@@ -231,8 +231,8 @@ def refuse_late_sharing(shared: tuple[str, str] | None, late_stages: Collection[
     """Raise ValueError if a parameter is in two places, and gradients come after an update, so they would have two ages."""
     if shared is not None and late_stages:
         raise ValueError(
-            f"Every parameter should belong to one stage or head under a delay. Found {shared[0]} again as {shared[1]}; use heads "
-            "of their own, as `nwise.heads.copied` makes."
+            f"Every parameter should belong to one stage or head under a delay. Found {shared[0]} again as {shared[1]}; use "
+            "heads of their own, as `nwise.heads.copied` makes."
         )
 
 

@@ -25,7 +25,7 @@ from nwise.flow import Cotangent, Flow, StageFlow
 from nwise.strategies import Strategy
 
 Flows = tuple[tuple[Flow, ...], ...]
-When = Literal["early", "even", "late"]
+When = Literal["early", "late"] | float
 
 
 def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
@@ -107,7 +107,8 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
         flows: flow of every micro-batch, ``[turns][M]``.
         weights: age of each stage's weight gradients.
         when: ``"late"`` (default), so one pass serves message and weights where that is possible; ``"early"``, so the last hop
-            has the most time to travel; or ``"even"``, so every hop has as much.
+            has the most time to travel; or a share s for hops that grow older along the way: hop h of R has age ``d h / R + s``,
+            rounded down.
 
     Raises:
         ValueError: a weight gradient is younger than the messages that it needs can be.
@@ -133,14 +134,12 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
                 raise ValueError(f"The age of stage {k} should be at least {oldest}. Found {weights[k]}.")
     if when == "early":
         return Ages(weights, tuple(map(tuple, early)))
-    if when == "even":
-        reaches = [c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages]
-        for k in stages:
-            for q, message in ((q, m) for flow in different for q, m in enumerate(flow.stages[k].messages)):
-                early[k][q] = max(early[k][q], max(weights) * (message.far - k + 1) // (max(reaches) + 2))
+    if when != "late":
+        hops = 1 + max((c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages), default=0)
         for k in reversed(stages):
             for q, message in ((q, m) for flow in different for q, m in enumerate(flow.stages[k].messages)):
-                early[k][q] = max([early[k][q], *(early[k + 1][p] for p in message.needed)])
+                along = int(max(weights) * (message.far - k) / hops + when)
+                early[k][q] = max([early[k][q], along, *(early[k + 1][p] for p in message.needed)])
     # From the first stage up: a message is as young as the youngest of its uses.
     late: list[list[int]] = []
     for k in stages:
@@ -152,7 +151,7 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
         for q in [fused for flow in different if (fused := flow.stages[k].fused) is not None]:
             limits[q] = max(early[k][q], min(limits[q], weights[k]))
         late.append(limits)
-    if when == "even":
+    if when != "late":
         late = [[min(pair) for pair in zip(*both, strict=True)] for both in zip(early, late, strict=True)]
     return Ages(weights, tuple(map(tuple, late)))
 

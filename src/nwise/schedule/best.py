@@ -20,7 +20,7 @@ from nwise.schedule.timed import CLOSE, Timed, check_memory, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 
-_OTHER_AGES: tuple[When, ...] = ("early", "even")
+_OTHER_AGES: tuple[When, ...] = ("early", 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 
 
 class DoesNotFit(ValueError):

@@ -186,8 +186,8 @@ def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool) -> float:
     change = peak = 0.0
     for i in reversed(range(len(pieces))):
         piece = pieces[i]
-        # An output inside the stage has been freed, and the gradient to it has as many bytes. Only the first piece of a W needs no
-        # gradient to its input.
+        # An output inside the stage has been freed, and the gradient to it has as many bytes. Only the first piece of a W needs
+        # no gradient to its input.
         peak = max(peak, change + (piece.both_peak_bytes if inputs or i > 0 else piece.weight_grad_peak_bytes))
         change += piece.gradient_bytes - piece.activation_bytes
     return peak
