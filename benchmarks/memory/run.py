@@ -3,7 +3,7 @@
     python benchmarks/memory/run.py --network gpt
 
 writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches. Measured bytes are those of
-torch's allocator, from its own events: everything from the first parameter to the end of the second step, optimizer included.
+torch's allocator, from its own events: the peak of the second step, with parameters and optimizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +23,13 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as events_of
 from torch.utils.checkpoint import checkpoint
 
 from nwise._machine import processor
+from nwise._memory import allocated
 from nwise.data import Images, Tokens
 from nwise.models.chain import Chain
+from nwise.models.staged import StagedModel
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Recipe
 from nwise.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
@@ -41,7 +41,7 @@ from nwise.schedule.partition import Piece, stage_costs
 from nwise.strategies import strategy as parse
 from nwise.training.build import make_loss, make_pipeline
 from nwise.training.optimizers import make_optimizer, parameter_groups
-from nwise.training.profile import profile
+from nwise.training.profile import Profile, profile
 
 HERE = Path(__file__).parent
 STRATEGIES = ("end-to-end", "local", "2-wise", "3-wise", "deep-supervision")
@@ -49,7 +49,35 @@ Network = Literal["convnet", "gpt", "resnet"]
 # What is kept: everything, the inputs of stages, or the inputs of blocks.
 Remedy = Literal["plain", "recompute stages", "recompute blocks"]
 REMEDIES: tuple[Remedy, ...] = ("plain", "recompute stages", "recompute blocks")
-Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network in training.
+
+    Args:
+        modules: the network.
+        optimizer: its optimizer.
+        batch: the mini-batch of every step.
+        gradients: function that fills every ``.grad``.
+    """
+
+    modules: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[Tensor, Tensor]
+    gradients: Callable[[], Any]
+
+    def step(self) -> None:
+        """Make a step."""
+        self.gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes between two steps: parameters, buffers, the optimizer's state and the batch."""
+        state = [value for entries in self.optimizer.state.values() for value in entries.values()]
+        return sum(t.nbytes for t in (*self.modules.parameters(), *self.modules.buffers(), *state, *self.batch))
 
 
 @dataclass(frozen=True)
@@ -94,8 +122,26 @@ def blocks_recomputed(stage: Chain) -> Chain:
     return stage.like({name: Recomputed(block) for name, block in stage.pieces().items()})
 
 
-def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
-    """Build a pipeline and return its training step."""
+class InBlocks(Recipe):
+    """A recipe whose network consists of recomputed blocks, so that the planner measures those."""
+
+    def build(self, data: Images | Tokens) -> StagedModel:
+        """Build the network for the data."""
+        model = super().build(data)
+        return replace(model, stages=list(map(blocks_recomputed, model.stages)))
+
+
+def profiles(config: Recipe, data: Images | Tokens, microbatches: Sequence[int]) -> dict[bool, Profile]:
+    """Measure the pieces of the network as they are, and (True) recomputed."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {
+        blocks: profile(kind(**values), data, microbatches, device=torch.device("cpu"), rounds=1)
+        for blocks, kind in ((False, Recipe), (True, InBlocks))
+    }
+
+
+def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
+    """Build a pipeline."""
     config = replace(
         config,
         strategy=cell.strategy,
@@ -112,17 +158,11 @@ def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
         del pipe.heads[str(k)]
     optimizer = make_optimizer(config.optimizer, parameter_groups(pipe, config.optimizer.lr))
     x, y = data.batch(torch.arange(config.batch_size))
-
-    def step() -> None:
-        pipe.step(x, target=y)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return Training(pipe, optimizer, (x, y), lambda: pipe.step(x, target=y))
 
 
-def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
-    """Build the network and return a training step of plain autograd."""
+def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
+    """Build the network for plain autograd."""
     stages = [stage for stage in config.build(data).stages if isinstance(stage, Chain)]
     if cell.remedy == "recompute blocks":
         stages = [blocks_recomputed(stage) for stage in stages]
@@ -131,56 +171,36 @@ def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
     optimizer = make_optimizer(config.optimizer, network.parameters())
     x, y = data.batch(torch.arange(config.batch_size))
 
-    def step() -> None:
+    def gradients() -> None:
         for part, target in zip(x.chunk(cell.microbatches), y.chunk(cell.microbatches), strict=True):
             (loss_fn(network(part), target) / cell.microbatches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return Training(network, optimizer, (x, y), gradients)
 
 
-def build(cell: Cell, config: Recipe, data: Images | Tokens) -> Step:
-    """Return the training step of a cell."""
+def build(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
+    """Build the network of a cell."""
     return (ours if cell.framework == "nwise" else torchs)(cell, config, data)
 
 
-def allocated(run: Callable[[], Any]) -> int:
-    """Return the most bytes that torch's allocator had given away at once during a function."""
-    with events_of(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()
-    del kept
-    results: Any = profiler.profiler
-    changes = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(changes, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
 def measured(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
-    """Return the peak of two steps, parameters and optimizer included; the first one makes the optimizer's state."""
-    return allocated(lambda: trained(cell, config, data, 2))
-
-
-def trained(cell: Cell, config: Recipe, data: Images | Tokens, steps: int) -> Step:
-    """Build a network, train it for some steps, and return its step."""
-    step = build(cell, config, data)
-    for _ in range(steps):
-        step()
-    return step
+    """Return the peak of the second step; the first one makes the optimizer's state."""
+    training = build(cell, config, data)
+    training.step()
+    return training.num_bytes + allocated(lambda _: training.step(), torch.device("cpu")).peak
 
 
 def resident(network: Network, cell: Cell, threads: int) -> int:
     """Return the most resident memory of a fresh process during four steps, above what it had before it built the network."""
     torch.set_num_threads(threads)
     config, data = recipe(network)
-    trained(Cell("torch", "local", "plain", 1), replace(config, batch_size=2), data, 1)  # loads what torch loads late
+    build(Cell("torch", "local", "plain", 1), replace(config, batch_size=2), data).step()  # loads what torch loads late
     # 5 resets the largest resident memory, `VmHWM`.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    trained(cell, config, data, 4)
+    training = build(cell, config, data)
+    for _ in range(4):
+        training.step()
     return _status("VmHWM") - before
 
 
@@ -200,28 +220,10 @@ def predicted(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], batch:
         batch: bytes of the mini-batch.
     """
     flows = method_flows(cell.strategy, len(starts), cell.microbatches)
-    if cell.remedy == "recompute blocks":
-        pieces = [recomputed(piece) for piece in pieces]
     costs = stage_costs(pieces, starts, [turn[0] for turn in flows])
     ranks = (0,) * len(starts)
     schedule = choose("depth-first", flows, ranks, weight_ages(parse(cell.strategy), flows))
     return peak_bytes(schedule, costs, recompute=cell.remedy == "recompute stages")[0] + batch
-
-
-def recomputed(piece: Piece) -> Piece:
-    """Return the sizes of a piece that keeps only its input."""
-
-    def again(peak: float) -> float:
-        return max(piece.forward_peak_bytes, piece.activation_bytes + piece.message_bytes + peak)
-
-    return replace(
-        piece,
-        activation_bytes=0.0,
-        forward_peak_bytes=piece.forward_peak_bytes - piece.activation_bytes,
-        input_grad_peak_bytes=again(piece.input_grad_peak_bytes),
-        weight_grad_peak_bytes=again(piece.weight_grad_peak_bytes),
-        both_peak_bytes=again(piece.both_peak_bytes),
-    )
 
 
 def cells(microbatches: Sequence[int]) -> Iterator[Cell]:
@@ -245,7 +247,7 @@ def samples_per_second(
         numbers.shuffle(order)
         for cell in order:
             began = time.perf_counter()
-            steps[cell]()
+            steps[cell].step()
             if number:
                 rates[cell].append(config.batch_size / (time.perf_counter() - began))
     return rates
@@ -263,7 +265,7 @@ def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds:
     torch.set_num_threads(threads)
     config, data = recipe(network)
     console = Console(stderr=True)
-    sizes = profile(config, data, microbatches, device=torch.device("cpu"), rounds=1)
+    profiled = profiles(config, data, microbatches)
     x, y = data.batch(torch.arange(config.batch_size))
     all_cells = list(cells(microbatches))
     records = []
@@ -274,6 +276,7 @@ def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds:
         with context.Pool(1) as pool:
             record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
         if cell.framework == "nwise":
+            sizes = profiled[cell.remedy == "recompute blocks"]
             pieces = sizes.pieces[cell.microbatches]
             record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
         records.append(record)

@@ -13,6 +13,7 @@ A library should leave its process alone; these are the exceptions, and no other
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
+    KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
 
 The command line also handles SIGTERM and SIGINT while it trains.
 """
@@ -51,6 +52,11 @@ def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
         libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
     _share_cores(local_ranks)
+
+
+def silence_profiler() -> None:
+    """Keep torch's profiler from announcing on standard error that it starts and stops."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def _share_cores(local_ranks: int) -> None:

@@ -135,7 +135,9 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     if when == "early":
         return Ages(weights, tuple(map(tuple, early)))
     if when != "late":
-        hops = 1 + max((c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages), default=0)
+        hops = 1 + max(
+            (c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages), default=0
+        )
         for k in reversed(stages):
             for q, message in ((q, m) for flow in different for q, m in enumerate(flow.stages[k].messages)):
                 along = int(max(weights) * (message.far - k) / hops + when)

@@ -24,12 +24,15 @@ class Piece:
         update: time of the update of its parameters; default: 0.
         message_bytes: size of its output; default: 0.
         activation_bytes: memory from its forward to its last pass, without its output; default: 0.
+        held_bytes: the part of its output that its own last pass needs, as that of a ReLU does; default: 0.
         cotangent_bytes: memory of the cotangents that an I keeps for its W; default: 0.
         gradient_bytes, head_gradient_bytes: gradients of its parameters, and of those of a head after it; default: 0.
         weight_bytes: size of parameters; default: 0.
         fixed_bytes, head_bytes: parameters and optimizer state of the piece, and of a head after it; default: 0.
         forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
         input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: likewise; default: 0.
+        inner_weight_grad_peak_bytes, inner_both_peak_bytes: the same inside a stage, where nothing else holds the output, and with
+            the gradient to the output; default: 0.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Piece:
     update: float = 0.0
     message_bytes: float = 0.0
     activation_bytes: float = 0.0
+    held_bytes: float = 0.0
     cotangent_bytes: float = 0.0
     gradient_bytes: float = 0.0
     head_gradient_bytes: float = 0.0
@@ -52,6 +56,8 @@ class Piece:
     input_grad_peak_bytes: float = 0.0
     weight_grad_peak_bytes: float = 0.0
     both_peak_bytes: float = 0.0
+    inner_weight_grad_peak_bytes: float = 0.0
+    inner_both_peak_bytes: float = 0.0
     update_peak_bytes: float = 0.0
 
 
@@ -182,13 +188,19 @@ def _input_grad_peak(pieces: Sequence[Piece]) -> float:
 
 
 def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool) -> float:
-    """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations."""
+    """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations and inputs."""
+    last = len(pieces) - 1
     change = peak = 0.0
     for i in reversed(range(len(pieces))):
         piece = pieces[i]
-        # An output inside the stage has been freed, and the gradient to it has as many bytes. Only the first piece of a W needs
-        # no gradient to its input.
-        peak = max(peak, change + (piece.both_peak_bytes if inputs or i > 0 else piece.weight_grad_peak_bytes))
+        through = inputs or i > 0  # only the first piece of a W needs no gradient to its input
+        if i == last:
+            own = piece.both_peak_bytes if through else piece.weight_grad_peak_bytes
+        else:
+            change -= piece.message_bytes
+            own = piece.inner_both_peak_bytes if through else piece.inner_weight_grad_peak_bytes
+            own += piece.held_bytes
+        peak = max(peak, change + own)
         change += piece.gradient_bytes - piece.activation_bytes
     return peak
 

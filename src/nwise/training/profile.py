@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nwise._autograd import add_gradients
-from nwise._memory import LiveBytes
+from nwise._memory import allocated
 from nwise.data import Images, Tokens
 from nwise.kept import gradient_to_inputs
 from nwise.microbatch import Tensors, as_tuple
@@ -177,33 +178,43 @@ class _Bench:
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point() and i > 0) for x in self._input(i, size))
         tracked = [x for x in leaves if x.requires_grad]
         target, given = self._batch(size)[1], [p.grad for p in learns]
-        with LiveBytes() as memory, self._autocast():
-            update_peak = memory.measure(self._updates[i])[1]
+        with self._autocast():
+            update_peak = self._peak(self._updates[i])
             _clear(learns)
-            before = memory.now
 
             def forward() -> Tensors:
                 return as_tuple(piece(*leaves), "The output of a piece")
 
-            outputs, forward_peak = memory.measure(forward)
+            forward()  # what a first call allocates for later ones
+            first = allocated(lambda _: forward(), self._device)
+            outputs = first.result
             made = sum(y.nbytes for y in outputs)
-            kept = memory.now - before - made
+            graph = allocated(lambda _: [y.grad_fn for y in forward()], self._device)
             # The cotangents that an I of this piece keeps for a later W.
             seeds = [(y, torch.zeros_like(y)) for y in outputs if y.requires_grad]
             cotangents = gradient_to_inputs(seeds, tracked, learns) if tracked and seeds else None
             cotangent_bytes = 0 if cotangents is None else cotangents.num_bytes
             del cotangents, seeds
 
-            def peak(wrt: list[Tensor], again: bool = False) -> int:
-                _clear([*tracked, *learns])
+            def ends_of_stage() -> tuple[list[Tensor], list[Tensor]]:
                 roots = [y for y in forward() if y.requires_grad]
-                if not roots or not wrt:
+                return roots, [torch.zeros_like(y) for y in roots]
+
+            def ends_inside() -> tuple[list[GradientEdge], list[Tensor]]:
+                # Nothing holds the output, and the gradient to it is made here, so the piece frees both as soon as it can.
+                roots = [y * 1.0 for y in forward() if y.requires_grad]
+                return list(map(get_gradient_edge, roots)), [torch.zeros_like(y) for y in roots]
+
+            def peak(wrt: list[Tensor], prepare: Callable[[], Any] = ends_of_stage, again: bool = False) -> int:
+                _clear([*tracked, *learns])
+                if not wrt or not any(y.requires_grad for y in outputs):
                     return 0
-                gradients = [torch.zeros_like(y) for y in roots]
-                return memory.measure(partial(add_gradients, roots, gradients, wrt, retain_graph=again))[1]
+                backward = partial(add_gradients, leaves=wrt, retain_graph=again)
+                return allocated(lambda given: backward(*given), self._device, prepare).peak
 
             input_grad_peak = peak(tracked, again=True)  # another pass follows an I
-            weight_grad_peak, both_peak = peak(learns), peak(learns + tracked)
+            weight_grad_peaks = peak(learns), peak(learns, ends_inside)
+            both_peaks = peak(learns + tracked), peak(learns + tracked, ends_inside)
             _clear([*tracked, *learns])
             ends = tuple(y.detach().requires_grad_(y.is_floating_point()) for y in outputs)
             wrt = [*side, *(y for y in ends if y.requires_grad)]
@@ -212,24 +223,30 @@ class _Bench:
                 loss = self._loss(head(*ends), target)
                 add_gradients([loss], [torch.ones_like(loss)], wrt, retain_graph=False)
 
-            head_peak = memory.measure(whole)[1]
+            head_peak = self._peak(whole)
             _clear(wrt)
         for p, gradient in zip(learns, given, strict=True):
             p.grad = gradient
         return {
             "message_bytes": float(made),
-            "activation_bytes": float(kept),
+            "activation_bytes": float(first.kept - made),
+            "held_bytes": float(max(0, graph.kept - first.kept + made)),
             "cotangent_bytes": float(cotangent_bytes),
-            "forward_peak_bytes": float(forward_peak),
+            "forward_peak_bytes": float(first.peak),
             "head_peak_bytes": float(head_peak),
             "input_grad_peak_bytes": float(input_grad_peak),
-            "weight_grad_peak_bytes": float(weight_grad_peak),
-            "both_peak_bytes": float(both_peak),
+            "weight_grad_peak_bytes": float(weight_grad_peaks[0]),
+            "both_peak_bytes": float(both_peaks[0]),
+            "inner_weight_grad_peak_bytes": float(weight_grad_peaks[1]),
+            "inner_both_peak_bytes": float(both_peaks[1]),
             "update_peak_bytes": float(update_peak),
             "gradient_bytes": float(sum(p.nbytes for p in learns)),
             "head_gradient_bytes": float(sum(p.nbytes for p in side)),
             **self._fixed(i),
         }
+
+    def _peak(self, run: Callable[[], Any]) -> int:
+        return allocated(lambda _: run(), self._device).peak
 
     def _fixed(self, i: int) -> dict[str, float]:
         """Return the bytes of parameters and optimizer state."""
