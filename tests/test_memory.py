@@ -60,7 +60,7 @@ def test_peak_by_hand(sizes: Costs, recompute: bool, peak: float) -> None:
     assert peak_bytes(schedule, sizes, recompute=recompute) == (peak,)
 
 
-CONVNET = Recipe(model=ConvNet(num_stages=4), optimizer=Adam(), batch_size=32, device="cpu", defer_batchnorm=True)
+CONVNET = Recipe(model=ConvNet(num_stages=4), optimizer=Adam(), batch_size=32, device="cpu")
 MLP = Recipe(model=Mlp(num_stages=5, width=64), optimizer=Adam(), batch_size=256, device="cpu")
 
 
@@ -73,6 +73,7 @@ def profiles() -> dict[str, Profile]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:With 4 micro-batches")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize("strategy", ["end-to-end", "local", "2-wise", "3-wise", "deep-supervision", "2-wise-mean"])

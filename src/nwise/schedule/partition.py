@@ -31,7 +31,7 @@ class Piece:
         fixed_bytes, head_bytes: parameters and optimizer state of the piece, and of a head after it; default: 0.
         forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
         input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: likewise; default: 0.
-        inner_weight_grad_peak_bytes, inner_both_peak_bytes: the same inside a stage, where nothing else holds the output, and with
+        inner_weight_grad_peak_bytes, inner_both_peak_bytes: the same inside a stage, where nothing else holds the output, with
             the gradient to the output; default: 0.
     """
 

@@ -12,23 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nwise._autograd import add_gradients
 from nwise._memory import allocated
 from nwise.data import Images, Tokens
-from nwise.kept import gradient_to_inputs
 from nwise.microbatch import Tensors, as_tuple
 from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule.partition import Piece
 from nwise.training.build import autocast, make_loss
 from nwise.training.optimizers import make_optimizer
+from nwise.training.sizes import PieceSizes, head_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,81 +169,18 @@ class _Bench:
 
     def sizes(self, i: int, size: int) -> dict[str, float]:
         """Return the bytes, as `Piece` names them."""
-        piece, head = self._pieces[i], self._heads[i]
-        learns: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
-        side: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
+        piece, target = self._pieces[i], self._batch(size)[1]
+        learns = [p for p in piece.parameters() if p.requires_grad]
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point() and i > 0) for x in self._input(i, size))
-        tracked = [x for x in leaves if x.requires_grad]
-        target, given = self._batch(size)[1], [p.grad for p in learns]
+        given = [p.grad for p in learns]
         with self._autocast():
-            update_peak = self._peak(self._updates[i])
-            _clear(learns)
-
-            def forward() -> Tensors:
-                return as_tuple(piece(*leaves), "The output of a piece")
-
-            forward()  # what a first call allocates for later ones
-            first = allocated(lambda _: forward(), self._device)
-            outputs = first.result
-            made = sum(y.nbytes for y in outputs)
-            graph = allocated(lambda _: [y.grad_fn for y in forward()], self._device)
-            # The cotangents that an I of this piece keeps for a later W.
-            seeds = [(y, torch.zeros_like(y)) for y in outputs if y.requires_grad]
-            cotangents = gradient_to_inputs(seeds, tracked, learns) if tracked and seeds else None
-            cotangent_bytes = 0 if cotangents is None else cotangents.num_bytes
-            del cotangents, seeds
-
-            def ends_of_stage() -> tuple[list[Tensor], list[Tensor]]:
-                roots = [y for y in forward() if y.requires_grad]
-                return roots, [torch.zeros_like(y) for y in roots]
-
-            def ends_inside() -> tuple[list[GradientEdge], list[Tensor]]:
-                # Nothing holds the output, and the gradient to it is made here, so the piece frees both as soon as it can.
-                roots = [y * 1.0 for y in forward() if y.requires_grad]
-                return list(map(get_gradient_edge, roots)), [torch.zeros_like(y) for y in roots]
-
-            def peak(wrt: list[Tensor], prepare: Callable[[], Any] = ends_of_stage, again: bool = False) -> int:
-                _clear([*tracked, *learns])
-                if not wrt or not any(y.requires_grad for y in outputs):
-                    return 0
-                backward = partial(add_gradients, leaves=wrt, retain_graph=again)
-                return allocated(lambda given: backward(*given), self._device, prepare).peak
-
-            input_grad_peak = peak(tracked, again=True)  # another pass follows an I
-            weight_grad_peaks = peak(learns), peak(learns, ends_inside)
-            both_peaks = peak(learns + tracked), peak(learns + tracked, ends_inside)
-            _clear([*tracked, *learns])
-            ends = tuple(y.detach().requires_grad_(y.is_floating_point()) for y in outputs)
-            wrt = [*side, *(y for y in ends if y.requires_grad)]
-
-            def whole() -> None:
-                loss = self._loss(head(*ends), target)
-                add_gradients([loss], [torch.ones_like(loss)], wrt, retain_graph=False)
-
-            head_peak = self._peak(whole)
-            _clear(wrt)
+            update_peak = allocated(lambda _: self._updates[i](), self._device).peak
+            part = PieceSizes(piece, leaves, self._device)
+            passes = part.measure()
+            head = head_sizes(self._heads[i], part.outputs, lambda output: self._loss(output, target), self._device)
         for p, gradient in zip(learns, given, strict=True):
             p.grad = gradient
-        return {
-            "message_bytes": float(made),
-            "activation_bytes": float(first.kept - made),
-            "held_bytes": float(max(0, graph.kept - first.kept + made)),
-            "cotangent_bytes": float(cotangent_bytes),
-            "forward_peak_bytes": float(first.peak),
-            "head_peak_bytes": float(head_peak),
-            "input_grad_peak_bytes": float(input_grad_peak),
-            "weight_grad_peak_bytes": float(weight_grad_peaks[0]),
-            "both_peak_bytes": float(both_peaks[0]),
-            "inner_weight_grad_peak_bytes": float(weight_grad_peaks[1]),
-            "inner_both_peak_bytes": float(both_peaks[1]),
-            "update_peak_bytes": float(update_peak),
-            "gradient_bytes": float(sum(p.nbytes for p in learns)),
-            "head_gradient_bytes": float(sum(p.nbytes for p in side)),
-            **self._fixed(i),
-        }
-
-    def _peak(self, run: Callable[[], Any]) -> int:
-        return allocated(lambda _: run(), self._device).peak
+        return {**passes, **head, "update_peak_bytes": float(update_peak), **self._fixed(i)}
 
     def _fixed(self, i: int) -> dict[str, float]:
         """Return the bytes of parameters and optimizer state."""
@@ -291,8 +225,3 @@ def _make_update(config: Sgd | Adam, piece: nn.Module) -> Callable[[], object]:
     for p in parameters:
         p.grad = torch.zeros_like(p)
     return make_optimizer(config, parameters).step
-
-
-def _clear(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None

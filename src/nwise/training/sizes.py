@@ -1,0 +1,110 @@
+"""Bytes of a network's piece: what it keeps for its passes, and what each of its actions needs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from nwise._autograd import add_gradients
+from nwise._memory import allocated
+from nwise.kept import gradient_to_inputs
+from nwise.microbatch import Tensors, as_tuple
+
+
+class PieceSizes:
+    """Measures a piece of a network for a micro-batch; leaves no gradients.
+
+    Args:
+        piece: the piece.
+        inputs: its inputs; those that carry a gradient require it.
+        device: device of both.
+    """
+
+    def __init__(self, piece: nn.Module, inputs: Tensors, device: torch.device) -> None:
+        self._piece, self._inputs, self._device = piece, inputs, device
+        self._learns: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
+        self._tracked = [x for x in inputs if x.requires_grad]
+        self.outputs = self._forward()
+
+    def measure(self) -> dict[str, float]:
+        """Return the bytes of forward and passes, as `nwise.schedule.partition.Piece` names them."""
+        first = allocated(lambda _: self._forward(), self._device)
+        graph = allocated(lambda _: [y.grad_fn for y in self._forward()], self._device)
+        made = sum(y.nbytes for y in first.result)
+        sizes = {
+            "message_bytes": made,
+            "activation_bytes": first.kept - made,
+            "held_bytes": max(0, graph.kept - first.kept + made),
+            "cotangent_bytes": self._cotangents(),
+            "forward_peak_bytes": first.peak,
+            "input_grad_peak_bytes": self._pass(self._tracked, again=True),  # another pass follows an I
+            "gradient_bytes": sum(p.nbytes for p in self._learns),
+        }
+        for name, wrt in (("weight_grad", self._learns), ("both", self._learns + self._tracked)):
+            sizes[f"{name}_peak_bytes"] = self._pass(wrt)
+            sizes[f"inner_{name}_peak_bytes"] = self._pass(wrt, inside=True)
+        _clear([*self._tracked, *self._learns])
+        return {name: float(size) for name, size in sizes.items()}
+
+    def _forward(self) -> Tensors:
+        return as_tuple(self._piece(*self._inputs), "The output of a piece")
+
+    def _cotangents(self) -> int:
+        """Return the bytes of the cotangents that an I keeps for a later W."""
+        seeds = [(y, torch.zeros_like(y)) for y in self._forward() if y.requires_grad]
+        kept = gradient_to_inputs(seeds, self._tracked, self._learns) if self._tracked and seeds else None
+        return 0 if kept is None else kept.num_bytes
+
+    def _pass(self, wrt: list[Tensor], *, inside: bool = False, again: bool = False) -> int:
+        """Return the peak of a pass.
+
+        Args:
+            wrt: tensors whose gradients it makes.
+            inside: whether the piece is inside a stage. Then nothing else holds its output, and the peak includes the gradient to
+                the output, which the piece frees as soon as it can.
+            again: whether another pass follows, so the graph stays.
+        """
+
+        def ends() -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
+            roots = [y * 1.0 if inside else y for y in self._forward() if y.requires_grad]
+            return list(map(get_gradient_edge, roots)) if inside else roots, [torch.zeros_like(y) for y in roots]
+
+        _clear([*self._tracked, *self._learns])
+        if not wrt or not any(y.requires_grad for y in self.outputs):
+            return 0
+        backward = partial(add_gradients, leaves=wrt, retain_graph=again)
+        return allocated(lambda given: backward(*given), self._device, ends).peak
+
+
+def head_sizes(
+    head: nn.Module, inputs: Tensors, loss_fn: Callable[[Any], Tensor], device: torch.device
+) -> dict[str, float]:
+    """Return the bytes of a head, as `nwise.schedule.partition.Piece` names them.
+
+    Args:
+        head: the head.
+        inputs: output of the piece before it.
+        loss_fn: function from the head's output to its loss.
+        device: device of all.
+    """
+    learns: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
+    leaves = tuple(y.detach().requires_grad_(y.is_floating_point()) for y in inputs)
+    wrt = [*learns, *(y for y in leaves if y.requires_grad)]
+
+    def whole(_: None) -> None:
+        loss = loss_fn(head(*leaves))
+        add_gradients([loss], [torch.ones_like(loss)], wrt, retain_graph=False)
+
+    peak = allocated(whole, device).peak
+    _clear(wrt)
+    return {"head_peak_bytes": float(peak), "head_gradient_bytes": float(sum(p.nbytes for p in learns))}
+
+
+def _clear(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
