@@ -107,10 +107,14 @@ def test_outcome_by_hand() -> None:
     assert (result.accuracy, result.leaving) == (1.0, (0.5, 0.25, 0.25))
 
 
-def test_calibration_finds_the_best_thresholds_by_hand() -> None:
-    thresholds = calibrate(SEEN, WORK, 1.0)
-    assert outcome(SEEN, WORK, thresholds).work == pytest.approx((2 * 15 + 73 + 113) / 400)
-    assert calibrate(SEEN, WORK, 0.0) == {0: pytest.approx(0.6)}, "everything leaves at stage 0"
+def test_calibration_finds_the_best_threshold_by_hand() -> None:
+    # Up to 0.7 the third sample leaves at stage 0 with a wrong answer, and up to 0.6 the fourth one, too.
+    for accuracy, low, high in ((1.0, 0.7, 0.8), (0.75, 0.6, 0.7)):
+        thresholds = calibrate(SEEN, WORK, accuracy)
+        assert set(thresholds) == {0, 2}
+        assert all(low < bound <= high for bound in thresholds.values())
+    assert calibrate(SEEN, WORK, 0.0) == {0: pytest.approx(0.6), 2: pytest.approx(0.6)}, "everything leaves at stage 0"
+    assert calibrate(SEEN, Work([1, 2, 3, 4], {0: 5, 2: 8}), 1.0) == {}, "heads cost more than stages"
 
 
 @settings(max_examples=30, deadline=None)

@@ -47,7 +47,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitsCommand:
-    """Let samples leave at the first head that is sure of them. Each half of the test set chooses the thresholds of the other."""
+    """Let samples leave at the first head that is sure of them. Each half of the test set chooses the threshold of the other."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
     """Folders of runs that classify images."""
