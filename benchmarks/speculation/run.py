@@ -1,6 +1,6 @@
 """Self-speculative decoding with heads that nwise trained: acceptance and tokens per second, by strategy and exit.
 
-    python benchmarks/speculation/run.py train        # an hour on 2 cores; skips what is there
+    python benchmarks/speculation/run.py train        # 20 minutes on 2 cores; skips what is there
     python benchmarks/speculation/run.py measure      # on a quiet machine
 
 A Llama of 8 layers learns the bytes of Python's standard library, a layer to a stage. All exits share the last norm and the
@@ -48,14 +48,14 @@ def windows(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def new_model() -> LlamaForCausalLM:
-    """Return a network of 6.5 million parameters."""
+    """Return a network of 3.6 million parameters."""
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=688,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        num_attention_heads=6,
+        num_key_value_heads=6,
         max_position_embeddings=1024,
         bos_token_id=0,
         eos_token_id=None,
@@ -65,7 +65,7 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(steps: int = 1200, batch_size: int = 16, lr: float = 1e-3, threads: int = 2) -> None:
+def train(steps: int = 900, batch_size: int = 8, lr: float = 1e-3, threads: int = 2) -> None:
     """Train every strategy from the same start on the same batches.
 
     Args:
