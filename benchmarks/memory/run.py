@@ -1,9 +1,12 @@
-"""Memory of a training step on one device: predicted from measured pieces, and measured.
+"""Memory of a training step on one device: predicted from measured pieces, and measured; and its speed.
 
-    python benchmarks/memory/run.py --network gpt
+    python benchmarks/memory/run.py measure --network gpt      # ten minutes
+    python benchmarks/memory/run.py speed --network gpt        # on a quiet machine
+    python benchmarks/memory/run.py show
 
-writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches. Measured bytes are those of
-torch's allocator, from its own events: the peak of the second step, with parameters and optimizer.
+`measure` writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches, and `speed` adds
+samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with parameters
+and optimizer. `show` writes tables.md and a figure.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from nwise.models.staged import StagedModel
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Recipe
 from nwise.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
+from nwise.report.figures import COLOURS, MARKERS
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
@@ -44,6 +48,7 @@ from nwise.training.optimizers import make_optimizer, parameter_groups
 from nwise.training.profile import Profile, profile
 
 HERE = Path(__file__).parent
+RECORDS = HERE / "records"
 STRATEGIES = ("end-to-end", "local", "2-wise", "3-wise", "deep-supervision")
 Network = Literal["convnet", "gpt", "resnet"]
 # What is kept: everything, the inputs of stages, or the inputs of blocks.
@@ -253,13 +258,12 @@ def samples_per_second(
     return rates
 
 
-def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds: int = 5, threads: int = 2) -> None:
-    """Measure a network and write its records.
+def measure(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), threads: int = 2) -> None:
+    """Measure the memory of a network and write its records.
 
     Args:
         network: which network.
         microbatches: numbers of micro-batches.
-        rounds: timed steps of every cell; 0 for memory alone.
         threads: of torch.
     """
     torch.set_num_threads(threads)
@@ -280,16 +284,88 @@ def main(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), rounds:
             pieces = sizes.pieces[cell.microbatches]
             record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
         records.append(record)
-    if rounds:
-        rates = samples_per_second(all_cells, config, data, rounds)
-        for cell, record in zip(all_cells, records, strict=True):
-            record["samples_per_second"] = statistics.quantiles(rates[cell], n=4, method="inclusive")
     machine = {"threads": threads, "torch": torch.__version__, "processor": processor()}
-    path = HERE / "records" / f"{network}.jsonl"
+    write(network, [{**record, **machine} for record in records])
+
+
+def speed(network: Network, rounds: int = 5, threads: int = 2) -> None:
+    """Measure the speed of every way to train and add it to the records.
+
+    Args:
+        network: which network.
+        rounds: timed steps of every way, in turn.
+        threads: of torch.
+    """
+    torch.set_num_threads(threads)
+    config, data = recipe(network)
+    records = [json.loads(line) for line in (RECORDS / f"{network}.jsonl").open()]
+    names = [field.name for field in fields(Cell)]
+    all_cells = [Cell(**{name: record[name] for name in names}) for record in records]
+    rates = samples_per_second(all_cells, config, data, rounds)
+    for cell, record in zip(all_cells, records, strict=True):
+        record["samples_per_second"] = statistics.quantiles(rates[cell], n=4, method="inclusive")
+    write(network, records)
+
+
+def write(network: Network, records: Sequence[dict[str, Any]]) -> None:
+    """Write the records of a network."""
+    path = RECORDS / f"{network}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps({**record, **machine}) + "\n" for record in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     print(path)
 
 
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points of (memory, speed) that no other one beats in both, by memory."""
+    best: list[tuple[float, float]] = []
+    for memory, speed in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or speed > best[-1][1]:
+            best.append((memory, speed))
+    return best
+
+
+def show() -> None:
+    """Write the tables of all records, and draw speed against memory."""
+    from matplotlib.figure import Figure
+
+    networks = [path.stem for path in sorted(RECORDS.glob("*.jsonl"))]
+    records = {name: [json.loads(line) for line in (RECORDS / f"{name}.jsonl").open()] for name in networks}
+    lines = ["# Tables, written by run.py", ""]
+    for name, rows in records.items():
+        lines += [f"## {name}", "", "MiB of torch's allocator; predicted / measured; samples per second.", ""]
+        counts = sorted({row["microbatches"] for row in rows})
+        lines += ["| way to train | " + " | ".join(f"M = {m}" for m in counts) + " |", "|---" * (1 + len(counts)) + "|"]
+        by_way: dict[str, dict[int, str]] = {}
+        for row in rows:
+            way = f"{'autograd' if row['framework'] == 'torch' else row['strategy']}, {row['remedy']}"
+            ratio = f" ({row['predicted_bytes'] / row['measured_bytes']:.3f})" if "predicted_bytes" in row else ""
+            speed = f", {row['samples_per_second'][1]:.0f}/s" if "samples_per_second" in row else ""
+            by_way.setdefault(way, {})[row["microbatches"]] = f"{row['measured_bytes'] / 2**20:.0f}{ratio}{speed}"
+        lines += [f"| {way} | " + " | ".join(cells[m] for m in counts) + " |" for way, cells in by_way.items()]
+        lines.append("")
+    one = records[networks[0]][0]
+    lines.append(f"{one['threads']} threads, {one['processor']}, torch {one['torch']}.")
+    (HERE / "tables.md").write_text("\n".join([*lines, ""]))
+
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    for axes, (name, rows) in zip(figure.subplots(1, len(records)), records.items(), strict=True):
+        groups = {"end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
+        points: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in groups}
+        for row in rows:
+            points[row["strategy"]].append((row["measured_bytes"] / 2**20, row["samples_per_second"][1]))
+        for (strategy, colour), marker in zip(groups.items(), MARKERS, strict=False):
+            axes.scatter(*zip(*points[strategy], strict=True), color=colour, alpha=0.25, s=12, marker=marker)
+            best = front(points[strategy])
+            axes.plot(*zip(*best, strict=True), color=colour, label=strategy, marker=marker, markersize=4, linewidth=1)
+        axes.set_title(name)
+        axes.set_xlabel("peak of a step, MiB")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(bottom=0)
+    figure.axes[0].set_ylabel("samples per second")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(HERE / "pareto.png", dpi=140)
+
+
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.extras.subcommand_cli_from_dict({"measure": measure, "speed": speed, "show": show})

@@ -195,10 +195,10 @@ class PlanCommand:
         noise = f"rounds differ by {100 * measured.spread:.1f} %, and smaller differences mean nothing"
         if math.isnan(measured.spread):
             noise = "one round, so the noise is unknown"
-        cut = ", ".join(names[start] for start in starts[1:]) or "nowhere"
+        cut = f"stages begin at the start and at {', '.join(names[k] for k in starts[1:])}" if starts[1:] else "one stage"
         console.say(
             f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.name}: "
-            f"stages begin at the start and at {cut}."
+            f"{cut}."
         )
         if placement := self._placement(plan, measured):
             console.say(
