@@ -170,6 +170,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "nowhere"], "A run should be a folder with a run.json.*Found none in nowhere"),
         (["export", "nowhere"], "A run should be a folder"),
         (["exits", "nowhere"], "A run should be a folder"),
+        (["exits"], "`RUN` should name the folder of at least one run. Found none"),
         (["exits", "nowhere", "--drop", "-1"], "`drop` should be from 0 to 100 percentage points. Found -1"),
         (["exits", "nowhere", "--export", "x.onnx"], "`export` should be a .pt file for a single run. Found 'x.onnx'"),
         (["flow", "--stages", "0"], "`stages` should be from 1 to 32.*Found 0"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import perceptron
-from nwise.flow import Flow, find_flow
+from nwise.flow import Flow, find_flow, flows_for
 from nwise.reference import late_grads, reference_grads
 from nwise.schedule.ages import When, message_ages, weight_ages
 from nwise.training.clip import Clip
@@ -71,7 +71,7 @@ def flows(draw: st.DrawFn, num_stages: int) -> Flow:
 
 
 @given(
-    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", 0.5, "late"]),
+    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", 3 / 8, 3 / 4, "late"]),
     st.sampled_from([None, 0, 1, 3]),
 )  # fmt: skip
 def test_no_result_is_older_than_its_use(
@@ -89,6 +89,18 @@ def test_no_result_is_older_than_its_use(
                 assert all(0 <= ages.messages[k + 1][p] <= age for p in cotangent.needed)
             if stage.fused is not None:  # W starts from what its message has kept
                 assert ages.messages[k][stage.fused] <= ages.weights[k]
+
+
+@pytest.mark.parametrize("share", [0.0, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0])
+def test_hogwild_messages_are_no_older_than_their_use_in_any_proportion(share: float) -> None:
+    """Its last stages have age 0: a share of the largest age once made their messages older than their own updates."""
+    for size, m in ((4, 2), (6, 4), (7, 1)):
+        flows = flows_for(nwise.EndToEnd(), size, m)
+        weights = weight_ages(nwise.Hogwild(), flows)
+        ages = message_ages(flows, weights, share)
+        for k in range(1, size):
+            assert ages.messages[k][0] <= weights[k - 1]
+            assert ages.messages[k][0] <= weights[k]
 
 
 @pytest.mark.usefixtures("float64")

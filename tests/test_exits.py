@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def one_by_one(pipe: nwise.Pipeline, x: Tensor, thresholds: Mapping[int, float])
     return torch.cat(outputs), stages
 
 
-@pytest.mark.parametrize("thresholds", [{0: 0.9, 1: 0.53, 2: 0.56}, {1: 0.4}, {0: 0.0}, {0: 1.1, 2: 0.35}])
+@pytest.mark.parametrize("thresholds", [{0: 0.9, 1: 0.53, 2: 0.56}, {1: 0.4}, {0: 0.0}, {0: math.inf, 2: 0.35}])
 @pytest.mark.parametrize("name", ["perceptron", "convolutional"])
 def test_every_sample_leaves_where_it_would_alone(name: str, thresholds: dict[int, float]) -> None:
     pipe, x = pipeline(name)
@@ -62,6 +63,15 @@ def test_every_sample_leaves_where_it_would_alone(name: str, thresholds: dict[in
     assert not answers.output.requires_grad
     if thresholds == {0: 0.9, 1: 0.53, 2: 0.56} and name == "perceptron":
         assert len(set(stages)) > 2, "otherwise the test shows nothing"
+
+
+def test_an_empty_batch_is_refused_and_a_pipeline_gives_its_own_modules() -> None:
+    pipe, x = pipeline()
+    with pytest.raises(ValueError, match="`exit` should have at least one sample. Found none"):
+        pipe.exit(x[:0])
+    network = EarlyExit(pipe.stages, pipe.heads, {0: 0.5})
+    assert not network.training
+    assert all(stage.training for stage in pipe.stages), "the network is a copy"
 
 
 def test_heads_without_threshold_and_stages_without_samples_do_not_run() -> None:
@@ -88,7 +98,7 @@ def test_bad_thresholds_are_refused() -> None:
     with pytest.raises(ValueError, match="should have heads that the strategy trains. Found none; train with `2-wise`"):
         pipeline(strategy="end-to-end")[0].exit(x)
     pipe.heads[0] = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
-    with pytest.raises(ValueError, match="The head of stage 0 should return logits .* Found shape \\[16\\]"):
+    with pytest.raises(ValueError, match="Stage 0's head or output should be logits .* Found shape \\[16\\]"):
         pipe.exit(x)
 
 
@@ -148,7 +158,7 @@ def test_counted_work_is_that_of_the_layers() -> None:
 def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> None:
     pipe, x = pipeline("convolutional")
     thresholds = {0: 0.5, 2: 0.35}
-    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds).eval()
+    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds)
     torch.save(network, tmp_path / "network.pt")
     names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "network.pt")
     assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise._arguments.HeadDict"}

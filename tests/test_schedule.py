@@ -325,12 +325,6 @@ def test_ties_prefer_fifo_and_fewer_actions() -> None:
     assert [x.kind for x in end.schedule.words[1]] == [Kind.FORWARD, Kind.BOTH, Kind.UPDATE]
 
 
-def test_messages_that_wait_take_memory() -> None:
-    costs = Costs([1, 4], 0, [1, 4], [1, 4], activation_bytes=10, message_bytes=3, fixed_bytes=1)
-    line = simulate(of("local", 2, 3, costs).schedule, costs, cycles=10)
-    assert line.peak_bytes == (1 + 10, 1 + 10 + 3 * 3)
-
-
 def test_ties_prefer_fewer_in_flight() -> None:
     flows = flows_for(nwise.NWise(2), 6, 4)
     both = [timed(make_schedule(rule.func.__name__, flows, rule), REAL)

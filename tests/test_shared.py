@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nwise
 from nwise._arguments import refuse_sharing
+from nwise.training.clip import Clip, ClipBy
 
 A, VOCABULARY = 3, 7
 
@@ -65,6 +66,20 @@ def test_an_optimizer_updates_a_shared_head_once() -> None:
     torch.optim.SGD(pipe.parameters(), lr=0.1)  # warns of a parameter that it has twice
 
 
+@pytest.mark.parametrize("by", ["global", "stage", "loss"])
+def test_clipping_counts_and_scales_a_shared_parameter_once(by: ClipBy) -> None:
+    """It was scaled once for every place: the norm after clipping was 0.03 instead of 0.1."""
+    stages = nwise.split(network(False), at=["2", "3"], example=torch.zeros(1, 2, dtype=torch.int64))
+    pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nn.functional.cross_entropy, "deep-supervision")
+    x = torch.randint(0, VOCABULARY, (6,))
+    pipe.step(x, target=(x + 1) % VOCABULARY)
+    Clip(pipe, 1e-3, by)()
+    shared = pipe.heads[0].pieces()["4"].weight  # it belongs to the group of the first head
+    group = {"global": list(pipe.parameters()), "stage": [*pipe.stages[0].parameters(), shared], "loss": [shared]}[by]
+    norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_sharing_that_would_be_ambiguous_is_refused() -> None:
     model = network(tied=True)
     example = torch.zeros(1, 2, dtype=torch.int64)
@@ -77,16 +92,18 @@ def test_sharing_that_would_be_ambiguous_is_refused() -> None:
         nwise.Pipeline(stages, nwise.heads.shared(stages))
     with pytest.raises(ValueError, match="`tied` should be 'refuse' or 'sum'. Found 'yes'"):
         nwise.Pipeline(stages, nwise.heads.shared(stages), tied="yes")
-    with pytest.raises(
-        ValueError, match="belong to one stage or head in several processes. Found stages.0.0.weight again"
-    ):
-        refuse_sharing(stages, nwise.heads.shared(stages), "sum", several=True)
+    heads = [*nwise.heads.shared(stages), None]
+    with pytest.raises(ValueError, match="one stage or head in several processes. Found stages.0.0.weight again"):
+        refuse_sharing((stages, stages), (heads, heads), "sum", several=True)
     middle = [nn.Linear(3, 3) for _ in range(A)]
     with pytest.raises(ValueError, match="Found stages.1.weight again as heads.0.weight"):
         nwise.Pipeline(middle, [middle[1], nn.Linear(3, 3)], tied="sum")
     pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nn.functional.cross_entropy, "2-wise-delay-1", tied="sum")
-    with pytest.raises(ValueError, match="under a delay. Found stages.0.0.weight again as .*; use heads of their own"):
-        pipe.step(torch.zeros(4, dtype=torch.int64), target=torch.zeros(4, dtype=torch.int64))
+    for _ in range(2):  # the second step used to train
+        with pytest.raises(
+            ValueError, match="under a delay. Found stages.0.0.weight again as .*; use heads of their own"
+        ):
+            pipe.step(torch.zeros(4, dtype=torch.int64), target=torch.zeros(4, dtype=torch.int64))
 
 
 def test_generation_with_an_early_exit_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@
     python benchmarks/memory/run.py show
 
 `measure` writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches, and `speed` adds
-samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with parameters
-and optimizer. `show` writes tables.md and a figure.
+samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with
+parameters and optimizer. `show` writes tables.md and a figure.
 """
 
 from __future__ import annotations

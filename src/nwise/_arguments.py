@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from nwise.flow import Flow
 from nwise.models.chain import Chain
 from nwise.runtime.processes import Processes
+from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
 
@@ -185,17 +186,18 @@ def refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def refuse_sharing(
-    mains: Sequence[nn.Module], sides: Sequence[nn.Module | None], tied: str, several: bool
-) -> tuple[str, str] | None:
+Both = tuple[Sequence[Given | None], Sequence[nn.Module | None]]
+
+
+def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[str, str] | None:
     """Raise ValueError if a parameter is in two places that would give it two credits.
 
     Heads and the output may share parameters: the gradient is the sum over their losses. With ``tied="sum"`` the first stage may
     share them too, as a tied embedding does.
 
     Args:
-        mains: the stages.
-        sides: the heads, None for a stage without one.
+        mains: the stages, as the caller gave them, so those of other processes too, and as they were built.
+        sides: the heads likewise, None for a stage without one.
         tied: ``"sum"`` or ``"refuse"``.
         several: whether there are several processes, which cannot share parameters.
 
@@ -205,9 +207,13 @@ def refuse_sharing(
     if tied not in ("refuse", "sum"):
         raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
     seen: dict[int, tuple[str, str]] = {}
-    owners = [(f"stages.{k}", main) for k, main in enumerate(mains)]
-    owners += [(f"heads.{k}", head) for k, head in enumerate(sides) if head is not None]
-    allowed = {f"stages.{len(mains) - 1}", *(["stages.0"] if tied == "sum" else [])}
+    owners = [
+        (f"{what}.{k}", module)
+        for what, pairs in (("stages", mains), ("heads", sides))
+        for k, (given, built) in enumerate(zip(*pairs, strict=True))
+        if (module := given if isinstance(given, nn.Module) else built) is not None
+    ]
+    allowed = {f"stages.{len(mains[0]) - 1}", *(["stages.0"] if tied == "sum" else [])}
     refuse_lazy(owners)
     shared = None
     for owner, module in owners:
@@ -227,13 +233,14 @@ def refuse_sharing(
     return shared
 
 
-def refuse_late_sharing(shared: tuple[str, str] | None, late_stages: Collection[int]) -> None:
-    """Raise ValueError if a parameter is in two places, and gradients come after an update, so they would have two ages."""
-    if shared is not None and late_stages:
+def without_late_sharing(schedule: Schedule, shared: tuple[str, str] | None) -> Schedule:
+    """Return a schedule, unless a parameter is in two places and gradients come after an update, so they would have two ages."""
+    if shared is not None and schedule.late_stages:
         raise ValueError(
             f"Every parameter should belong to one stage or head under a delay. Found {shared[0]} again as {shared[1]}; use "
             "heads of their own, as `nwise.heads.copied` makes."
         )
+    return schedule
 
 
 def warn_of_wide_windows(strategy: Strategy, num_stages: int) -> None:

@@ -9,6 +9,8 @@ B samples   the sure ones   the sure ones   the rest
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +75,7 @@ def answer(
     inputs: Tensors,
     thresholds: Mapping[int, float],
     processes: Processes,
+    device: torch.device | None,
 ) -> Answers:
     """Run the stages in order on the samples that have not left; every process of the pipeline gets all answers.
 
@@ -82,12 +85,15 @@ def answer(
         inputs: inputs of the first stage, samples along dimension 0.
         thresholds: for every exit the confidence from which a sample leaves, by stage.
         processes: the processes that hold the stages.
+        device: device of this process's stages; None for that of the inputs.
 
     Raises:
-        ValueError: a stage's output has no dimension of samples.
+        ValueError: there is no sample, or a stage's output has no dimension of samples.
     """
-    size, device, last = batch_size(inputs, "The input of `exit`"), inputs[0].device, len(stages) - 1
-    rows, hidden = torch.arange(size), inputs
+    size, last = batch_size(inputs, "The input of `exit`"), len(stages) - 1
+    if not size:
+        raise ValueError("The input of `exit` should have at least one sample. Found none.")
+    rows, hidden, device = torch.arange(size), inputs, device or inputs[0].device
     parts: list[dict[str, Tensor]] = []
     for k in processes.here:
         if k and k - 1 not in processes.here:
@@ -97,7 +103,7 @@ def answer(
         if len(rows):
             hidden = as_tuple(stages[k](*hidden), f"The output of stage {k}")
             if k == last or k in thresholds:
-                logits = _single(hidden if k == last else head_output(heads, k, hidden, None), k)
+                logits = single(hidden if k == last else head_output(heads, k, hidden, None), k)
                 sure = confidence(logits)
                 leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
                 here, stays = leaves.cpu(), ~leaves
@@ -112,7 +118,7 @@ def answer(
 
 
 class EarlyExit(nn.Module):
-    """A trained network with its exits, which needs neither a pipeline nor a trainer.
+    """A copy of a trained network with its exits, in evaluation mode; it needs neither a pipeline nor a trainer.
 
     Args:
         stages: the main network.
@@ -120,22 +126,26 @@ class EarlyExit(nn.Module):
         thresholds: for every exit the confidence from which a sample leaves, by stage.
 
     >>> stages = [nn.Linear(2, 4), nn.Linear(4, 2)]
-    >>> network = EarlyExit(stages, {0: nn.Linear(4, 2)}, {0: 0.0}).eval()
+    >>> network = EarlyExit(stages, {0: nn.Linear(4, 2)}, {0: 0.0})
     >>> network.answers(torch.zeros(3, 2)).stage
     tensor([0, 0, 0])
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], heads: Mapping[int, nn.Module], thresholds: Mapping[int, float]
+        self,
+        stages: Sequence[nn.Module] | nn.ModuleList,
+        heads: Mapping[int, nn.Module] | HeadDict,
+        thresholds: Mapping[int, float],
     ) -> None:
         super().__init__()
-        if not set(thresholds) <= set(heads):
+        if any(k not in heads for k in thresholds):
             raise ValueError(
-                f"`thresholds` should be of stages with a head, {sorted(heads)}. Found {sorted(thresholds)}."
+                f"`thresholds` should be of stages with a head, {sorted(map(int, heads))}. Found {sorted(thresholds)}."
             )
-        self.stages = nn.ModuleList(stages)
-        self.heads = HeadDict({str(k): heads[k] for k in sorted(thresholds)})
+        self.stages = nn.ModuleList(copy.deepcopy(list(stages)))
+        self.heads = HeadDict({str(k): copy.deepcopy(heads[k]) for k in sorted(thresholds)})
         self.thresholds = dict(thresholds)
+        self.eval()
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the outputs alone."""
@@ -143,7 +153,8 @@ class EarlyExit(nn.Module):
 
     def answers(self, *inputs: Tensor) -> Answers:
         """Return the outputs, the stages at which the samples left, and how sure they were."""
-        return answer(self.stages, self.heads, inputs, self.thresholds, Alone(len(self.stages)))
+        processes = Alone(len(self.stages))
+        return answer(self.stages, self.heads, inputs, self.thresholds, processes, inputs[0].device)
 
 
 def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:
@@ -160,11 +171,17 @@ def check_threshold(threshold: float | Mapping[int, float], exits: Collection[in
     for k, value in by_stage.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ValueError(f"`threshold` should be a probability, or one for each stage. Found {value!r}.")
+        if 1 < value < math.inf:
+            raise ValueError(
+                f"`threshold` should be at most 1, or inf for an exit that no sample takes. Found {value}."
+            )
         if k not in exits:
             raise ValueError(
                 f"`threshold` should be for stages whose head is trained, {sorted(exits)}. Found one for stage {k!r}; train "
                 "all heads (`heads='all'`), or leave it out."
             )
+    if not by_stage and exits:
+        raise ValueError(f"`threshold` should be for at least one of the stages {sorted(exits)}. Found none.")
     if not by_stage:
         raise ValueError(
             "Early exits should have heads that the strategy trains. Found none; train with `2-wise`, `local` or "
@@ -173,12 +190,12 @@ def check_threshold(threshold: float | Mapping[int, float], exits: Collection[in
     return by_stage
 
 
-def _single(output: Any, stage: int) -> Tensor:
+def single(output: Any, stage: int) -> Tensor:
     """Return an output if it is a tensor of logits; raise ValueError otherwise."""
     tensor = output[0] if isinstance(output, tuple) and len(output) == 1 else output
     if not isinstance(tensor, Tensor) or tensor.dim() < 2:
         what = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(output).__name__
-        raise ValueError(f"The head of stage {stage} should return logits [B, ..., classes] to exit. Found {what}.")
+        raise ValueError(f"Stage {stage}'s head or output should be logits [B, ..., classes] to exit. Found {what}.")
     return tensor
 
 

@@ -109,7 +109,7 @@ class Pipeline(nn.Module):
         self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
-        self._shared = arguments.refuse_sharing(mains, sides, tied, self.processes.size > 1)
+        self._shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         self._strategy = rule
@@ -229,7 +229,7 @@ class Pipeline(nn.Module):
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
         with evaluating(self), self.processes.watched():
-            return answer(self.stages, self.heads, as_tuple(inputs, "The input"), thresholds, self.processes)
+            return answer(self.stages, self.heads, inputs, thresholds, self.processes, self._device(inputs[0]))
 
     def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
@@ -372,8 +372,7 @@ class Pipeline(nn.Module):
         flows = self._flows(now)
         key = self._order, flows, self.processes.placement, weight_ages(now, flows)
         if self._chosen is None or self._chosen[0] != key:
-            self._chosen = key, choose(*key)
-            arguments.refuse_late_sharing(self._shared, self._chosen[1].late_stages)
+            self._chosen = key, arguments.without_late_sharing(choose(*key), self._shared)
         return self._chosen[1]
 
     def _connected(self, inputs: Tensors) -> Engine:

@@ -127,7 +127,8 @@ class Stage:
 
         with nullcontext() if has_graph else torch.no_grad():
             outputs = self._call(leaves, seed, versions)
-        tape = Tape(leaves, outputs, passes, versions, rerun, has_graph, flow.head)
+        kept = outputs if has_graph or flow.head else ()
+        tape = Tape(leaves, kept, passes, versions, rerun, has_graph, flow.head)
         return tape, tuple(y.detach() for y in outputs)
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:

@@ -327,7 +327,7 @@ def answered_early() -> Any:
     data = batches(3)
     trained(pipe, "sgd", data)
     answers = {}
-    for threshold in (0.0, 0.3, 1.1):
+    for threshold in (0.0, 0.3, 1.0):
         result = pipe.exit(data[0][0], threshold=threshold)
         answers[str(threshold)] = [result.stage.tolist(), result.output.tolist(), result.confidence.tolist()]
     trained(pipe, "sgd", data)

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from nwise._errors import check_at_least
 from nwise._records import replacing
-from nwise.cli.output import OK, Output, print_json
+from nwise.cli.output import OK, Output, note, print_json
 from nwise.data import Images
 from nwise.exits import EarlyExit
 from nwise.microbatch import as_tuple
 from nwise.pipeline import Pipeline
+from nwise.recipes.config import EmbeddedText, TextSource
 from nwise.report.display import numbers_table
 from nwise.report.figures import check_format, exits_figure
 from nwise.training.calibrate import Outcome, Seen, Work, calibrate, count_work, cross_validated, observe
@@ -49,7 +50,7 @@ class Timed:
 class ExitsCommand:
     """Let samples leave at the first head that is sure of them. Each half of the test set chooses the threshold of the other."""
 
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
     """Folders of runs that classify images."""
     drop: float = 0.5
     """Accuracy that may be lost, in percentage points."""
@@ -67,41 +68,43 @@ class ExitsCommand:
     """Print only JSON."""
 
     def run(self, console: Output) -> int:
-        self._check()
+        runs = self._check()
         results: dict[str, _Result] = {}
-        for folder in self.folders:
-            run = Run.open(folder)
+        networks = []
+        for run in runs:
             pipe, data = run.trained(self.device)
-            if not isinstance(data, Images):
-                raise ValueError(f"{folder} should classify images for early exits. Found a run on text.")
+            assert isinstance(data, Images)
+            if not pipe.needed_heads(later=False):
+                raise ValueError(
+                    f"{run.folder} should have heads that training trained. Found none; train with `--strategy 2-wise`, `local` "
+                    "or `deep-supervision`, or with `--heads all`."
+                )
             example = data.batch(torch.arange(1))[0]
             work = count_work(pipe, example.to(next(pipe.parameters()).device))
             seen = self._observe(pipe, data)
-            if len(seen.stages) == 1:
-                raise ValueError(
-                    f"{folder} should have heads that training trained. Found none; train with `--strategy 2-wise`, `local` or "
-                    "`deep-supervision`, or with `--heads all`."
-                )
             thresholds = calibrate(seen, work, seen.accuracy - self.drop / 100)
-            network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds).eval()
-            timed = measure(network, data, self.batch_size, self.rounds) if self.rounds and thresholds else None
+            networks.append(EarlyExit(pipe.stages, pipe.heads, thresholds))
+            timed = measure(networks[-1], data, self.batch_size, self.rounds) if self.rounds and thresholds else None
             result = cross_validated(seen, work, self.drop / 100)
-            results[str(folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, timed)
-        if self.out is not None:
-            curves = {f"{r.strategy}, {Path(folder).name}": r.curve() for folder, r in results.items()}
-            exits_figure(
-                {name: [(work, 100 * share) for work, share in curve] for name, curve in curves.items()}, self.out
-            )
-        if self.export is not None:
-            with replacing(self.export) as partial:
-                torch.save(network, partial)
+            results[str(run.folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, timed)
         if self.json:
             print_json({folder: result.as_json() for folder, result in results.items()})
         else:
             self._print(results, console)
+        if self.out is not None:
+            curves = {f"{r.strategy}, {folder}": r.curve() for folder, r in results.items()}
+            exits_figure(
+                {name: [(work, 100 * share) for work, share in curve] for name, curve in curves.items()}, self.out
+            )
+        if self.export is not None:
+            if not networks[0].thresholds:
+                note(f"{self.export}: exits would save no work at this accuracy, so the network has none.")
+            with replacing(self.export) as partial:
+                torch.save(networks[0].cpu(), partial)
         return OK
 
-    def _check(self) -> None:
+    def _check(self) -> list[Run]:
+        """Check everything that can be checked before any work; return the runs."""
         check_at_least(1, batch_size=self.batch_size)
         check_at_least(0, rounds=self.rounds)
         if self.out is not None:
@@ -110,6 +113,16 @@ class ExitsCommand:
             raise ValueError(f"`drop` should be from 0 to 100 percentage points. Found {self.drop}.")
         if self.export is not None and (self.export.suffix != ".pt" or len(self.folders) > 1):
             raise ValueError(f"`export` should be a .pt file for a single run. Found {str(self.export)!r}.")
+        if not self.folders:
+            raise ValueError("`RUN` should name the folder of at least one run. Found none.")
+        runs = [Run.open(folder) for folder in self.folders]
+        for run in runs:
+            if isinstance(run.recipe.data, EmbeddedText | TextSource):
+                raise ValueError(f"{run.folder} should classify images for early exits. Found a run on text.")
+        for path in (self.out, self.export):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        return runs
 
     def _observe(self, pipe: Pipeline, data: Images) -> Seen:
         with torch.inference_mode():
@@ -128,7 +141,7 @@ class ExitsCommand:
             table = numbers_table(None, "exit", "accuracy of its head", "threshold", "samples that leave")
             for i, k in enumerate(result.seen.stages):
                 last = i == len(result.seen.stages) - 1
-                bound = "–" if last else f"{result.thresholds[k]:.4f}" if k in result.thresholds else "off"
+                bound = "–" if last else f"{result.thresholds[k]:.6g}" if k in result.thresholds else "off"
                 cells = [f"{100 * float(result.seen.right[:, i].double().mean()):.2f} %", bound]
                 table.add_row("output" if last else f"stage {k}", *cells, f"{100 * result.outcome.leaving[i]:.1f} %")
             console.print(table)

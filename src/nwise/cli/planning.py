@@ -195,7 +195,9 @@ class PlanCommand:
         noise = f"rounds differ by {100 * measured.spread:.1f} %, and smaller differences mean nothing"
         if math.isnan(measured.spread):
             noise = "one round, so the noise is unknown"
-        cut = f"stages begin at the start and at {', '.join(names[k] for k in starts[1:])}" if starts[1:] else "one stage"
+        cut = (
+            f"stages begin at the start and at {', '.join(names[k] for k in starts[1:])}" if starts[1:] else "one stage"
+        )
         console.say(
             f"Measured on {measured.device}, mini-batches of {measured.batch_size}; {noise}. Cut for {chosen.name}: "
             f"{cut}."

@@ -209,16 +209,19 @@ def _even_starts(pieces: Mapping[str, nn.Module], num_stages: int) -> list[str]:
 
 
 def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
-    ends = (0, len(stages) - 1) if tied == "sum" else None
+    if tied not in ("refuse", "sum"):
+        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
+    ends = (0, len(stages) - 1)
     places: dict[int, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             first, other = places.setdefault(id(tensor), (k, name))
-            if first != k and (first, k) != ends:
+            if first != k and not (tied == "sum" and (first, k) == ends):
+                hint = " Or pass `tied='sum'`, in one process." if (first, k) == ends else ""
                 raise ValueError(
                     f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
                     f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
-                    "values. `nwise.untie(model)` makes a copy for each."
+                    f"values. `nwise.untie(model)` makes a copy for each.{hint}"
                 )
 
 

@@ -134,6 +134,7 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
                 raise ValueError(f"The age of stage {k} should be at least {oldest}. Found {weights[k]}.")
     if when == "early":
         return Ages(weights, tuple(map(tuple, early)))
+    least = [list(row) for row in early]
     if when != "late":
         hops = 1 + max(
             (c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages), default=0
@@ -151,7 +152,7 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
                 limits[p] = min(limits[p], age)
         # W starts from the cotangents that its message has kept, so the message must not be older.
         for q in [fused for flow in different if (fused := flow.stages[k].fused) is not None]:
-            limits[q] = max(early[k][q], min(limits[q], weights[k]))
+            limits[q] = max(least[k][q], min(limits[q], weights[k]))
         late.append(limits)
     if when != "late":
         late = [[min(pair) for pair in zip(*both, strict=True)] for both in zip(early, late, strict=True)]

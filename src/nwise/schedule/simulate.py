@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, check_counts
-from nwise.schedule.memory import fixed_bytes
 from nwise.schedule.network import Network, SimulatedRun, network, run
 from nwise.schedule.schedule import Schedule, check_schedule
 
@@ -141,9 +140,16 @@ class Timeline:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For every stage the largest number of micro-batches between their forward and the end of their last action."""
-        return tuple(
-            round(most) for most in self._most([1.0] * self.schedule.num_stages, 0.0, range(self.schedule.num_stages))
-        )
+        changes: list[list[tuple[float, float]]] = [[] for _ in range(self.schedule.num_stages)]
+        spans: dict[tuple[int, int, int], list[float]] = {}
+        for event in self.events:
+            kind, k, m, *_ = event.action
+            if kind is not Kind.UPDATE:
+                span = spans.setdefault((event.batch, k, m), [event.start, event.end])
+                span[0], span[1] = min(span[0], event.start), max(span[1], event.end)
+        for (_, k, _), (start, end) in spans.items():
+            changes[k] += [(start, 1.0), (end, -1.0)]
+        return tuple(round(_peak(times)) for times in changes)
 
     @cached_property
     def waiting(self) -> dict[tuple[int, int], int]:
@@ -152,34 +158,6 @@ class Timeline:
         for message in self.messages:
             changes[message.sender, message.receiver] += [(message.sent, 1), (message.used, -1)]
         return {link: round(_peak([(t, float(d)) for t, d in times])) for link, times in changes.items()}
-
-    @cached_property
-    def peak_bytes(self) -> tuple[float, ...]:
-        """Peak memory of every rank: its fixed memory, micro-batches in flight, and messages that wait to be used."""
-        sizes = self.costs.per_stage("activation_bytes", self.schedule.num_stages)
-        most = self._most(sizes, 1.0, self.schedule.placement)
-        return tuple(a + b for a, b in zip(fixed_bytes(self.schedule, self.costs), most, strict=True))
-
-    def _most(self, each: Sequence[float], message: float, group: Sequence[int]) -> list[float]:
-        """Return peaks over time of a sum over micro-batches in flight and waiting messages.
-
-        Args:
-            each: value of a micro-batch of each stage.
-            message: value of each byte of a message.
-            group: index of the sum that each stage adds to.
-        """
-        changes: list[list[tuple[float, float]]] = [[] for _ in range(1 + max(group))]
-        spans: dict[tuple[int, int, int], list[float]] = {}
-        for event in self.events:
-            kind, k, m, *_ = event.action
-            if kind is not Kind.UPDATE:
-                span = spans.setdefault((event.batch, k, m), [event.start, event.end])
-                span[0], span[1] = min(span[0], event.start), max(span[1], event.end)
-        for (_, k, _), (start, end) in spans.items():
-            changes[group[k]] += [(start, each[k]), (end, -each[k])]
-        for sent in self.messages if message else ():
-            changes[group[sent.receiver]] += [(sent.arrives, message * sent.size), (sent.used, -message * sent.size)]
-        return [_peak(times) for times in changes]
 
     def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
         """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nwise._modes import evaluating
 from nwise.data import Images
-from nwise.exits import confidence, head_output
+from nwise.exits import confidence, head_output, single
 from nwise.microbatch import as_tuple
 from nwise.pipeline import Pipeline
 
@@ -98,7 +98,7 @@ def observe(pipe: Pipeline, data: Images, batch_size: int, on_batch: Callable[[i
         for done, start in enumerate(starts):
             x, y = data.batch(torch.arange(start, min(start + batch_size, len(data))))
             outputs = pipe.head_outputs(x.to(device), only=exits)
-            logits = [output for k in exits if isinstance(output := outputs[k], Tensor)]
+            logits = [single(outputs[k], k) for k in exits]
             sure.append(torch.stack([confidence(one) for one in logits], dim=1).cpu())
             right.append(torch.stack([one.argmax(-1).cpu() == y.cpu() for one in logits], dim=1))
             if on_batch is not None:

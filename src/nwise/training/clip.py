@@ -89,20 +89,25 @@ class Clip:
     def __call__(self) -> None:
         """Clip the gradients of the last step."""
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
-        squares = [self._squares(group) for group in mine]
+        owned = self._owned()
+        squares = [torch.stack([squared_norm(owned[part]) for part in group]) for group in mine]
         for group, norm in zip(mine, self._norms(mine, squares), strict=True):
             for part in group:
-                for parameters in _by_kind(self._parameters(part)):
+                for parameters in _by_kind(owned[part]):
                     nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
 
-    def _parameters(self, part: Part) -> list[nn.Parameter]:
-        stage, is_head = part
-        module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
-        return [] if module is None else list(module.parameters())
-
-    def _squares(self, group: Sequence[Part]) -> Tensor:
-        """Return the squared norms of the parts, zero for the parts of other processes."""
-        return torch.stack([squared_norm(self._parameters(part)) for part in group])
+    def _owned(self) -> dict[Part, list[nn.Parameter]]:
+        """Return the parameters of every part; one that heads share belongs to the first part that has it."""
+        owner: dict[nn.Parameter, Part] = {}
+        parts = [part for group in self._groups for part in group]
+        for stage, is_head in parts:
+            module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
+            for parameter in () if module is None else module.parameters():
+                owner.setdefault(parameter, (stage, is_head))
+        owned: dict[Part, list[nn.Parameter]] = {part: [] for part in parts}
+        for parameter, part in owner.items():
+            owned[part].append(parameter)
+        return owned
 
     def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
         rows = [(_stages(group), values) for group, values in zip(groups, squares, strict=True)]
