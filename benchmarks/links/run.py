@@ -166,16 +166,22 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def main(devices: tuple[int, ...] = (4, 8), again: bool = False) -> None:
+def main(devices: tuple[int, ...] = (4, 8), methods: tuple[str, ...] = (), again: bool = False) -> None:
     """Measure and write.
 
     Args:
         devices: numbers of devices, one after the other; none to write the tables alone.
+        methods: methods to measure, where the others keep their records; default: all.
         again: whether to measure once more what was more than 5 % off, with slots four times as long.
     """
     RECORDS.mkdir(exist_ok=True)
     for count in devices:
-        _write(RECORDS / f"{count}.jsonl", measure(count, SLOT_MS))
+        path = RECORDS / f"{count}.jsonl"
+        kept = [row for row in _read([path] if methods else []) if row["method"] not in methods]
+        wanted = {(network.name, method) for network in NETWORKS for method in methods}
+        order = [network.name for network in NETWORKS]
+        rows = kept + measure(count, SLOT_MS, wanted)
+        _write(path, sorted(rows, key=lambda row: order.index(row["network"]["name"])))
     records = _read(sorted(RECORDS.glob("[0-9]*.jsonl"), key=lambda path: int(path.stem)))
     path = RECORDS / "again.jsonl"
     if again:
