@@ -277,8 +277,9 @@ def measure(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), thre
     context.set_forkserver_preload(["nwise.training"])
     for cell in track(all_cells, "memory", console=console):
         record: dict[str, Any] = {"network": network, **asdict(cell), "measured_bytes": measured(cell, config, data)}
-        with context.Pool(1) as pool:
-            record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
+        if cell.microbatches == 1:  # a fresh process takes seconds
+            with context.Pool(1) as pool:
+                record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
         if cell.framework == "nwise":
             sizes = profiled[cell.remedy == "recompute blocks"]
             pieces = sizes.pieces[cell.microbatches]
