@@ -195,7 +195,8 @@ def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> T
         batch_size: samples that are answered together.
         rounds: how often; one more comes first and does not count.
     """
-    starts = range(0, len(data), batch_size)
+    count = min(len(data), _TIMED_SAMPLES)
+    starts = range(0, count, batch_size)
     device = next(network.parameters()).device
     batches = [data.batch(torch.arange(start, min(start + batch_size, len(data))))[0].to(device) for start in starts]
 
