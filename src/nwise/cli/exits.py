@@ -31,11 +31,12 @@ from nwise.training.run import Run
 
 # Accuracy that may be lost at the points of the figure, in percentage points.
 DROPS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_TIMED_SAMPLES = 1000  # of the test set, at most
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds to answer all test samples, medians over rounds, without and with exits."""
+    """Seconds to answer test samples, medians over rounds, without and with exits."""
 
     whole: float
     exits: float
@@ -187,7 +188,7 @@ class _Result:
 
 
 def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> Timed:
-    """Measure the time to answer all samples without and with exits, in turn.
+    """Measure the time to answer the first samples without and with exits, in turn.
 
     Args:
         network: the network with its exits, in evaluation mode.
@@ -198,7 +199,7 @@ def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> T
     count = min(len(data), _TIMED_SAMPLES)
     starts = range(0, count, batch_size)
     device = next(network.parameters()).device
-    batches = [data.batch(torch.arange(start, min(start + batch_size, len(data))))[0].to(device) for start in starts]
+    batches = [data.batch(torch.arange(start, min(start + batch_size, count)))[0].to(device) for start in starts]
 
     def whole(x: Tensor) -> None:
         hidden: tuple[Tensor, ...] = (x,)
