@@ -6,7 +6,8 @@
 
 `measure` writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches, and `speed` adds
 samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with
-parameters and optimizer. `show` writes tables.md and a figure.
+parameters and optimizer. `show` writes tables.md, and a figure once all
+records have a speed.
 """
 
 from __future__ import annotations
@@ -348,6 +349,8 @@ def show() -> None:
     lines.append(f"{one['threads']} threads, {one['processor']}, torch {one['torch']}.")
     (HERE / "tables.md").write_text("\n".join([*lines, ""]))
 
+    if not all("samples_per_second" in row for rows in records.values() for row in rows):
+        return
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, len(records)), records.items(), strict=True):
         groups = {"end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
