@@ -1,10 +1,12 @@
 """Early exits: a sample leaves the network at the first head that is sure of its answer.
 
-            stage 0 ------> stage 1 ------> stage 2 ------> output
-               |               |
-             head 0          head 1
-               |               |
-B samples   the sure ones   the sure ones   the rest
+::
+
+                stage 0 ------> stage 1 ------> stage 2 ------> output
+                   |               |
+                 head 0          head 1
+                   |               |
+    B samples   the sure ones   the sure ones   the rest
 """
 
 from __future__ import annotations
