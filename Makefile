@@ -2,6 +2,7 @@
 # make test     ruff, mypy, pytest
 # make test-all the slow tests too
 # make docs     the manual, warnings being errors
+# make gpu      25 minutes on a GPU: checks, memory, speed, full-size cells
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Several test processes share the cores, so each keeps to one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: train test test-all check format docs clean
+.PHONY: train test test-all check format docs gpu clean
 
 train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/nwise train
@@ -46,6 +47,9 @@ $(VENV)/.tools: $(VENV)/.train
 docs: $(VENV)/.tools
 	$(BIN)/python -m sphinx -W --keep-going --fail-on-warning -q -b html docs docs/_build/html
 	@echo "Manual: docs/_build/html/index.html"
+
+gpu: $(VENV)/.tools
+	$(BIN)/python benchmarks/gpu/run.py
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

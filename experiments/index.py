@@ -48,8 +48,9 @@ def verdict(claims: list[Claim]) -> str:
     """
     if not claims:
         return "no claims yet"
-    counts = {what: sum(claim.verdict == what for claim in claims) for what in ("holds", "does not hold", "undecided")}
-    said = [f"{counts['holds']} of {len(claims)} claims hold"]
+    kinds = ("holds", "exact", "does not hold", "undecided")
+    counts = {what: sum(claim.verdict == what for claim in claims) for what in kinds}
+    said = [f"{counts['holds']} of {len(claims)} claims hold", f"{counts['exact']} exact"]
     said += [
         f"{counts['does not hold']} does not" if counts["does not hold"] == 1 else f"{counts['does not hold']} do not"
     ]

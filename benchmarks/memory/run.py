@@ -1,6 +1,7 @@
 """Memory of a training step on one device: predicted from measured pieces, and measured; and its speed.
 
     python benchmarks/memory/run.py measure --network gpt      # ten minutes
+    python benchmarks/memory/run.py predict --network gpt      # once more, after a change of the planner
     python benchmarks/memory/run.py speed --network gpt        # on a quiet machine
     python benchmarks/memory/run.py show
 
@@ -13,6 +14,7 @@ records have a speed.
 from __future__ import annotations
 
 import json
+import mmap
 import multiprocessing
 import random
 import statistics
@@ -20,13 +22,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from nwise._machine import processor
@@ -52,9 +55,9 @@ HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 STRATEGIES = ("end-to-end", "local", "2-wise", "3-wise", "deep-supervision")
 Network = Literal["convnet", "gpt", "resnet"]
-# What is kept: everything, the inputs of stages, or the inputs of blocks.
-Remedy = Literal["plain", "recompute stages", "recompute blocks"]
-REMEDIES: tuple[Remedy, ...] = ("plain", "recompute stages", "recompute blocks")
+# What is kept: everything, the inputs of stages, the inputs of blocks, or everything outside the device.
+Remedy = Literal["plain", "recompute stages", "recompute blocks", "offload"]
+REMEDIES: tuple[Remedy, ...] = ("plain", "recompute stages", "recompute blocks", "offload")
 
 
 @dataclass(frozen=True)
@@ -123,26 +126,81 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, *inputs, use_reentrant=False)
 
 
-def blocks_recomputed(stage: Chain) -> Chain:
-    """Return a stage of recomputed blocks."""
-    return stage.like({name: Recomputed(block) for name, block in stage.pieces().items()})
+class Host:
+    """Memory outside torch's allocator, which stands for the memory of the host beside a device's."""
+
+    # Used buffers by their size: fresh ones would cost a page fault for every 4 KiB.
+    free: ClassVar[dict[int, list[mmap.mmap]]] = {}
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Copy a tensor to the host."""
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        buffers = self.free.setdefault(tensor.nbytes, [])
+        self._buffer = buffers.pop() if buffers else mmap.mmap(-1, tensor.nbytes)
+        self._there().copy_(tensor.detach())
+
+    def _there(self) -> Tensor:
+        return torch.frombuffer(self._buffer, dtype=self._dtype).view(self._shape)
+
+    def back(self) -> Tensor:
+        """Return a copy on the device."""
+        return self._there().to(self._device, copy=True)
+
+    def __del__(self) -> None:
+        self.free[len(self._buffer)].append(self._buffer)
+
+
+class Offloaded(nn.Module):
+    """A block whose saved tensors wait on the host for the backward pass, as `torch.autograd.graph.save_on_cpu` does it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Run the block."""
+        weights = {p.untyped_storage().data_ptr() for p in self.block.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor | Host:
+            stays = not tensor.nbytes or tensor.untyped_storage().data_ptr() in weights
+            return tensor if stays else Host(tensor)
+
+        def unpack(saved: Tensor | Host) -> Tensor:
+            return saved.back() if isinstance(saved, Host) else saved
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.block(*inputs)
+
+
+WRAPPERS: dict[str, type[nn.Module]] = {"recompute blocks": Recomputed, "offload": Offloaded}
+
+
+def wrapped(stage: Chain, remedy: str) -> Chain:
+    """Return a stage with every block wrapped."""
+    wrapper = WRAPPERS[remedy]
+    return stage.like({name: wrapper(block) for name, block in stage.pieces().items()})
 
 
 class InBlocks(Recipe):
-    """A recipe whose network consists of recomputed blocks, so that the planner measures those."""
+    """A recipe whose blocks are wrapped, so that the planner measures those."""
+
+    remedy: ClassVar[str]
 
     def build(self, data: Images | Tokens) -> StagedModel:
         """Build the network for the data."""
         model = super().build(data)
-        return replace(model, stages=list(map(blocks_recomputed, model.stages)))
+        return replace(model, stages=[wrapped(stage, self.remedy) for stage in model.stages])
 
 
-def profiles(config: Recipe, data: Images | Tokens, microbatches: Sequence[int]) -> dict[bool, Profile]:
-    """Measure the pieces of the network as they are, and (True) recomputed."""
+def profiles(
+    config: Recipe, data: Images | Tokens, microbatches: Sequence[int], device: torch.device
+) -> dict[str, Profile]:
+    """Measure the pieces of the network as they are and, by remedy, with every block wrapped."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
+    kinds = {remedy: type(remedy, (InBlocks,), {"remedy": remedy}) for remedy in WRAPPERS}
     return {
-        blocks: profile(kind(**values), data, microbatches, device=torch.device("cpu"), rounds=1)
-        for blocks, kind in ((False, Recipe), (True, InBlocks))
+        remedy: profile(kind(**values), data, microbatches, device=device, rounds=1)
+        for remedy, kind in {"plain": Recipe, **kinds}.items()
     }
 
 
@@ -156,26 +214,26 @@ def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
         heads="live",
     )
     pipe: Pipeline = make_pipeline(config, data, 1)
-    if cell.remedy == "recompute blocks":
+    if cell.remedy in WRAPPERS:
         for k, stage in enumerate(pipe.stages):
             assert isinstance(stage, Chain)
-            pipe.stages[k] = blocks_recomputed(stage)
+            pipe.stages[k] = wrapped(stage, cell.remedy)
     for k in set(range(len(pipe.stages) - 1)) - pipe.needed_heads():
         del pipe.heads[str(k)]
-    optimizer = make_optimizer(config.optimizer, parameter_groups(pipe, config.optimizer.lr))
-    x, y = data.batch(torch.arange(config.batch_size))
+    optimizer = make_optimizer(config.optimizer, parameter_groups(pipe.to(config.device), config.optimizer.lr))
+    x, y = (t.to(config.device) for t in data.batch(torch.arange(config.batch_size)))
     return Training(pipe, optimizer, (x, y), lambda: pipe.step(x, target=y))
 
 
 def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     """Build the network for plain autograd."""
     stages = [stage for stage in config.build(data).stages if isinstance(stage, Chain)]
-    if cell.remedy == "recompute blocks":
-        stages = [blocks_recomputed(stage) for stage in stages]
+    if cell.remedy in WRAPPERS:
+        stages = [wrapped(stage, cell.remedy) for stage in stages]
     whole = [Recomputed(stage) for stage in stages] if cell.remedy == "recompute stages" else stages
-    network, loss_fn = nn.Sequential(*whole), make_loss(data)
+    network, loss_fn = nn.Sequential(*whole).to(config.device), make_loss(data)
     optimizer = make_optimizer(config.optimizer, network.parameters())
-    x, y = data.batch(torch.arange(config.batch_size))
+    x, y = (t.to(config.device) for t in data.batch(torch.arange(config.batch_size)))
 
     def gradients() -> None:
         for part, target in zip(x.chunk(cell.microbatches), y.chunk(cell.microbatches), strict=True):
@@ -193,7 +251,7 @@ def measured(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
     """Return the peak of the second step; the first one makes the optimizer's state."""
     training = build(cell, config, data)
     training.step()
-    return training.num_bytes + allocated(lambda _: training.step(), torch.device("cpu")).peak
+    return training.num_bytes + allocated(lambda _: training.step(), torch.device(config.device)).peak
 
 
 def resident(network: Network, cell: Cell, threads: int) -> int:
@@ -252,25 +310,37 @@ def samples_per_second(
         order = list(all_cells)
         numbers.shuffle(order)
         for cell in order:
+            synchronize(config.device)
             began = time.perf_counter()
             steps[cell].step()
+            synchronize(config.device)
             if number:
                 rates[cell].append(config.batch_size / (time.perf_counter() - began))
     return rates
 
 
-def measure(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), threads: int = 2) -> None:
+def synchronize(device: str) -> None:
+    """Wait until a GPU has finished."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def measure(
+    network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), threads: int = 2, device: str = "cpu"
+) -> None:
     """Measure the memory of a network and write its records.
 
     Args:
         network: which network.
         microbatches: numbers of micro-batches.
         threads: of torch.
+        device: cpu or cuda.
     """
     torch.set_num_threads(threads)
     config, data = recipe(network)
+    config = replace(config, device=device)
     console = Console(stderr=True)
-    profiled = profiles(config, data, microbatches)
+    profiled = profiles(config, data, microbatches, torch.device(device))
     x, y = data.batch(torch.arange(config.batch_size))
     all_cells = list(cells(microbatches))
     records = []
@@ -278,40 +348,72 @@ def measure(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), thre
     context.set_forkserver_preload(["nwise.training"])
     for cell in track(all_cells, "memory", console=console):
         record: dict[str, Any] = {"network": network, **asdict(cell), "measured_bytes": measured(cell, config, data)}
-        if cell.microbatches == 1:  # a fresh process takes seconds
+        if cell.microbatches == 1 and device == "cpu":  # a fresh process takes seconds
             with context.Pool(1) as pool:
                 record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
         if cell.framework == "nwise":
-            sizes = profiled[cell.remedy == "recompute blocks"]
+            sizes = profiled.get(cell.remedy, profiled["plain"])
             pieces = sizes.pieces[cell.microbatches]
             record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
         records.append(record)
-    machine = {"threads": threads, "torch": torch.__version__, "processor": processor()}
-    write(network, [{**record, **machine} for record in records])
+    name = processor() if device == "cpu" else torch.cuda.get_device_name()
+    machine = {"threads": threads, "torch": torch.__version__, "processor": name}
+    write(records_path(network, device), [{**record, **machine} for record in records])
 
 
-def speed(network: Network, rounds: int = 5, threads: int = 2) -> None:
+def predict(network: Network, threads: int = 2, device: str = "cpu") -> None:
+    """Predict all records once more, as after a change of the planner.
+
+    Args:
+        network: which network.
+        threads: of torch.
+        device: cpu or cuda.
+    """
+    torch.set_num_threads(threads)
+    config, data = recipe(network)
+    config = replace(config, device=device)
+    path = records_path(network, device)
+    records = [json.loads(line) for line in path.open()]
+    counts = sorted({record["microbatches"] for record in records})
+    profiled = profiles(config, data, counts, torch.device(device))
+    x, y = data.batch(torch.arange(config.batch_size))
+    for record in records:
+        if record["framework"] == "nwise":
+            cell = Cell(**{field.name: record[field.name] for field in fields(Cell)})
+            sizes = profiled.get(cell.remedy, profiled["plain"])
+            pieces = sizes.pieces[cell.microbatches]
+            record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
+    write(path, records)
+
+
+def speed(network: Network, rounds: int = 5, threads: int = 2, device: str = "cpu") -> None:
     """Measure the speed of every way to train and add it to the records.
 
     Args:
         network: which network.
         rounds: timed steps of every way, in turn.
         threads: of torch.
+        device: cpu or cuda.
     """
     torch.set_num_threads(threads)
     config, data = recipe(network)
-    records = [json.loads(line) for line in (RECORDS / f"{network}.jsonl").open()]
+    config = replace(config, device=device)
+    records = [json.loads(line) for line in records_path(network, device).open()]
     names = [field.name for field in fields(Cell)]
     all_cells = [Cell(**{name: record[name] for name in names}) for record in records]
     rates = samples_per_second(all_cells, config, data, rounds)
     for cell, record in zip(all_cells, records, strict=True):
         record["samples_per_second"] = statistics.quantiles(rates[cell], n=4, method="inclusive")
-    write(network, records)
+    write(records_path(network, device), records)
 
 
-def write(network: Network, records: Sequence[dict[str, Any]]) -> None:
-    """Write the records of a network."""
-    path = RECORDS / f"{network}.jsonl"
+def records_path(network: Network, device: str) -> Path:
+    """Return the path of a network's records."""
+    return RECORDS / f"{network}{'' if device == 'cpu' else '-' + device}.jsonl"
+
+
+def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write records."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     print(path)
@@ -353,10 +455,11 @@ def show() -> None:
         return
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, len(records)), records.items(), strict=True):
-        groups = {"end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
-        points: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in groups}
+        groups = {"autograd": "0.25", "end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
+        points: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for row in rows:
-            points[row["strategy"]].append((row["measured_bytes"] / 2**20, row["samples_per_second"][1]))
+            group = "autograd" if row["framework"] == "torch" else row["strategy"]
+            points[group].append((row["measured_bytes"] / 2**20, row["samples_per_second"][1]))
         for (strategy, colour), marker in zip(groups.items(), MARKERS, strict=False):
             axes.scatter(*zip(*points[strategy], strict=True), color=colour, alpha=0.25, s=12, marker=marker)
             best = front(points[strategy])
@@ -372,4 +475,4 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"measure": measure, "speed": speed, "show": show})
+    tyro.extras.subcommand_cli_from_dict({"measure": measure, "predict": predict, "speed": speed, "show": show})

@@ -48,6 +48,12 @@ class Case:
     x: Tensor
     y: Tensor
 
+    def to(self, device: str) -> Case:
+        """Return the same on a device."""
+        for module in (*self.model.stages, *self.model.heads):
+            module.to(device)
+        return Case(self.model, self.loss_fn, self.x.to(device), self.y.to(device))
+
 
 def convnet() -> Case:
     """The 10-stage convolutional network of the paper at 32x32, batch 64."""
@@ -144,16 +150,19 @@ def methods(case: Case) -> dict[str, Step]:
     }
 
 
-def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[tuple[float, float]]]:
     """Wall-clock and processor seconds of every step, the methods taking turns in a random order."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)
+    finish: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     shuffle = random.Random(0)
     for round_ in track(range(rounds + 3), description="measuring"):
         shuffle.shuffle(names)  # so that no method always runs in the wake of the same one
         for name in names:
+            finish()
             wall, processor = time.perf_counter(), time.process_time()
             steps[name]()
+            finish()
             pair = time.perf_counter() - wall, time.process_time() - processor
             if round_ >= 3:  # the first rounds warm up
                 times[name].append(pair)
@@ -193,32 +202,39 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def main(case: Literal["convnet", "gpt", "overhead"], rounds: int = 40, threads: int = 2) -> None:
+def main(
+    case: Literal["convnet", "gpt", "overhead"],
+    rounds: int = 40,
+    threads: int = 2,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> None:
     """Measure a case and write its records, as JSON lines and as a table.
 
     Args:
         case: which network.
         rounds: turns of every method.
         threads: of torch.
+        device: where to run.
     """
     torch.set_num_threads(threads)
-    steps = methods(CASES[case]())
+    steps = methods(CASES[case]().to(device))
     counted = {name: counts(step) for name, step in steps.items()}
-    times = measure(steps, rounds)
+    times = measure(steps, rounds, device)
     settings = {
         "case": case,
         "rounds": rounds,
         "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": processor(),
+        "processor": processor() if device == "cpu" else torch.cuda.get_device_name(),
     }
     records = [{**settings, "method": name, **summary(times, counted, name)} for name in steps]
     folder = Path(__file__).parent / "records"
     folder.mkdir(exist_ok=True)
-    (folder / f"{case}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    name = case if device == "cpu" else f"{case}-{device}"
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     text = markdown(records)
-    (folder / f"{case}.md").write_text(text)
+    (folder / f"{name}.md").write_text(text)
     Console().print(text, soft_wrap=True, highlight=False)
 
 

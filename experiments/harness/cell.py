@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +104,22 @@ class _History(Callback):
         self.tests.append({"step": step, "train": train, "loss": loss, "accuracy": accuracy})
 
 
+@cache
+def revision() -> str | None:
+    """Return the git revision of this copy, with a plus if files have changed; None outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 def _check_length(cell: Cell, steps: int) -> None:
     """Refuse a run that ends while its rate still rises, as with a piece of the text that the recipe is meant for."""
     optimizer = cell.recipe.optimizer
@@ -122,7 +142,7 @@ def measure(
 
     Returns:
         The record: what it is of, every test of every head, the ensembles of the top heads at the end, seconds of this run
-        (one process doing all stages), machine, versions.
+        (one process doing all stages), its end, git revision, machine, versions.
 
     Raises:
         ValueError: the run would end within its warm-up.
@@ -147,6 +167,8 @@ def measure(
         found["ensembles"] = [{"accuracy": round(score.accuracy, 6)} for score in scores.ensembles]
     return found | {
         "seconds": round(seconds, 2),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "revision": revision(),
         "machine": machine(),
         "versions": versions(),
         "config": to_json(cell.recipe),

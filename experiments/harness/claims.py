@@ -10,7 +10,7 @@ from typing import Literal
 
 from experiments.harness import markdown
 
-Verdict = Literal["holds", "does not hold", "undecided"]
+Verdict = Literal["holds", "exact", "does not hold", "undecided"]
 Seeds = Mapping[int, float]
 _WORST = 1e6
 
@@ -27,7 +27,7 @@ class Claim:
         high: upper end.
         unit: of these numbers.
         seeds: pairs that were compared; 0 if nothing was drawn at random.
-        verdict: ``"undecided"`` also where too little was run.
+        verdict: ``"undecided"`` also where too little was run; ``"exact"`` if the claim holds and no run could deny it.
         wanted: what the effect should be, such as ``"> 0"``.
     """
 
@@ -42,13 +42,21 @@ class Claim:
     wanted: str
 
 
-def greater(text: str, source: str, first: Seeds, second: Seeds | None = None, *, unit: str = "points") -> Claim:
-    """That the first is greater than the second, or than 0; runs of one seed are a pair.
+def greater(
+    text: str, source: str, first: Seeds, second: Seeds | None = None, *, unit: str = "points", among: int = 1
+) -> Claim:
+    """Test whether the first is greater than the second, or than 0; runs of one seed are a pair.
+
+    Args:
+        text, source, unit: as in `Claim`.
+        first: values by seed.
+        second: values by seed; default: zeros.
+        among: number of intervals of which all must be right with a probability of 95 % (Bonferroni); default: 1.
 
     >>> greater("", "", {0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict
     'holds'
     """
-    effect, low, high, seeds = interval(first, dict.fromkeys(first, 0.0) if second is None else second)
+    effect, low, high, seeds = interval(first, dict.fromkeys(first, 0.0) if second is None else second, among=among)
     verdict: Verdict = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
     return Claim(text, source, effect, low, high, unit, seeds, verdict, "> 0")
 
@@ -73,17 +81,20 @@ def no_greater(text: str, source: str, first: Seeds, second: Seeds, *, by: float
 
 
 def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
-    """A claim about numbers that no chance is in."""
-    return Claim(text, source, effect, effect, effect, unit, 0, "holds" if holds else "does not hold", wanted)
+    """State a claim about numbers that follow from definitions and costs."""
+    return Claim(text, source, effect, effect, effect, unit, 0, "exact" if holds else "does not hold", wanted)
 
 
 def measured(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
     """A claim about what was measured once, of whose spread nothing is known."""
-    return replace(exact(text, source, effect, holds=holds, wanted=wanted, unit=unit), seeds=1)
+    claim = exact(text, source, effect, holds=holds, wanted=wanted, unit=unit)
+    return replace(claim, seeds=1, verdict="holds" if holds else "does not hold")
 
 
-def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:
-    """Mean of the paired differences, its 95 % interval by Student's t, and how many pairs there are.
+def interval(first: Seeds, second: Seeds, *, among: int = 1) -> tuple[float, float, float, int]:
+    """Return the mean of the paired differences, its 95 % interval by Student's t, and the number of pairs.
+
+    With `among` intervals each is so wide that all of them are right with a probability of 95 %.
 
     >>> effect, low, high, pairs = interval({0: 2.0, 1: 4.0}, {0: 1.0, 1: 1.0, 2: 1.0})
     >>> effect, pairs, round(low, 3), round(high, 3)
@@ -98,7 +109,7 @@ def interval(first: Seeds, second: Seeds) -> tuple[float, float, float, int]:
         return effect, -inf, inf, 1
     from scipy.stats import t
 
-    half = float(t.ppf(0.975, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
+    half = float(t.ppf(1 - 0.025 / among, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
     return effect, effect - half, effect + half, len(differences)
 
 
@@ -143,5 +154,5 @@ def _row(claim: Claim) -> tuple[object, ...]:
     between = f"{claim.low:+.4g} to {claim.high:+.4g}" if claim.seeds > 1 else "–" if claim.seeds else "exact"
     if isnan(claim.effect):
         between = "not run"
-    verdict = claim.verdict if claim.verdict == "holds" else f"**{claim.verdict}**"
+    verdict = claim.verdict if claim.verdict in ("holds", "exact") else f"**{claim.verdict}**"
     return claim.text, claim.source, claim.wanted, found, between, claim.seeds or "–", verdict

@@ -92,7 +92,9 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         if slot is not None:
             text = f"the fitted model explains measured times within 10 %: {what}"
             error, unit = 100 * slot.error, "% (r.m.s.)"
-            found.append(claiming.measured(text, "figure 10", error, holds=error < 10, wanted="< 10", unit=unit))
+            # Virtual devices wait for as long as the model says: they test nwise's runtime, not the paper's measurement.
+            source = "figure 10" if what == "real" else "ours"
+            found.append(claiming.measured(text, source, error, holds=error < 10, wanted="< 10", unit=unit))
     return found
 
 

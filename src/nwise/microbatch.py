@@ -198,6 +198,12 @@ class Terms:
             )
 
 
+def make_terms(losses: Sequence[Callable[..., Tensor]]) -> list[Terms]:
+    """Return the terms of every loss; equal losses share theirs, so one that cannot be counted warns once."""
+    terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
+    return [terms[loss] for loss in losses]
+
+
 def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loss inside partial functions, compiled ones, decorators and bound methods, and the options of partials."""
     options: dict[str, Any] = {}

@@ -20,8 +20,9 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
-from nwise.microbatch import Tensors, Terms, as_tuple, cut
+from nwise.microbatch import Tensors, as_tuple, cut, make_terms
 from nwise.randomness import derive, preserved
+from nwise.runtime.compression import Compression, parse_compression
 from nwise.runtime.engine import Engine, make_engine
 from nwise.runtime.processes import build_modules
 from nwise.runtime.worker import stack_losses
@@ -54,6 +55,7 @@ class Pipeline(nn.Module):
         seed: seed of dropout and other random numbers in `step`, functions of (seed, stage, step, micro-batch); default: torch's.
         placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, or a rank for
             each; see `nwise.schedule.placement`. One process has all stages.
+        compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
         mesh: processes under ``torchrun``, ``("pp", "dp", "tp")``; default: a rank for every stage, or fewer, or replicas of all.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
 
@@ -97,6 +99,7 @@ class Pipeline(nn.Module):
         tied: str = "refuse",
         seed: int | None = None,
         placement: str | Sequence[int] = "contiguous",
+        compress: str | Compression = "none",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -104,7 +107,7 @@ class Pipeline(nn.Module):
         given, given_heads, losses = arguments.checked(list(stages), heads, loss_fn)
         check_at_least(1, num_microbatches=num_microbatches)
         schedule = None if schedule is None else check_order(schedule)
-        rule = parse(strategy)
+        rule, self._compression = parse(strategy), parse_compression(compress)
         self.processes = join(len(given), placement, mesh, timeout)
         self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
@@ -126,8 +129,7 @@ class Pipeline(nn.Module):
         self._divergence = Divergence()
         self._compared = False  # whether the targets of all ranks have been compared
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
-        terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
-        self._terms = [terms[loss] for loss in losses]
+        self._terms = make_terms(losses)
         self._chosen: tuple[Any, Schedule] | None = None  # the last schedule, and what it was chosen for
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -136,8 +138,8 @@ class Pipeline(nn.Module):
         self._survey()
         arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
-        for name, value in (("strategy", rule.name), ("num_microbatches", num_microbatches), ("seed", self.seed)):
-            self.processes.agree(name, value)
+        form = compress if isinstance(compress, str) else type(compress).__name__
+        self.processes.agree(strategy=rule.name, num_microbatches=num_microbatches, seed=self.seed, compress=form)
 
     @property
     def strategy(self) -> Strategy:
@@ -189,13 +191,11 @@ class Pipeline(nn.Module):
 
     def summary(self) -> str:
         """Describe the next step: parameters, the losses of each stage, messages; all processes must call it."""
-        counts = self.processes.by_stage(
-            {k: [count(self.stages[k]), count(self.heads.get(k))] for k in self.processes.here}
-        )
-        now = self.strategy.in_force(self.steps)
-        plural = "es" * (self.num_microbatches > 1)
-        title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{plural}"
-        return describe(title, counts, self._flows(now)[self.steps % now.turns][0], self.credit)
+        here = {k: [count(self.stages[k]), count(self.heads.get(k))] for k in self.processes.here}
+        now, many = self.strategy.in_force(self.steps), "es" * (self.num_microbatches > 1)
+        title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{many}"
+        flow = self._flows(now)[self.steps % now.turns][0]
+        return describe(title, self.processes.by_stage(here), flow, self.credit)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the main network; return the last stage's output, None in processes that do not hold that stage."""
@@ -379,7 +379,8 @@ class Pipeline(nn.Module):
         """Return the engine of this process's stages; the first call connects and is one for all processes."""
         if self._engine is None:
             device = self._device(inputs[0]) or torch.device("cpu")
-            self._engine = make_engine(self.processes, [self._stages[k] for k in self.processes.here], device)
+            stages = [self._stages[k] for k in self.processes.here]
+            self._engine = make_engine(self.processes, stages, device, self._compression)
         return self._engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

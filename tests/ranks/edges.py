@@ -275,6 +275,17 @@ def hand_counted_bytes() -> Any:
     return closed(pipe, state(pipe))
 
 
+def compressed_bytes() -> Any:
+    """The same in int8: a byte a value, and four for the step of each sample."""
+    pipe = pipeline(A, "3-wise", 2, compress="int8")
+    trained(pipe, "sgd", batches(3, sizes=(5,)))
+    if pipe.processes.size > 1:
+        sent = pipe.bytes_per_step
+        credit = {0: [50.0, 0.0], 1: [50.0, 50.0], 2: [0.0, 50.0]}[RANK]
+        assert sent == {"measured": credit, "predicted": credit}, sent
+    return closed(pipe, state(pipe))
+
+
 def refusals() -> Any:
     """What is wrong is said before any tensor is sent, the same on every rank; and the pipeline still works."""
     pipe = pipeline(A, "2-wise", 2)
@@ -372,6 +383,9 @@ CASES: dict[str, Case] = {
     "gives its parameter": gives_its_parameter,
     "large and kept": large_and_kept,
     "hand-counted bytes": hand_counted_bytes,
+    "compressed to bytes": compressed_bytes,
+    "compressed tuples": lambda: zoo("tuples", "2-wise-mean", compress="bf16"),
+    "compressed with feedback": lambda: zoo("tokens", "end-to-end-delay-1", compress="top-20%"),
     "refusals": refusals,
     "late and clipped": late_and_clipped,
     "late and evaluated": late_and_evaluated,

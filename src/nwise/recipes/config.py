@@ -18,6 +18,7 @@ from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
 from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
+from nwise.runtime.compression import parse_compression
 from nwise.schedule.named import ORDERS, check_order
 from nwise.schedule.placement import check_name, parse_placement
 from nwise.strategies import Heads, strategy
@@ -238,6 +239,8 @@ class Recipe:
     """Order of work with a process for each stage. In one process it affects only memory, and best is depth-first."""
     placement: str = "contiguous"
     """Process of each stage, with several processes: contiguous, interleaved, v, or ranks like 0,1,1,0 (`nwise plan`)."""
+    compress: str = "none"
+    """Compression of the messages between two stages: none, bf16, int8, or top-5% for the largest 5 percent."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16 runs forwards under autocast."""
     defer_batchnorm: bool = False
@@ -284,6 +287,7 @@ class Recipe:
         object.__setattr__(self, "schedule", check_order(self.schedule))  # an old name becomes the present one
         if isinstance(placement := parse_placement(self.placement), str):
             check_name(placement)
+        parse_compression(self.compress)
         self.strategy_for(1)
 
     def strategy_for(self, steps_per_epoch: int) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nwise._dtensor import is_dtensor
 from nwise.microbatch import Batch, Tensors
 from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_spec, start_all
+from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Shapes, Specs, Step
@@ -42,6 +43,7 @@ class Engine:
         kept: function that returns the tensors that may change before a message has left: parameters and buffers.
         versions: function that returns copies of a stage's parameters.
         replicas: sums of gradients over the replicas of each stage; default: no replicas.
+        compression: compression of all messages between two stages; default: none.
 
     Attributes:
         recorder: None, or a function called with the begin and end of every action.
@@ -58,6 +60,7 @@ class Engine:
         kept: Callable[[], Iterable[Tensor]] = tuple,
         versions: Callable[[int], Mapping[str, Tensor]] = lambda stage: {},
         replicas: Mapping[int, Replicas] | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
         self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
@@ -65,7 +68,10 @@ class Engine:
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         self._kept, self._versions, self._replicas = kept, versions, replicas or {}
         self._owned: set[int] = set()
-        self._scripts = ScriptWriter(processes, sorted(self._stages), shapes, device, frozenset(self._replicas))
+        self._wire = Wire(compression)
+        self._scripts = ScriptWriter(
+            processes, sorted(self._stages), shapes, self._wire.specs, device, frozenset(self._replicas)
+        )
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
@@ -117,8 +123,9 @@ class Engine:
         return True
 
     def forget(self) -> None:
-        """Drop the mini-batches that wait for their delay."""
+        """Drop the mini-batches that wait for their delay, and the errors of compressed messages."""
         self._workers.clear()
+        self._wire.forget()
         self._schedule = None
         for receiver in self._receivers.values():
             receiver.catch_up()
@@ -235,7 +242,7 @@ class Engine:
         #
         # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
         # no such mini-batch: then nothing is computed, and its messages are zeros.
-        processes, placement = self._processes, self._processes.placement
+        processes, placement, wire = self._processes, self._processes.placement, self._wire
         outbox: dict[Action, Tensors] = {}
         for entry in script.steps:
             action = entry.action
@@ -255,16 +262,16 @@ class Engine:
                     made = workers[k].run(action)
                 if kind is Kind.FORWARD:
                     if k + 1 in workers:
-                        workers[k + 1].inputs[m] = cast(Tensors, made)
+                        workers[k + 1].inputs[m] = cast(Tensors, wire.through((k, m), made))
                     elif k + 1 < len(placement):
-                        outbox[action] = self._apart(cast(Tensors, made))
+                        outbox[action] = self._apart(wire.compress((k, m), cast(Tensors, made)))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
                     if k - 1 in workers:
-                        workers[k - 1].messages.setdefault(m, {})[q] = made
+                        workers[k - 1].messages.setdefault(m, {})[q] = wire.through((k, m, q), made)
                     else:
-                        outbox[action] = packed(made, script.inputs[k, age][m], self.device)
+                        outbox[action] = wire.compress((k, m, q), packed(made, script.inputs[k, age][m], self.device))
             if workers is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
@@ -297,19 +304,24 @@ class Engine:
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
             tensors = self._receivers[entry.peer].take(key)
             if workers is not None and kind is Kind.RECEIVE_ACTIVATION:
-                workers[k].inputs[m] = tensors
+                workers[k].inputs[m] = self._wire.restore(tensors, script.inputs[k, age][m])
             elif workers is not None:
                 assert q is not None
-                workers[k].messages.setdefault(m, {})[q] = unpacked(tensors, script.outputs[k, age][m])
+                outputs = script.outputs[k, age][m]
+                gradients = self._wire.restore(tensors, carrying(outputs))
+                workers[k].messages.setdefault(m, {})[q] = unpacked(gradients, outputs)
 
 
-def make_engine(processes: Processes, stages: Sequence[Stage], device: torch.device) -> Engine:
+def make_engine(
+    processes: Processes, stages: Sequence[Stage], device: torch.device, compression: Compression | None = None
+) -> Engine:
     """Return the engine of a process's stages; with several processes a call for all of them.
 
     Args:
         processes: the processes.
         stages: the stages of this process.
         device: device of the stages.
+        compression: compression of all messages between two stages; default: none.
     """
     here = {stage.index: stage for stage in stages}
 
@@ -327,7 +339,14 @@ def make_engine(processes: Processes, stages: Sequence[Stage], device: torch.dev
         replicas[stage.index] = Replicas(group, stage)  # type: ignore[arg-type]
         replicas[stage.index].make_equal()
     engine = Engine(
-        processes, stages, shapes, device, kept=kept, versions=lambda k: here[k].copy_parameters(), replicas=replicas
+        processes,
+        stages,
+        shapes,
+        device,
+        kept=kept,
+        versions=lambda k: here[k].copy_parameters(),
+        replicas=replicas,
+        compression=compression,
     )
     processes.before_close(engine.close)
     return engine

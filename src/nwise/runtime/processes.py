@@ -66,14 +66,15 @@ class Processes(ABC):
             The values of all ranks, in order of the ranks.
         """
 
-    def agree(self, name: str, value: Any) -> None:
-        """Raise ValueError unless all ranks have the same value."""
-        values = self.everyone(name, value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ValueError(
-                    f"`{name}` should be the same on every rank. Found {values[0]!r} on rank 0 and {other!r} on rank {rank}."
-                )
+    def agree(self, **values: Any) -> None:
+        """Raise ValueError unless all ranks have the same values."""
+        for name, value in values.items():
+            [first, *others] = self.everyone(name, value)
+            for rank, other in enumerate(others, 1):
+                if other != first:
+                    raise ValueError(
+                        f"`{name}` should be the same on every rank. Found {first!r} on rank 0 and {other!r} on rank {rank}."
+                    )
 
     def by_place(self, name: str, value: Any) -> list[Any]:
         """Exchange a value between the ranks of this replica; return the values in order of their places."""

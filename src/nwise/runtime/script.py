@@ -65,6 +65,7 @@ class ScriptWriter:
         processes: the processes.
         stages: indices of this rank's stages, in order.
         shapes: function that returns the shapes of a stage's outputs.
+        wire: function from the shapes of a training step's message to those of what travels instead.
         device: device of the stages' tensors.
         replicated: stages whose gradients are summed over replicas.
     """
@@ -74,10 +75,11 @@ class ScriptWriter:
         processes: Processes,
         stages: Sequence[int],
         shapes: Shapes,
+        wire: Callable[[Specs], Specs],
         device: torch.device,
         replicated: frozenset[int],
     ) -> None:
-        self._processes, self._stages, self._shapes = processes, stages, shapes
+        self._processes, self._stages, self._shapes, self._wire = processes, stages, shapes, wire
         self._device, self._replicated = device, replicated
         self._known: dict[Hashable, Script] = {}
 
@@ -121,7 +123,7 @@ class ScriptWriter:
             return MessagePlan(
                 tuple(counterpart(a)._replace(age=0) for a in sends),
                 tuple(call % (1 if schedule is None else len(schedule.flows)) for call in calls),
-                tuple(specs),
+                tuple(specs if schedule is None else map(self._wire, specs)),
                 late,
             )
 

@@ -21,7 +21,14 @@ _OF_BATCH = (
     *("cotangent_bytes", "forward_peak_bytes", "head_peak_bytes"),
     *("input_grad_peak_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
 )
-_OF_PARAMETERS = ("update", "gradient_bytes", "weight_bytes", "fixed_bytes", "update_peak_bytes")
+_OF_PARAMETERS = (
+    "update",
+    "gradient_bytes",
+    "fresh_gradient_bytes",
+    "weight_bytes",
+    "fixed_bytes",
+    "update_peak_bytes",
+)
 _PER_STAGE = (*_OF_BATCH, *_OF_PARAMETERS, "chain_share", "head_gradient_bytes")
 # What a stage has only once, however many stages it is cut into.
 _WHOLE = ("head", "message_bytes", "output_bytes", "head_peak_bytes")
@@ -55,6 +62,8 @@ class Costs:
         forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of an F, an H and the update, beyond what was in
             use before; default: 0.
         input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: the same for an I, a W and a B; default: 0.
+        fresh_gradient_bytes: part of the peak of a W or B that only a mini-batch's first one needs, because it leaves new
+            gradients, where a later one adds each to an old one and frees it; default: 0.
 
     Raises:
         ValueError: a cost is negative or not a number.
@@ -85,6 +94,7 @@ class Costs:
     input_grad_peak_bytes: Scalars = 0.0
     weight_grad_peak_bytes: Scalars = 0.0
     both_peak_bytes: Scalars = 0.0
+    fresh_gradient_bytes: Scalars = 0.0
     update_peak_bytes: Scalars = 0.0
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     size = schedule.num_stages
     extra = {kind: costs.per_stage(name, size) for kind, name in _PEAKS.items()}
     kept, output = costs.per_stage("activation_bytes", size), costs.per_stage("output_bytes", size)
+    fresh = costs.per_stage("fresh_gradient_bytes", size)
     peaks = []
     for word, live in zip(schedule.words, fixed_bytes(schedule, costs), strict=True):
         # The optimizer updates all stages of a rank at once.
@@ -55,6 +56,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         late = [schedule.cycles_late(action) for action in word]
         graphs = _graphs(schedule, word, late, recompute)
         reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
+        news = {i for i, _, _, _ in _gradients(schedule, word, fresh, fresh)}
         for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes
@@ -65,6 +67,8 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             peak = update if action.kind is Kind.UPDATE else extra[action.kind][k]
             if recompute and action.kind is Kind.FORWARD and action not in schedule.continued:
                 peak -= kept[k]  # freed piece by piece
+            if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH) and i not in news:
+                peak -= fresh[k]
             if action.kind in PASSES:
                 cotangent = schedule.flows[action.turn][action.microbatch].stages[k].cotangent(action.message)
                 if cotangent.own + len(cotangent.needed) > 1:

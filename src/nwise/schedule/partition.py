@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from nwise.flow import Flow, StageFlow
 from nwise.schedule.costs import Costs
@@ -25,6 +26,7 @@ class Piece:
         message_bytes: size of its output; default: 0.
         activation_bytes: memory from its forward to its last pass, without its output; default: 0.
         held_bytes: the part of its output that its own last pass needs, as that of a ReLU does; default: 0.
+        released_bytes: the part of its input that none of its passes needs; default: 0.
         cotangent_bytes: memory of the cotangents that an I keeps for its W; default: 0.
         gradient_bytes, head_gradient_bytes: gradients of its parameters, and of those of a head after it; default: 0.
         weight_bytes: size of parameters; default: 0.
@@ -33,6 +35,7 @@ class Piece:
         input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: likewise; default: 0.
         inner_weight_grad_peak_bytes, inner_both_peak_bytes: the same inside a stage, where nothing else holds the output, with
             the gradient to the output; default: 0.
+        fresh_gradient_bytes: as in `Costs`; default: 0.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Piece:
     message_bytes: float = 0.0
     activation_bytes: float = 0.0
     held_bytes: float = 0.0
+    released_bytes: float = 0.0
     cotangent_bytes: float = 0.0
     gradient_bytes: float = 0.0
     head_gradient_bytes: float = 0.0
@@ -58,6 +62,7 @@ class Piece:
     both_peak_bytes: float = 0.0
     inner_weight_grad_peak_bytes: float = 0.0
     inner_both_peak_bytes: float = 0.0
+    fresh_gradient_bytes: float = 0.0
     update_peak_bytes: float = 0.0
 
 
@@ -141,6 +146,16 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     def at_end(name: str) -> list[float]:
         return [getattr(stage[-1], name) for stage in stages]
 
+    def passes(*, inputs: bool, later: bool = False) -> list[float]:
+        return [_weight_grad_peak(stage, inputs=inputs, later=later) for stage in stages]
+
+    weights, both = passes(inputs=False), passes(inputs=True)
+    fresh = [
+        min(w - later_w, b - later_b)
+        for w, later_w, b, later_b in zip(
+            weights, passes(inputs=False, later=True), both, passes(inputs=True, later=True), strict=True
+        )
+    ]
     return Costs(
         forward=total("forward"),
         head=at_end("head"),
@@ -150,10 +165,7 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
         update=total("update"),
         message_bytes=at_end("message_bytes"),
         output_bytes=at_end("message_bytes"),
-        # Inside a stage the next piece keeps the output of the one before it.
-        activation_bytes=[
-            sum(p.activation_bytes for p in stage) + sum(p.message_bytes for p in stage[:-1]) for stage in stages
-        ],
+        activation_bytes=[sum(p.activation_bytes for p in stage) + sum(_kept_inside(stage)) for stage in stages],
         cotangent_bytes=total("cotangent_bytes"),
         gradient_bytes=total("gradient_bytes"),
         head_gradient_bytes=at_end("head_gradient_bytes"),
@@ -165,8 +177,9 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
         forward_peak_bytes=list(map(_forward_peak, stages)),
         head_peak_bytes=at_end("head_peak_bytes"),
         input_grad_peak_bytes=list(map(_input_grad_peak, stages)),
-        weight_grad_peak_bytes=[_weight_grad_peak(stage, inputs=False) for stage in stages],
-        both_peak_bytes=[_weight_grad_peak(stage, inputs=True) for stage in stages],
+        weight_grad_peak_bytes=weights,
+        both_peak_bytes=both,
+        fresh_gradient_bytes=[max(0.0, size) for size in fresh],
         update_peak_bytes=total("update_peak_bytes"),
         **links,
     )
@@ -174,11 +187,20 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
 
 def _forward_peak(pieces: Sequence[Piece]) -> float:
     """Return the peak memory of a stage's forward: that of a piece, beside what the pieces before it keep."""
-    kept = peak = 0.0
-    for piece in pieces:
-        peak = max(peak, kept + piece.forward_peak_bytes)
-        kept += piece.activation_bytes + piece.message_bytes
+    kept = peak = given = 0.0
+    for piece, stays in zip(pieces, [*_kept_inside(pieces), 0.0], strict=True):
+        peak = max(peak, kept + given + piece.forward_peak_bytes)
+        kept += piece.activation_bytes + stays
+        given = piece.message_bytes - stays
     return peak
+
+
+def _kept_inside(pieces: Sequence[Piece]) -> list[float]:
+    """Return the bytes of every piece's output but the last one's that this piece or the next one keeps for its passes."""
+    return [
+        piece.message_bytes - min(after.released_bytes, piece.message_bytes - piece.held_bytes)
+        for piece, after in pairwise(pieces)
+    ]
 
 
 def _input_grad_peak(pieces: Sequence[Piece]) -> float:
@@ -187,9 +209,15 @@ def _input_grad_peak(pieces: Sequence[Piece]) -> float:
     return max(made + piece.input_grad_peak_bytes for made, piece in zip(inside, reversed(pieces), strict=True))
 
 
-def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool) -> float:
-    """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations and inputs."""
-    last = len(pieces) - 1
+def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool, later: bool) -> float:
+    """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations and inputs.
+
+    Args:
+        pieces: the pieces of the stage.
+        inputs: whether it is a B.
+        later: whether the parameters have gradients already, to which the new ones are added.
+    """
+    last, stays = len(pieces) - 1, _kept_inside(pieces)
     change = peak = 0.0
     for i in reversed(range(len(pieces))):
         piece = pieces[i]
@@ -197,11 +225,11 @@ def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool) -> float:
         if i == last:
             own = piece.both_peak_bytes if through else piece.weight_grad_peak_bytes
         else:
-            change -= piece.message_bytes
+            change -= stays[i]
             own = piece.inner_both_peak_bytes if through else piece.inner_weight_grad_peak_bytes
             own += piece.held_bytes
-        peak = max(peak, change + own)
-        change += piece.gradient_bytes - piece.activation_bytes
+        peak = max(peak, change + own - later * piece.fresh_gradient_bytes)
+        change += (not later) * piece.gradient_bytes - piece.activation_bytes
     return peak
 
 

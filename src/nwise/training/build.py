@@ -80,6 +80,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
         recompute=recipe.recompute,
         seed=recipe.seed,
         placement=parse_placement(recipe.placement),
+        compress=recipe.compress,
     )
 
 

@@ -35,24 +35,31 @@ class PieceSizes:
         """Return the bytes of forward and passes, as `nwise.schedule.partition.Piece` names them."""
         first = allocated(lambda _: self._forward(), self._device)
         graph = allocated(lambda _: [y.grad_fn for y in self._forward()], self._device)
+        passing = allocated(lambda _: [y.grad_fn for y in self._forward(passing=True)], self._device)
         made = sum(y.nbytes for y in first.result)
         sizes = {
             "message_bytes": made,
             "activation_bytes": first.kept - made,
             "held_bytes": max(0, graph.kept - first.kept + made),
+            "released_bytes": max(0, sum(x.nbytes for x in self._tracked) - passing.kept + graph.kept),
             "cotangent_bytes": self._cotangents(),
             "forward_peak_bytes": first.peak,
             "input_grad_peak_bytes": self._pass(self._tracked, again=True),  # another pass follows an I
             "gradient_bytes": sum(p.nbytes for p in self._learns),
         }
+        fresh = []
         for name, wrt in (("weight_grad", self._learns), ("both", self._learns + self._tracked)):
-            sizes[f"{name}_peak_bytes"] = self._pass(wrt)
-            sizes[f"inner_{name}_peak_bytes"] = self._pass(wrt, inside=True)
+            for where, inside in (("", False), ("inner_", True)):
+                sizes[f"{where}{name}_peak_bytes"] = peak = self._pass(wrt, inside=inside)
+                fresh.append(peak - self._pass(wrt, inside=inside, later=True))
+        sizes["fresh_gradient_bytes"] = max(0, min(fresh))
         _clear([*self._tracked, *self._learns])
         return {name: float(size) for name, size in sizes.items()}
 
-    def _forward(self) -> Tensors:
-        return as_tuple(self._piece(*self._inputs), "The output of a piece")
+    def _forward(self, *, passing: bool = False) -> Tensors:
+        """Run the piece; `passing`: on inputs that nothing else holds, as inside a stage."""
+        inputs = (x * 1.0 if passing and x.requires_grad else x for x in self._inputs)
+        return as_tuple(self._piece(*inputs), "The output of a piece")
 
     def _cotangents(self) -> int:
         """Return the bytes of the cotangents that an I keeps for a later W."""
@@ -60,7 +67,7 @@ class PieceSizes:
         kept = gradient_to_inputs(seeds, self._tracked, self._learns) if self._tracked and seeds else None
         return 0 if kept is None else kept.num_bytes
 
-    def _pass(self, wrt: list[Tensor], *, inside: bool = False, again: bool = False) -> int:
+    def _pass(self, wrt: list[Tensor], *, inside: bool = False, again: bool = False, later: bool = False) -> int:
         """Return the peak of a pass.
 
         Args:
@@ -68,6 +75,7 @@ class PieceSizes:
             inside: whether the piece is inside a stage. Then nothing else holds its output, and the peak includes the gradient to
                 the output, which the piece frees as soon as it can.
             again: whether another pass follows, so the graph stays.
+            later: whether the parameters have gradients of an earlier micro-batch, to which the new ones are added.
         """
 
         def ends() -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
@@ -75,6 +83,8 @@ class PieceSizes:
             return list(map(get_gradient_edge, roots)) if inside else roots, [torch.zeros_like(y) for y in roots]
 
         _clear([*self._tracked, *self._learns])
+        for p in self._learns if later else ():
+            p.grad = torch.zeros_like(p)
         if not wrt or not any(y.requires_grad for y in self.outputs):
             return 0
         backward = partial(add_gradients, leaves=wrt, retain_graph=again)

@@ -1,0 +1,213 @@
+"""Compressed messages: against a slow definition, by hand, and what they must not break."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import nwise
+from nwise.recipes import recipe
+from nwise.runtime.channel import Spec, make_spec
+from nwise.runtime.compression import TopK, Wire, parse_compression
+
+NAMES = ("bf16", "int8", "top-30%")
+Squeeze = Callable[[Tensor], Tensor]
+
+
+def slow_int8(x: Tensor) -> Tensor:
+    samples = []
+    for sample in x:
+        values = sample.flatten().tolist()
+        step = torch.tensor(max(map(abs, values))).float().item() / 127
+        step = torch.tensor(step).float().item()
+        samples.append([round(v / step) * step if step else 0.0 for v in values])
+    return torch.tensor(samples, dtype=x.dtype).view(x.shape)
+
+
+class SlowTop:
+    """The largest 30 percent; what is left out is added next time."""
+
+    def __init__(self) -> None:
+        self.error: Tensor | float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x + self.error
+        values = x.flatten().tolist()
+        largest = sorted(range(len(values)), key=lambda i: -abs(values[i]))[: math.ceil(0.3 * len(values))]
+        sent = torch.tensor([v if i in largest else 0.0 for i, v in enumerate(values)], dtype=x.dtype).view(x.shape)
+        self.error = x - sent
+        return sent
+
+
+def slow(name: str) -> Squeeze:
+    """Return a compressor of one boundary and direction."""
+    made: dict[str, Squeeze] = {"bf16": lambda x: x.bfloat16().to(x.dtype), "int8": slow_int8, "top-30%": SlowTop()}
+    return made[name]
+
+
+class Boundary(torch.autograd.Function):
+    """Compresses the value forward and the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forth: Squeeze, back: Squeeze) -> Tensor:
+        ctx.back = back
+        return forth(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def network(seed: int = 0) -> tuple[list[nn.Module], list[nn.Module]]:
+    torch.manual_seed(seed)
+    stages: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(3)]
+    return stages, [nn.Linear(6, 6).double() for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strategy", ["end-to-end", "2-wise"])
+def test_gradients_follow_the_definition(name: str, strategy: str) -> None:
+    """Three steps, since the error of a message is added to the next one."""
+    stages, heads = network()
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, strategy, compress=name)
+    twin_stages, twin_heads = network()
+    outputs = [*twin_heads, nn.Identity()]
+    forth = [slow(name) for _ in range(2)]
+    # By boundary; under end-to-end one message passes each, under 2-wise one too, that of the next loss.
+    back = [slow(name) for _ in range(2)]
+    learning = [2] if strategy == "end-to-end" else [1, 2]
+    for _ in range(3):
+        x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        made: list[Tensor] = []  # what each stage gives, compressed once
+        hidden = x
+        for k, stage in enumerate(twin_stages):
+            hidden = stage(hidden).detach()
+            hidden = forth[k](hidden) if k < 2 else hidden
+            made.append(hidden)
+        for module in [*twin_stages, *twin_heads]:
+            module.zero_grad()
+        for j in learning:
+            first = 0 if strategy == "end-to-end" else j - 1
+            hidden = x if first == 0 else made[first - 1]
+            for k in range(first, j + 1):
+                hidden = twin_stages[k](hidden)
+                if k < j:
+                    known = made[k]
+                    compressed: Any = Boundary.apply
+                    hidden = compressed(hidden, lambda _, known=known: known.clone(), back[k])
+            nn.functional.mse_loss(outputs[j](hidden), y).backward()
+            if j == 1:  # loss 1 trains stage 0 alone
+                twin_stages[1].zero_grad()
+        for stage, twin in zip(pipe.stages, twin_stages, strict=True):
+            for p, q in zip(stage.parameters(), twin.parameters(), strict=True):
+                assert p.grad is not None
+                assert q.grad is not None
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([*NAMES, "top-100%", "none"]),
+    st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
+    st.integers(0, 100),
+)
+def test_parts_have_their_specs_and_tensors_theirs(name: str, shape: list[int], dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    wire, spec = Wire(parse_compression(name)), Spec(tuple(shape), dtype)
+    tensor = (100 * torch.randn(shape)).to(dtype)
+    parts = wire.compress("here", [tensor])
+    assert tuple(map(make_spec, parts)) == wire.specs([spec])
+    [again] = wire.restore(parts, [spec])
+    assert make_spec(again) == spec
+    if name in ("none", "top-100%") or not dtype.is_floating_point:
+        assert again.equal(tensor)
+    elif name == "int8" and tensor.numel():
+        step = tensor.abs().flatten(1).amax(1, keepdim=True) / 127 if tensor.dim() > 1 else tensor.abs()[:, None] / 127
+        allowed = (0.51 if dtype is not torch.bfloat16 else 1.1) * step
+        assert ((again - tensor).reshape(len(tensor), -1).abs() <= allowed).all()
+
+
+def test_bytes_by_hand() -> None:
+    """[8, 100] of float32 take 3,200 bytes; int8 a byte a value and a float a sample; the largest 5 %: 40 pairs of 8 bytes."""
+    spec = Spec((8, 100), torch.float32)
+    sizes = {
+        name: sum(part.num_bytes for part in Wire(parse_compression(name)).specs([spec]))
+        for name in ("none", "bf16", "int8", "top-5%")
+    }
+    assert sizes == {"none": 3200, "bf16": 1600, "int8": 832, "top-5%": 320}
+
+
+def test_errors_are_dropped_with_what_is_pending() -> None:
+    """A checkpoint calls `forget_pending`, so a resumed run and one that goes on compute the same."""
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+
+    def gradients(*, steps: int, forget: bool) -> list[Tensor]:
+        stages, heads = network()
+        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "end-to-end", compress="top-30%")
+        for _ in range(steps):
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+            if forget:
+                pipe.forget_pending()
+        return [p.grad for p in pipe.main_parameters() if p.grad is not None]
+
+    first, forgot, kept = (
+        gradients(steps=1, forget=False),
+        gradients(steps=2, forget=True),
+        gradients(steps=2, forget=False),
+    )
+    assert all(map(torch.equal, first, forgot))
+    assert not all(map(torch.equal, first, kept))
+
+
+def test_a_value_that_is_not_a_number_arrives_and_leaves_nothing_behind() -> None:
+    bad = torch.tensor([[1.0, math.nan], [3.0, 4.0]])
+    for name in NAMES:
+        wire = Wire(parse_compression(name))
+        [arrived] = wire.restore(wire.compress("here", [bad]), [make_spec(bad)])
+        assert arrived.isnan().any(), name
+        [after] = wire.restore(wire.compress("here", [torch.ones(2, 2)]), [make_spec(bad)])
+        assert after.isfinite().all(), name
+
+
+def test_evaluation_is_exact() -> None:
+    stages, heads = network()
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, compress="int8")
+    x = torch.randn(4, 6, dtype=torch.float64)
+    assert pipe(x).equal(nn.Sequential(*stages)(x))
+
+
+@pytest.mark.parametrize("name", ["int4", "top-0%", "top-101%", "top-5"])
+def test_other_names_are_refused(name: str) -> None:
+    message = r"`compress` should be none, bf16, int8 or top-<p>%, with p above 0 and at most 100\. Found '" + name
+    with pytest.raises(ValueError, match=message):
+        nwise.Pipeline(*network(), compress=name)
+    with pytest.raises(ValueError, match=message):
+        replace(recipe("digits"), compress=name)
+
+
+def test_a_custom_compression_is_used() -> None:
+    class Halves(TopK):
+        feedback = False
+
+        def compress(self, tensor: Tensor) -> tuple[Tensor, ...]:
+            values, places = super().compress(tensor)
+            return values / 2, places
+
+    stages, heads = network()
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "local", compress=Halves(1.0))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    losses = pipe.step(x, target=x)
+    expected = nn.functional.mse_loss(heads[1](stages[1](stages[0](x) / 2)), x)
+    assert losses[1].item() == pytest.approx(expected.item(), rel=1e-12)

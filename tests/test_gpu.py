@@ -1,0 +1,108 @@
+"""What only a GPU can show; `NWISE_REHEARSE=cpu` runs the same on a CPU, so the tests themselves are tested."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise._memory import allocated
+from nwise.recipes import recipe
+from nwise.training import Trainer
+
+DEVICE = "cuda" if torch.cuda.is_available() else os.environ.get("NWISE_REHEARSE", "")
+pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a GPU")
+STRATEGIES = ("local", "2-wise-mean", "end-to-end", "deep-supervision", "end-to-end-delay-1", "rotating-2")
+
+
+def pipeline(strategy: str, device: str, m: int = 2, dtype: torch.dtype = torch.float64) -> nwise.Pipeline:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
+    heads: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, strategy, m, seed=0)
+    return pipe.to(device, dtype)
+
+
+def trained(pipe: nwise.Pipeline, device: str, steps: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    dtype = next(pipe.parameters()).dtype
+    for _ in range(steps):
+        x, y = (torch.randn(6, 8, generator=generator).to(device, dtype) for _ in range(2))
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+    return [p.detach().cpu() for p in pipe.parameters()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_agrees_with_the_cpu(strategy: str) -> None:
+    for ours, theirs in zip(
+        trained(pipeline(strategy, DEVICE), DEVICE), trained(pipeline(strategy, "cpu"), "cpu"), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_end_to_end_is_plain_autograd_bit_for_bit() -> None:
+    pipe = pipeline("end-to-end", DEVICE, m=1, dtype=torch.float32)
+    x, y = torch.randn(6, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE)
+    pipe.step(x, target=y)
+    ours = [p.grad.clone() for p in pipe.main_parameters() if p.grad is not None]
+    pipe.zero_grad()
+    nn.functional.mse_loss(nn.Sequential(*pipe.stages)(x), y).backward()
+    theirs = [p.grad for p in pipe.main_parameters() if p.grad is not None]
+    assert len(ours) == 16
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("strategy", ["2-wise", "3-wise-mean"])
+def test_dropout_is_the_same_again_and_recomputed(strategy: str) -> None:
+    def run(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        stages: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(3)]
+        heads: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2)]
+        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, strategy, 2, seed=0, recompute=recompute)
+        return trained(pipe.to(DEVICE), DEVICE)
+
+    first = run(False)
+    assert all(map(torch.equal, first, run(False)))
+    assert all(map(torch.equal, first, run(True)))
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8", "top-20%"])
+def test_compressed_messages_and_exits(compress: str) -> None:
+    stages: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
+    heads: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2)]
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "2-wise-mean", compress=compress).to(DEVICE)
+    assert all(p.isfinite().all() for p in trained(pipe, DEVICE))
+    answers = pipe.exit(torch.randn(5, 8, device=DEVICE), threshold=0.3)
+    assert answers.output.shape == (5, 8)
+    assert answers.output.device.type == DEVICE
+
+
+def test_memory_by_hand() -> None:
+    def run(_: object) -> Tensor:
+        x = torch.empty(1 << 20, device=DEVICE)
+        return x + x
+
+    memory = allocated(run, torch.device(DEVICE))
+    assert (memory.kept, memory.peak) == (4 << 20, 8 << 20)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_recipe_trains_and_trains_the_same_again(precision: Literal["float32", "bf16"]) -> None:
+    config = replace(recipe("digits"), device=DEVICE, max_steps=6, precision=precision)
+    losses = []
+    for _ in range(2):
+        trainer = Trainer(config)
+        assert trainer.device.type == DEVICE
+        last = trainer.train().heads[-1]
+        assert last is not None
+        losses.append(last.loss)
+    assert losses[0] == losses[1]
+    assert 0 < losses[0] < 2.5
