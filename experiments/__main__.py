@@ -117,7 +117,7 @@ def _table(claims: list[tuple[str, Claim]]) -> Table:
     table = Table(title="Claims", title_justify="left")
     for heading in ("", "claim", "found", "95 % interval", "verdict"):
         table.add_column(heading, overflow="fold")
-    colours = {"holds": "green", "does not hold": "red", "undecided": "yellow"}
+    colours = {"holds": "green", "exact": "green", "does not hold": "red", "undecided": "yellow"}
     for name, claim in claims:
         between = f"{claim.low:+.3g} to {claim.high:+.3g}" if claim.seeds > 1 else ""
         verdict = f"[{colours[claim.verdict]}]{claim.verdict}[/]"

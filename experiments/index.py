@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -48,14 +49,13 @@ def verdict(claims: list[Claim]) -> str:
     """
     if not claims:
         return "no claims yet"
-    kinds = ("holds", "exact", "does not hold", "undecided")
-    counts = {what: sum(claim.verdict == what for claim in claims) for what in kinds}
-    said = [f"{counts['holds']} of {len(claims)} claims hold", f"{counts['exact']} exact"]
-    said += [
-        f"{counts['does not hold']} does not" if counts["does not hold"] == 1 else f"{counts['does not hold']} do not"
-    ]
-    said += [f"{counts['undecided']} undecided"]
-    return ", ".join(text for text, count in zip(said, counts.values(), strict=True) if count or text is said[0])
+    counts = Counter(claim.verdict for claim in claims)
+    tested = len(claims) - counts["exact"]
+    said = [f"{counts['holds']} of {tested} claims hold"] if tested else []
+    if counts["does not hold"]:
+        said.append(f"{counts['does not hold']} {'does' if counts['does not hold'] == 1 else 'do'} not")
+    said += [f"{counts[kind]} {kind}" for kind in ("undecided", "exact") if counts[kind]]
+    return ", ".join(said)
 
 
 _BEGIN, _END = "<!-- the index: written by nwise reproduce -->", "<!-- end of the index -->"

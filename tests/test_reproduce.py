@@ -545,7 +545,7 @@ def test_picture_claims_hold(tmp_path: Path) -> None:
         job = Job(folder=tmp_path)
         assert experiment.claims(job) == []
         experiment.reproduce(job)
-        assert {claim.verdict for claim in experiment.claims(job)} == {"holds"}
+        assert {claim.verdict for claim in experiment.claims(job)} == {"exact"}
         assert (tmp_path / experiment.name / "figure.png").stat().st_size > 10_000
 
 
@@ -620,9 +620,7 @@ def test_index_shows_all_sixteen_results(tmp_path: Path) -> None:
     assert text.count("| not run: no data |") == 3, "CIFAR-100 and ImageNet"
     index.experiment("flow").reproduce(Job(folder=tmp_path))
     rows = [line for line in index.table(tmp_path).splitlines() if "[flow]" in line]
-    assert rows == [
-        "| 2 | figure: flow of activations and gradients | [flow](flow/) | small | small: 3 of 3 claims hold |"
-    ]
+    assert rows == ["| 2 | figure: flow of activations and gradients | [flow](flow/) | small | small: 3 exact |"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -638,7 +636,7 @@ def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     folder = str(tmp_path / "found")
     assert cli.run(["reproduce", "flow", "--folder", folder, "--json"]) == 0
     claims = json.loads(capsys.readouterr().out)["claims"]
-    assert [claim["verdict"] for claim in claims] == ["holds"] * 3
+    assert [claim["verdict"] for claim in claims] == ["exact"] * 3
     assert cli.run(["reproduce", "all", "--only", "best M", "--folder", folder]) == 0
     out = capsys.readouterr().out
     assert "1/1 best M" in out, "of all experiments only one has such a cell"
