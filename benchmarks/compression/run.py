@@ -39,7 +39,7 @@ from nwise.training.optimizers import make_optimizer, parameter_groups
 HERE = Path(__file__).parent
 STRATEGIES = ("end-to-end", "2-wise-mean", "local")
 Data = Literal["digits", "text"]
-STEPS = {"digits": 300, "text": 400}
+STEPS = {"digits": 300, "text": 250}
 
 
 class Forgetful(TopK):
