@@ -171,6 +171,31 @@ def test_errors_are_dropped_with_what_is_pending() -> None:
     assert not all(map(torch.equal, first, kept))
 
 
+def test_a_step_that_raises_leaves_the_errors() -> None:
+    """Else a loop that retries would compute something other than one without the failure."""
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+
+    def gradients(*, fail: bool) -> list[Tensor]:
+        stages, heads = network()
+        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "end-to-end", compress="top-30%")
+        for step in range(2):
+            pipe.zero_grad()
+            if fail and step:
+
+                def stop(action: object) -> None:
+                    if str(action).startswith("B") or "BOTH" in repr(action):
+                        raise ArithmeticError
+
+                pipe.on_action = stop
+                with pytest.raises(ArithmeticError):
+                    pipe.step(2 * x, target=y)
+                pipe.on_action = None
+            pipe.step(x, target=y)
+        return [p.grad for p in pipe.main_parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients(fail=True), gradients(fail=False)))
+
+
 def test_a_value_that_is_not_a_number_arrives_and_leaves_nothing_behind() -> None:
     bad = torch.tensor([[1.0, math.nan], [3.0, 4.0]])
     for name in NAMES:

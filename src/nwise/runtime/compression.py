@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -216,6 +216,15 @@ class Wire:
         given = [t for t in tensors if t is not None]
         arrived = iter(self.restore(self.compress(sender, given), list(map(make_spec, given))))
         return tuple(None if t is None else next(arrived) for t in tensors)
+
+    @property
+    def errors(self) -> Mapping[Hashable, Tensor]:
+        """What the messages so far have left out, by sender; may be set to an earlier value."""
+        return dict(self._errors)
+
+    @errors.setter
+    def errors(self, errors: Mapping[Hashable, Tensor]) -> None:
+        self._errors = dict(errors)
 
     def forget(self) -> None:
         """Drop all errors."""

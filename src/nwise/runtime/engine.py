@@ -173,7 +173,7 @@ class Engine:
         on_action: Callable[[Action], None] | None,
     ) -> None:
         """Run the list of one call."""
-        self._next = step + 1
+        self._next, errors = step + 1, self._wire.errors
         try:
             with self._processes.watched(), torch.enable_grad():
                 turn = step % len(schedule.flows)
@@ -185,6 +185,7 @@ class Engine:
                 self._execute(script, step, on_action)
         except BaseException:
             self._workers.clear()
+            self._next, self._wire.errors = step, errors
             raise
         for number in [n for n in self._workers if n <= step - schedule.oldest]:
             del self._workers[number]
