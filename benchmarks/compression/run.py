@@ -1,6 +1,6 @@
 """Quality of training when the messages between stages are compressed, and their bytes.
 
-    python benchmarks/compression/run.py train --data digits     # ten minutes; two runs at a time
+    python benchmarks/compression/run.py train --data digits     # five minutes; two runs at a time
     python benchmarks/compression/run.py train --data text       # half an hour
     python benchmarks/compression/run.py show
 

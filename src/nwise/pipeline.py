@@ -22,7 +22,7 @@ from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import Tensors, as_tuple, cut, make_terms
 from nwise.randomness import derive, preserved
-from nwise.runtime.compression import Compression, parse_compression
+from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.engine import Engine, make_engine
 from nwise.runtime.processes import build_modules
 from nwise.runtime.worker import stack_losses
@@ -138,7 +138,7 @@ class Pipeline(nn.Module):
         self._survey()
         arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
-        form = compress if isinstance(compress, str) else type(compress).__name__
+        form = "none" if self._compression is None else fingerprint(self._compression)
         self.processes.agree(strategy=rule.name, num_microbatches=num_microbatches, seed=self.seed, compress=form)
 
     @property

@@ -275,6 +275,21 @@ def hand_counted_bytes() -> Any:
     return closed(pipe, state(pipe))
 
 
+def drained_outside_autocast() -> Any:
+    """Regression: the shapes of the last messages were those without autocast."""
+    pipe = pipeline(A, "end-to-end-delay-1", 2)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    for x, y in batches(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+    while pipe.drain():
+        update.step()
+        update.zero_grad()
+    return closed(pipe, state(pipe))
+
+
 def compressed_bytes() -> Any:
     """The same in int8: a byte a value, and four for the step of each sample."""
     pipe = pipeline(A, "3-wise", 2, compress="int8")
@@ -386,6 +401,7 @@ CASES: dict[str, Case] = {
     "compressed to bytes": compressed_bytes,
     "compressed tuples": lambda: zoo("tuples", "2-wise-mean", compress="bf16"),
     "compressed with feedback": lambda: zoo("tokens", "end-to-end-delay-1", compress="top-20%"),
+    "drained outside autocast": drained_outside_autocast,
     "refusals": refusals,
     "late and clipped": late_and_clipped,
     "late and evaluated": late_and_evaluated,

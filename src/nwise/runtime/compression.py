@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
+from fractions import Fraction
 from typing import Protocol
 
 import torch
@@ -26,7 +27,8 @@ class Compression(Protocol):
     """A way to compress floating-point tensors.
 
     Attributes:
-        feedback: whether the error of a message is added to the next one of the same kind.
+        feedback: whether the error of a gradient is added to the next one of the same message and micro-batch. Activations have
+            no feedback: it would add values of other samples.
     """
 
     feedback: bool
@@ -42,7 +44,7 @@ class Compression(Protocol):
 
 
 class Cast:
-    """Values in another dtype.
+    """Values in another dtype, if that takes fewer bytes.
 
     >>> Cast(torch.bfloat16).compress(torch.tensor([1.001]))
     (tensor([1.], dtype=torch.bfloat16),)
@@ -55,11 +57,11 @@ class Cast:
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
         """Return the one part."""
-        return (Spec(spec.shape, self._dtype),)
+        return (Spec(spec.shape, self._dtype if self._dtype.itemsize < spec.dtype.itemsize else spec.dtype),)
 
     def compress(self, tensor: Tensor) -> Tensors:
         """Convert."""
-        return (tensor.to(self._dtype),)
+        return (tensor.to(self.specs(make_spec(tensor))[0].dtype),)
 
     def restore(self, parts: Tensors, spec: Spec) -> Tensor:
         """Convert back."""
@@ -68,6 +70,8 @@ class Cast:
 
 class Int8:
     """Values in 255 steps of one size per sample, from its largest absolute value.
+
+    Tensors of fewer than two dimensions stay as they are.
 
     >>> codes, size = Int8().compress(torch.tensor([[1.0, -0.5], [0.0, 0.0]]))
     >>> codes.tolist(), size.shape
@@ -78,28 +82,35 @@ class Int8:
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
         """Return the codes, and a step for each sample."""
-        return Spec(spec.shape, torch.int8), Spec(spec.shape[:1], torch.float32)
+        if len(spec.shape) < 2:
+            return (spec,)
+        return Spec(spec.shape, torch.int8), Spec(spec.shape[:1], torch.promote_types(spec.dtype, torch.float32))
 
     def compress(self, tensor: Tensor) -> Tensors:
         """Return the codes and the steps."""
-        rows = tensor.detach().unsqueeze(-1).flatten(1)
-        step = (rows.abs().amax(-1) if rows.numel() else rows.new_zeros(tensor.shape[:1])).float() / 127
+        if tensor.dim() < 2:
+            return (tensor,)
+        rows = tensor.detach().flatten(1)
+        largest = rows.abs().amax(-1) if rows.numel() else rows.new_zeros(tensor.shape[:1])
+        step = largest.to(torch.promote_types(tensor.dtype, torch.float32)) / 127
         # A sample of zeros has no step. A value that is not a number makes its sample's step one, so the other end sees it.
-        codes = (rows / step.where(step != 0, 1).unsqueeze(-1)).round().nan_to_num(0.0, 0.0, 0.0)
+        # A step below the smallest number is rounded, so a code may be too large.
+        codes = (rows / step.where(step != 0, 1).unsqueeze(-1)).round().nan_to_num(0.0, 0.0, 0.0).clamp(-127, 127)
         return codes.to(torch.int8).view(tensor.shape), step
 
     def restore(self, parts: Tensors, spec: Spec) -> Tensor:
         """Multiply the codes by the steps."""
+        if len(parts) == 1:
+            return parts[0]
         codes, step = parts
-        exact = torch.promote_types(spec.dtype, torch.float32)
-        return (codes.to(exact) * step.view(-1, *(1,) * (codes.dim() - 1))).to(spec.dtype)
+        return (codes.to(step.dtype) * step.view(-1, *(1,) * (codes.dim() - 1))).to(spec.dtype)
 
 
 class TopK:
     """The largest values of every tensor, with their places; the rest waits for the next message.
 
     Args:
-        share: which share of the values travels, above 0 and at most 1.
+        share: which share of the values travels, above 0 and at most 1. The place of each takes four bytes.
 
     >>> values, places = TopK(0.5).compress(torch.tensor([1.0, -3.0, 2.0, 0.5]))
     >>> values.tolist(), places.tolist()
@@ -108,8 +119,8 @@ class TopK:
 
     feedback = True
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float | Fraction) -> None:
+        self._share = Fraction(share)
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
         """Return values and places."""
@@ -136,20 +147,31 @@ def parse_compression(name: str | Compression | None) -> Compression | None:
 
     Raises:
         ValueError: no compression has that name.
+        TypeError: neither a name nor a compression.
 
     >>> parse_compression("top-5%").specs(Spec((10, 10), torch.float32))[0].shape
     (5,)
     """
-    if name is None or not isinstance(name, str):
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        wanted = ("feedback", "specs", "compress", "restore")
+        if isinstance(name, type) or not all(hasattr(name, attribute) for attribute in wanted):
+            raise TypeError(f"`compress` should be a name, or an object with {', '.join(wanted)}. Found {name!r}.")
         return name
     if name in _NAMED:
         return _NAMED[name]
     percent = re.fullmatch(r"top-(\d+(?:\.\d+)?)%", name)
     if percent and 0 < float(percent[1]) <= 100:
-        return TopK(float(percent[1]) / 100)
+        return TopK(Fraction(percent[1]) / 100)
     raise ValueError(
         f"`compress` should be none, bf16, int8 or top-<p>%, with p above 0 and at most 100. Found {name!r}."
     )
+
+
+def fingerprint(compression: Compression) -> str:
+    """Return a text that differs between compressions, by their names and by what they make of a tensor."""
+    return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}"
 
 
 _NAMED: dict[str, Compression | None] = {"none": None, "bf16": Cast(torch.bfloat16), "int8": Int8()}
@@ -173,31 +195,37 @@ class Wire:
             return tuple(specs)
         return tuple(part for s in specs for part in (rule.specs(s) if s.dtype.is_floating_point else (s,)))
 
-    def compress(self, sender: Hashable, tensors: Sequence[Tensor]) -> Tensors:
+    def compress(self, sender: Hashable, tensors: Sequence[Tensor], absent: Container[int] = ()) -> Tensors:
         """Return what travels instead of tensors.
 
         Args:
-            sender: the stage, micro-batch and message, under which an error is kept for the next one.
+            sender: name under which the errors are kept for the next message; None for a message without feedback.
             tensors: the tensors.
+            absent: indices of tensors that stand for None; their errors go on waiting.
         """
         rule = self.compression
         if rule is None:
             return tuple(tensors)
-        travels: list[Tensor] = []
-        for i, tensor in enumerate(tensors):
-            spec = make_spec(tensor)
-            if not spec.dtype.is_floating_point:
-                travels.append(tensor)
-                continue
-            error = self._errors.get((sender, i)) if rule.feedback else None
-            if error is not None and make_spec(error) == spec:
-                tensor = tensor + error
-            parts = rule.compress(tensor)
-            if rule.feedback:
-                # Without this a single value that is not a number would stay for ever.
-                self._errors[sender, i] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
-            travels += parts
-        return tuple(travels)
+        return tuple(
+            part
+            for i, tensor in enumerate(tensors)
+            for part in self._parts(rule, None if sender is None or i in absent else (sender, i), tensor)
+        )
+
+    def _parts(self, rule: Compression, key: Hashable, tensor: Tensor) -> Tensors:
+        """Return the parts of one tensor, and keep its error under `key`, if there is one."""
+        spec = make_spec(tensor)
+        if not spec.dtype.is_floating_point:
+            return (tensor,)
+        if not rule.feedback or key is None:
+            return rule.compress(tensor)
+        error = self._errors.get(key)
+        if error is not None and make_spec(error) == spec:
+            tensor = tensor + error
+        parts = rule.compress(tensor)
+        # Without `nan_to_num` a single value that is not a number would stay for ever.
+        self._errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
+        return parts
 
     def restore(self, parts: Sequence[Tensor], specs: Sequence[Spec]) -> Tensors:
         """Return the tensors that the parts describe, of the given shapes and dtypes."""
@@ -211,11 +239,15 @@ class Wire:
 
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
         """Return what arrives at a stage of the same process; None stays None."""
-        if self.compression is None:
+        rule = self.compression
+        if rule is None:
             return tensors
-        given = [t for t in tensors if t is not None]
-        arrived = iter(self.restore(self.compress(sender, given), list(map(make_spec, given))))
-        return tuple(None if t is None else next(arrived) for t in tensors)
+        return tuple(
+            None
+            if t is None
+            else self.restore(self._parts(rule, None if sender is None else (sender, i), t), [make_spec(t)])[0]
+            for i, t in enumerate(tensors)
+        )
 
     @property
     def errors(self) -> Mapping[Hashable, Tensor]:

@@ -79,6 +79,7 @@ class Engine:
         self._workers: dict[int, dict[int, Worker]] = {}
         self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
         self._first = self._next = 0
+        self._autocast: torch.dtype | None = None  # of the last step
 
     def run(
         self,
@@ -104,6 +105,8 @@ class Engine:
         if schedule != self._schedule or step != self._next:
             self.forget()
             self._schedule, self._first = schedule, step
+        kind = self.device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         turn = step % len(schedule.flows)
         workers = {
             k: Worker(stage, schedule, turn, batch, self._copy(schedule, k)) for k, stage in self._stages.items()
@@ -119,7 +122,10 @@ class Engine:
         schedule = self._schedule
         if schedule is None or not self._workers or not schedule.oldest:
             return False
-        self._call(schedule, self._next, (), None)
+        # The shapes of messages, and forwards that run again, depend on autocast.
+        kind, dtype = self.device.type, self._autocast
+        with nullcontext() if dtype is None else torch.autocast(kind, dtype):
+            self._call(schedule, self._next, (), None)
         return True
 
     def forget(self) -> None:
@@ -263,16 +269,18 @@ class Engine:
                     made = workers[k].run(action)
                 if kind is Kind.FORWARD:
                     if k + 1 in workers:
-                        workers[k + 1].inputs[m] = cast(Tensors, wire.through((k, m), made))
+                        workers[k + 1].inputs[m] = cast(Tensors, wire.through(None, made))
                     elif k + 1 < len(placement):
-                        outbox[action] = self._apart(wire.compress((k, m), cast(Tensors, made)))
+                        outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
                     if k - 1 in workers:
-                        workers[k - 1].messages.setdefault(m, {})[q] = wire.through((k, m, q), made)
+                        workers[k - 1].messages.setdefault(m, {})[q] = wire.through(action, made)
                     else:
-                        outbox[action] = wire.compress((k, m, q), packed(made, script.inputs[k, age][m], self.device))
+                        specs = script.inputs[k, age][m]
+                        absent = [i for i, g in enumerate(carried(made, specs)) if g is None]
+                        outbox[action] = wire.compress(action, packed(made, specs, self.device), absent)
             if workers is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
@@ -355,8 +363,13 @@ def make_engine(
 
 def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:
     """Return the tensors to send back: a gradient for every input that can carry one, zeros where there is none."""
-    carried = [(g, s) for g, s in zip(message, inputs, strict=True) if carrying((s,))]
-    return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in carried)
+    pairs = zip(carried(message, inputs), carrying(inputs), strict=True)
+    return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in pairs)
+
+
+def carried(message: Cotangents, inputs: Specs) -> Cotangents:
+    """Return the gradients of the inputs that can carry one."""
+    return tuple(g for g, s in zip(message, inputs, strict=True) if carrying((s,)))
 
 
 def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:

@@ -58,7 +58,7 @@ class PieceSizes:
 
     def _forward(self, *, passing: bool = False) -> Tensors:
         """Run the piece; `passing`: on inputs that nothing else holds, as inside a stage."""
-        inputs = (x * 1.0 if passing and x.requires_grad else x for x in self._inputs)
+        inputs = (x.clone() if passing and x.requires_grad else x for x in self._inputs)
         return as_tuple(self._piece(*inputs), "The output of a piece")
 
     def _cotangents(self) -> int:
