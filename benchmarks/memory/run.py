@@ -103,7 +103,7 @@ def recipe(network: Network) -> tuple[Recipe, Images | Tokens]:
     """Return a recipe and data of its kind: random images, or the source of the standard library."""
     if network == "gpt":
         model = Gpt(num_stages=8, blocks_per_stage=1, width=256, num_heads=4, head_blocks=1, sequence_length=128)
-        config = Recipe(data=EmbeddedText(), model=model, optimizer=Adam(lr=1e-3), batch_size=16)
+        config = Recipe(data=EmbeddedText(), model=model, optimizer=Adam(lr=1e-3), batch_size=16, device="cpu")
         return config, config.load()[0]
     numbers = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (64, 3, 32, 32), generator=numbers, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def recipe(network: Network) -> tuple[Recipe, Images | Tokens]:
     ten = tuple(map(str, range(10)))
     data = Images(pixels, labels, ten, (0.5,) * 3, (0.25,) * 3, "none", 32)
     images: ConvNet | ResNet = ConvNet(num_stages=8) if network == "convnet" else ResNet(variant="18", width_factor=0.5)
-    return Recipe(model=images, optimizer=Adam(lr=1e-3), batch_size=64), data
+    return Recipe(model=images, optimizer=Adam(lr=1e-3), batch_size=64, device="cpu"), data
 
 
 class Recomputed(nn.Module):

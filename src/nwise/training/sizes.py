@@ -47,12 +47,11 @@ class PieceSizes:
             "input_grad_peak_bytes": self._pass(self._tracked, again=True),  # another pass follows an I
             "gradient_bytes": sum(p.nbytes for p in self._learns),
         }
-        fresh = []
         for name, wrt in (("weight_grad", self._learns), ("both", self._learns + self._tracked)):
             for where, inside in (("", False), ("inner_", True)):
-                sizes[f"{where}{name}_peak_bytes"] = peak = self._pass(wrt, inside=inside)
-                fresh.append(peak - self._pass(wrt, inside=inside, later=True))
-        sizes["fresh_gradient_bytes"] = max(0, min(fresh))
+                sizes[f"{where}{name}_peak_bytes"] = self._pass(wrt, inside=inside)
+        later = self._pass(self._learns + self._tracked, later=True)
+        sizes["fresh_gradient_bytes"] = max(0, sizes["both_peak_bytes"] - later)
         _clear([*self._tracked, *self._learns])
         return {name: float(size) for name, size in sizes.items()}
 
