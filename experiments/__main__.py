@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from experiments.harness.claims import Claim
-from experiments.harness.experiment import Job, NothingMatches
+from experiments.harness.experiment import Job, NothingMatches, Size
 from experiments.index import EXPERIMENTS, experiment, write_index
 from nwise._machine import num_cores
 from nwise.cli.output import INTERRUPTED, OK, PARSING, print_json
@@ -38,8 +38,9 @@ class Reproduce:
         str, tyro.conf.Positional, tyro.conf.arg(metavar="{" + ",".join([*EXPERIMENTS, "all"]) + "}")
     ] = ""
     """One experiment, or all (an hour in the small size)."""
-    size: Literal["small", "full"] = "small"
-    """small: two cores, an hour for all with two seeds each; full: as printed, for a GPU."""
+    size: Size = "small"
+    """small: two cores, an hour for all with two seeds each; medium: two cores, up to ten hours for each experiment that has this
+    size; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
     """Where records, tables and figures are."""
     seeds: int | None = None
@@ -105,6 +106,7 @@ class Reproduce:
 def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
     """Whether it has any of the cells that are asked for; alone it should."""
     try:
+        experiment(name).check(job)
         experiment(name).reproduce(job)
     except NothingMatches:
         if alone:

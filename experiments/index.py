@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.harness import markdown
 from experiments.harness.claims import Claim
-from experiments.harness.experiment import Experiment, Job, Size
+from experiments.harness.experiment import Experiment, Job
 from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.pictures import PICTURES
@@ -77,17 +77,13 @@ def write_index(folder: Path) -> None:
 
 def table(folder: Path) -> str:
     """As Markdown: every result, its status, its verdict."""
-    jobs: dict[Size, Job] = {"small": Job(folder=folder, size="small"), "full": Job(folder=folder, size="full")}
-    found = {
-        (name, size): (one.progress(job), one.claims(job))
-        for name, one in EXPERIMENTS.items()
-        for size, job in jobs.items()
-    }
+    jobs = [(one, Job(folder=folder, size=size)) for one in EXPERIMENTS.values() for size in one.sizes]
+    found = {(one.name, job.size): (one.progress(job), one.claims(job)) for one, job in jobs}
     rows: list[tuple[object, ...]] = []
     results = [(result, one.name) for one in EXPERIMENTS.values() for result in one.results]
     for result, name in sorted(results, key=lambda pair: pair[0].number or 99):
         status, verdicts = [], []
-        for size in jobs:
+        for size in EXPERIMENTS[name].sizes:
             (done, total), claims = found[name, size]
             if done:
                 status.append(size if done == total else f"{size} ({done} of {total} runs)")

@@ -295,6 +295,16 @@ def test_embedded_text_is_the_standard_library() -> None:
     assert "def " in test
 
 
+def test_withheld_text_is_the_end_of_the_training_text() -> None:
+    (train,), (test,) = embedded_text(100_000)
+    (kept,), (withheld,) = embedded_text(100_000, withheld=0.25)
+    assert kept + withheld == train
+    assert len(withheld) == pytest.approx(0.25 * len(train), abs=1)
+    assert embedded_text(100_000, test_limit=100)[1] == [test[:100]]
+    with pytest.raises(ValueError, match="`withheld` should be from 0 to below 1. Found 1"):
+        embedded_text(100_000, withheld=1)
+
+
 def test_bpe_is_lossless_and_shorter(tmp_path: Path) -> None:
     text = standard_library(50_000)
     bpe = Bpe.train([text], 400)

@@ -19,7 +19,7 @@ from torch import Tensor
 from nwise._machine import machine
 from nwise.data import Images, Tokens
 from nwise.data.sources import tables
-from nwise.recipes import Adam, ImageSource, Recipe, TextSource, from_json, to_json
+from nwise.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, from_json, to_json
 from nwise.training import Callback, Scores, Trainer, evaluate
 from nwise.training.build import autocast
 from nwise.training.run import versions
@@ -54,7 +54,11 @@ class Cell:
         >>> Cell(method="2-wise", recipe=Recipe()).name
         'digits, 6 stages, 2-wise, seed 0'
         """
-        data = getattr(self.recipe.data, "source", "digits")
+        data = (
+            "source code"
+            if isinstance(self.recipe.data, EmbeddedText)
+            else getattr(self.recipe.data, "source", "digits")
+        )
         parts = [data, f"{self.num_stages} stages", self.method, self.part, f"seed {self.recipe.seed}"]
         return ", ".join(part for part in parts if part)
 

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from experiments.harness.claims import Claim
 from experiments.harness.pool import Told
 
-Size = Literal["small", "full"]
+Size = Literal["small", "medium", "full"]
+SIZES: tuple[Size, ...] = get_args(Size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Job:
 
     Args:
         folder: of all experiments, each of which has a folder of its own in it.
-        size: small, for two cores, or full, as printed.
+        size: small, an hour of two cores for all; medium, some evenings of them for each; or full, as printed.
         seeds: how many; None for the experiment's own number.
         only: texts of which a cell's name should contain one; none for all cells.
         redraw: run nothing, only write tables and figures from the records.
@@ -70,7 +71,7 @@ class Waiting(NamedTuple):
 
 
 class NothingMatches(ValueError):
-    """No cell's name has any of the texts in it that were asked for."""
+    """An experiment has no cell of the size, or none whose name contains one of the texts."""
 
 
 class Experiment(ABC):
@@ -82,6 +83,7 @@ class Experiment(ABC):
         results: its rows of the index.
         of: the experiment whose runs it looks at; its own by default.
         waiting: its rows for which there may be no data.
+        sizes: the sizes that it has.
     """
 
     def __init__(
@@ -92,9 +94,15 @@ class Experiment(ABC):
         *,
         of: str | None = None,
         waiting: Sequence[Waiting] = (),
+        sizes: Sequence[Size] = ("small", "full"),
     ) -> None:
         self.name, self.title, self.results = name, title, tuple(results)
-        self.of, self.waiting = of or name, tuple(waiting)
+        self.of, self.waiting, self.sizes = of or name, tuple(waiting), tuple(sizes)
+
+    def check(self, job: Job) -> None:
+        """Raise `NothingMatches` if the experiment lacks the size."""
+        if job.size not in self.sizes:
+            raise NothingMatches(f"`size` of {self.name} should be {' or '.join(self.sizes)}. Found {job.size}.")
 
     @abstractmethod
     def reproduce(self, job: Job) -> None:

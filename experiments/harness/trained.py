@@ -27,7 +27,7 @@ class Parts:
         claims: of the records of one data set.
         tables: likewise, as Markdown.
         draw: likewise, the figures: into files that begin with a path.
-        seeds: how many there are by default, of the small and of the full size.
+        seeds: number of seeds by default, for every size that the experiment has.
     """
 
     cells: Callable[[Size, int], list[Cell]]
@@ -41,7 +41,7 @@ class Trained(Experiment):
     """An experiment of training runs; takes what `Experiment` takes, and its parts."""
 
     def __init__(self, name: str, title: str, parts: Parts, results: Sequence[Result], **options: Any) -> None:
-        super().__init__(name, title, results, **options)
+        super().__init__(name, title, results, sizes=tuple(parts.seeds), **options)
         self.parts = parts
 
     def cells(self, job: Job) -> list[Cell]:

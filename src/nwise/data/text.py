@@ -20,6 +20,8 @@ from nwise._errors import needed
 from nwise.data import sources
 from nwise.data.progress import with_progress_bar
 
+_TEST_SHARE = 0.05  # of the standard library
+
 
 class Tokenizer(Protocol):
     """Turn text into numbers and back."""
@@ -200,11 +202,29 @@ def make_streams(
     return parts[0], parts[1]
 
 
-def embedded_text(test_share: float = 0.05) -> tuple[list[str], list[str]]:
-    """Split the standard library's source; the last part is the test text."""
-    text = standard_library()
-    border = int(len(text) * (1 - test_share))
-    return [text[:border]], [text[border:]]
+def embedded_text(
+    max_bytes: int = 2_000_000, *, withheld: float = 0.0, test_limit: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Split the standard library's source; the last twentieth is the test text.
+
+    Args:
+        max_bytes: size of the source after which to stop.
+        withheld: share of the training text, its end, to test on instead of the test text. Settings can then be
+            chosen without a look at the test text. Default: none.
+        test_limit: characters of the test text to keep, from the start; default: all.
+
+    Raises:
+        ValueError: `withheld` is negative or at least 1.
+    """
+    if not 0 <= withheld < 1:
+        raise ValueError(f"`withheld` should be from 0 to below 1. Found {withheld}.")
+    text = standard_library(max_bytes)
+    border = int(len(text) * (1 - _TEST_SHARE))
+    train, test = text[:border], text[border:]
+    if withheld:
+        kept = int(border * (1 - withheld))
+        train, test = train[:kept], train[kept:]
+    return [train], [test[:test_limit]]
 
 
 def load_text(

@@ -77,8 +77,20 @@ class ImageSource:
 class EmbeddedText:
     """Source code of the interpreter's standard library, as bytes."""
 
+    max_bytes: int = 2_000_000
+    """Size of the source after which to stop."""
+    test_limit: int | None = None
+    """Test characters to keep, from the start; None for all."""
+    withheld: float = 0.0
+    """Share of the training text, its end, to test on instead of the test text; it is not trained on."""
+
+    def __post_init__(self) -> None:
+        check_count("max_bytes", self.max_bytes)
+        check_count("test_limit", self.test_limit)
+        check_range("withheld", self.withheld, 0, 1, least=True)
+
     def texts(self) -> tuple[list[str], list[str]]:
-        return text_data.embedded_text()
+        return text_data.embedded_text(self.max_bytes, withheld=self.withheld, test_limit=self.test_limit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,157 @@
+"""What is compared, and the recipe of every run.
+
+An arm is a strategy with an optimizer. All arms train one network, eight Transformer blocks, on one text, for the same number of
+steps; the rate falls with the square root of the step, so a run of 500 steps is the beginning of one of 2,500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nwise.recipes import Adam, EmbeddedText, Gpt, Recipe
+from nwise.strategies import Strategy, strategy
+
+STAGES = 8
+STEPS = 2500
+_TRIAL_STEPS = 500
+_WARMUP = 100
+_TEXT_BYTES = 4_700_000
+_TRIAL_SEED = 100  # used for rates only
+_ADAM_PEAK = 0.003  # of embeddings, outputs and norms, where Muon trains the rest
+
+Optimizer = Literal["muon", "adam"]
+GRID: dict[Optimizer, tuple[float, ...]] = {
+    "muon": (0.005, 0.01, 0.02, 0.04, 0.08),
+    "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy with an optimizer.
+
+    Args:
+        optimizer: of the matrices of hidden layers; Adam trains the rest.
+        strategy: its name.
+        all_heads: whether heads whose loss trains no stage train too, which rotating strategies need.
+        extrapolate: whether every update is extrapolated.
+        num_stages: into how many stages the eight blocks are cut.
+        blocks: number of blocks; one for the test whether depth helps.
+        microbatches: M, where it changes what is learned; default: any, so the fastest.
+    """
+
+    optimizer: Optimizer
+    strategy: str
+    all_heads: bool = False
+    extrapolate: bool = False
+    num_stages: int = STAGES
+    blocks: int = STAGES
+    microbatches: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in tables.
+
+        >>> Arm("muon", "end-to-end-delay-1", extrapolate=True).name
+        'muon end-to-end-delay-1, extrapolated'
+        """
+        said = [f"{self.optimizer} {self.strategy}"]
+        said += ["all heads"] if self.all_heads else []
+        said += ["extrapolated"] if self.extrapolate else []
+        said += [f"{self.blocks} block"] if self.blocks != STAGES else []
+        return ", ".join(said)
+
+    @property
+    def parsed(self) -> Strategy:
+        """The strategy itself."""
+        return strategy(self.strategy, heads="all") if self.all_heads else strategy(self.strategy)
+
+    @property
+    def model(self) -> Gpt:
+        """The network; auxiliary heads are a norm and a vocabulary matrix."""
+        return Gpt(
+            num_stages=self.num_stages,
+            blocks_per_stage=self.blocks // self.num_stages,
+            width=96,
+            head_blocks=0,
+            sequence_length=128,
+        )
+
+    def trial(self, rate: float) -> Recipe:
+        """The short run that tries a rate, tested on withheld text."""
+        return self._recipe(rate, _TRIAL_SEED, _TRIAL_STEPS, withheld=0.05)
+
+    def run(self, rate: float, seed: int) -> Recipe:
+        """The run that is reported."""
+        return self._recipe(rate, seed, STEPS, withheld=0.0)
+
+    def _recipe(self, rate: float, seed: int, steps: int, *, withheld: float) -> Recipe:
+        factor = _WARMUP**0.5  # the schedule peaks at warmup_steps^-0.5
+        optimizer = Adam(
+            lr=factor * (rate if self.optimizer == "adam" else _ADAM_PEAK),
+            muon_lr=factor * rate if self.optimizer == "muon" else 0.0,
+            beta2=0.98,
+            eps=1e-9,
+            warmup_steps=_WARMUP,
+            extrapolate=self.extrapolate,
+        )
+        return Recipe(
+            name="frontier",
+            data=EmbeddedText(max_bytes=_TEXT_BYTES, test_limit=50_000, withheld=withheld),
+            model=self.model,
+            optimizer=optimizer,
+            strategy=self.strategy,
+            heads="all" if self.all_heads else "live",
+            microbatches=self.microbatches or 1,
+            batch_size=16,
+            epochs=2,
+            max_steps=steps,
+            eval_every=_EVERY * 16 * 128 / (0.95 * (1 - withheld) * _TEXT_BYTES),
+            on_nan="ignore",
+            device="cpu",
+            seed=seed,
+        )
+
+
+_EVERY = 125  # steps between two tests
+
+
+def _family(optimizer: Optimizer) -> list[Arm]:
+    return [
+        Arm(optimizer, "end-to-end"),
+        Arm(optimizer, "rotating-2", all_heads=True),
+        Arm(optimizer, "end-to-end-delay-1", extrapolate=True),
+        Arm(optimizer, "local"),
+        Arm(optimizer, "2-wise-mean"),
+        Arm(optimizer, "end-to-end-delay-1"),
+        Arm(optimizer, "3-wise-mean"),
+        Arm(optimizer, "end-to-end", num_stages=1, blocks=1),
+    ]
+
+
+# In order of worth: an interrupted evening leaves the arms that answer most.
+ARMS: tuple[Arm, ...] = (
+    *_family("muon"),
+    *_family("adam"),
+    Arm("muon", "rotating-2-microbatch", all_heads=True, microbatches=4),
+    Arm("muon", "2-wise-mean-delay-1", extrapolate=True),
+    Arm("muon", "deep-supervision"),
+    Arm("muon", "hogwild", microbatches=1),
+    Arm("adam", "hogwild", microbatches=1),
+)
+
+
+# Peak rates, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
+RATES: dict[str, float] = {}
+
+
+def arm(name: str) -> Arm:
+    """Return the arm of a name."""
+    return {one.name: one for one in ARMS}[name]
+
+
+def rates_tried(one: Arm) -> Sequence[float]:
+    """Return the peak rates that an arm is tried with, a factor of 2 apart."""
+    return GRID[one.optimizer]
