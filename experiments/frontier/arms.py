@@ -34,11 +34,12 @@ class Arm:
 
     Args:
         optimizer: of the matrices of hidden layers; Adam trains the rest.
-        strategy: its name.
+        strategy: its name, in which ``half`` and ``quarter`` stand for those steps of a run.
         all_heads: whether heads whose loss trains no stage train too, which rotating strategies need.
         extrapolate: whether every update is extrapolated.
         num_stages: into how many stages the eight blocks are cut.
         blocks: number of blocks; one for the test whether depth helps.
+        head_blocks: number of blocks of each auxiliary head, before its norm and vocabulary matrix.
         microbatches: M, where it changes what is learned; default: any, so the fastest.
     """
 
@@ -48,6 +49,7 @@ class Arm:
     extrapolate: bool = False
     num_stages: int = STAGES
     blocks: int = STAGES
+    head_blocks: int = 0
     microbatches: int | None = None
 
     @property
@@ -61,21 +63,26 @@ class Arm:
         said += ["all heads"] if self.all_heads else []
         said += ["extrapolated"] if self.extrapolate else []
         said += [f"{self.blocks} block"] if self.blocks != STAGES else []
+        said += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
+        said += [f"heads of {self.head_blocks}"] if self.head_blocks else []
         return ", ".join(said)
 
-    @property
-    def parsed(self) -> Strategy:
-        """The strategy itself."""
-        return strategy(self.strategy, heads="all") if self.all_heads else strategy(self.strategy)
+    def strategy_for(self, steps: int) -> Strategy:
+        """Return the strategy of a run of so many steps."""
+        text = self._strategy(steps)
+        return strategy(text, heads="all") if self.all_heads else strategy(text)
+
+    def _strategy(self, steps: int) -> str:
+        return self.strategy.replace("half", str(steps // 2)).replace("quarter", str(steps // 4))
 
     @property
     def model(self) -> Gpt:
-        """The network; auxiliary heads are a norm and a vocabulary matrix."""
+        """The network."""
         return Gpt(
             num_stages=self.num_stages,
             blocks_per_stage=self.blocks // self.num_stages,
             width=96,
-            head_blocks=0,
+            head_blocks=self.head_blocks,
             sequence_length=128,
         )
 
@@ -102,7 +109,7 @@ class Arm:
             data=EmbeddedText(max_bytes=_TEXT_BYTES, test_limit=50_000, withheld=withheld),
             model=self.model,
             optimizer=optimizer,
-            strategy=self.strategy,
+            strategy=self._strategy(steps),
             heads="all" if self.all_heads else "live",
             microbatches=self.microbatches or 1,
             batch_size=16,
@@ -134,21 +141,36 @@ def _family(optimizer: Optimizer) -> list[Arm]:
 # In order of worth: an interrupted evening leaves the arms that answer most.
 ARMS: tuple[Arm, ...] = (
     *_family("muon"),
-    *_family("adam"),
+    Arm("muon", "end-to-end-delay-2", extrapolate=True),
+    Arm("muon", "end-to-end-delay-4", extrapolate=True),
     Arm("muon", "rotating-2-microbatch", all_heads=True, microbatches=4),
+    *_family("adam"),
+    Arm("muon", "local@half,end-to-end"),
+    Arm("muon", "local@quarter,2-wise-mean@half,end-to-end"),
     Arm("muon", "2-wise-mean-delay-1", extrapolate=True),
+    Arm("muon", "local", head_blocks=1),
+    Arm("muon", "2-wise-mean", head_blocks=1),
     Arm("muon", "deep-supervision"),
+    Arm("muon", "geometric-0.5"),
+    Arm("muon", "rotating-3", all_heads=True),
     Arm("muon", "hogwild", microbatches=1),
     Arm("adam", "hogwild", microbatches=1),
+    Arm("muon", "local", head_blocks=2),
+    Arm("muon", "2-wise-mean", num_stages=4),
+    Arm("muon", "rotating-2", all_heads=True, num_stages=4),
+    Arm("muon", "local", num_stages=4),
 )
-
 
 # Peak rates, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
 RATES: dict[str, float] = {}
 
 
 def arm(name: str) -> Arm:
-    """Return the arm of a name."""
+    """Return the arm of a name.
+
+    >>> arm("muon rotating-2, all heads").strategy
+    'rotating-2'
+    """
     return {one.name: one for one in ARMS}[name]
 
 

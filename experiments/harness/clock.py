@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nwise import models
 from nwise.recipes import Gpt, ResNet
-from nwise.schedule import PAPER, Costs
+from nwise.schedule import PAPER, Costs, Schedule
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, prices
@@ -136,9 +136,18 @@ def slots_text(method: str, num_stages: int, costs: Costs, memory: float | None 
 def work(method: str, num_stages: int, costs: Costs) -> float:
     """What all stages compute in a step, in forwards of a stage, by honest costs without micro-batches."""
     costs = replace(costs, overhead=0.0)
-    schedule = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs).schedule
+    return work_in(timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs).schedule, costs)
+
+
+def work_in(schedule: Schedule, costs: Costs) -> float:
+    """Return what all stages compute in a step of a schedule, in forwards of a stage.
+
+    Args:
+        schedule: the schedule, one stage a rank.
+        costs: of a micro-batch.
+    """
     total = 0.0
-    for k, (word, price) in enumerate(zip(schedule.words, prices(costs, num_stages), strict=True)):
+    for k, (word, price) in enumerate(zip(schedule.words, prices(costs, len(schedule.words)), strict=True)):
         flows = (schedule.flows[action.turn][action.microbatch].stages[k] for action in word)
         total += sum(price.time(action, flow) for action, flow in zip(word, flows, strict=True))
     return total / len(schedule.flows)

@@ -1,0 +1,89 @@
+"""How long the steps of an arm take on one accelerator a stage, and how much work they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from experiments.frontier.arms import STEPS, Arm
+from experiments.harness import clock
+from nwise.schedule import Costs, Timed
+from nwise.schedule.best import best
+from nwise.strategies import Strategy
+
+_COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
+OVERHEAD = 0.02  # of an action, in forwards of a stage
+
+
+def costs(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> Costs:
+    """Return the costs of the arm's network: F = I = W = 1 slot a stage, heads for what they multiply.
+
+    Args:
+        one: the arm.
+        latency: of a message, in slots.
+        overhead: of an action, in slots.
+    """
+    return replace(clock.network_costs(one.model, one.num_stages), latency=latency, overhead=overhead)
+
+
+@cache
+def _fastest(strategy: Strategy, num_stages: int, microbatches: int | None, price: Costs) -> tuple[Timed, int]:
+    options = [
+        (best(strategy, num_stages=num_stages, num_microbatches=m, costs=price.split_in(m)), m)
+        for m in ([microbatches] if microbatches else _COUNTS)
+    ]
+    return min(options, key=lambda option: (round(option[0].period, 9), option[1]))
+
+
+def _phases(one: Arm) -> Iterator[tuple[int, Strategy]]:
+    """Steps of every phase of a run, and the strategy in force."""
+    whole = one.strategy_for(STEPS)
+    return ((stop - first, whole.in_force(first)) for first, stop in whole.phases(0, STEPS))
+
+
+def slots(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> list[tuple[int, float, int]]:
+    """Return for every phase its steps, the slots of a step of the fastest schedule that nwise runs, and its M.
+
+    Args:
+        one: the arm.
+        latency: of a message, in slots.
+        overhead: of an action, in slots.
+    """
+    price = costs(one, latency, overhead)
+    return [
+        (steps, timed.period, m)
+        for steps, strategy in _phases(one)
+        for timed, m in [_fastest(strategy, one.num_stages, one.microbatches, price)]
+    ]
+
+
+def steps_done(one: Arm, time: float, latency: float = 0.0, overhead: float = OVERHEAD) -> float:
+    """Return the steps that an arm has done at a time, at most those of the whole run.
+
+    Args:
+        one: the arm.
+        time: in slots.
+        latency: of a message, in slots.
+        overhead: of an action, in slots.
+    """
+    done = 0.0
+    for steps, each, _ in slots(one, latency, overhead):
+        done += min(float(steps), time / each)
+        time = max(0.0, time - steps * each)
+    return done
+
+
+def total(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> float:
+    """Return the slots of the whole run."""
+    return sum(steps * each for steps, each, _ in slots(one, latency, overhead))
+
+
+def work(one: Arm) -> float:
+    """Return what all stages compute in a mean step, in forwards of a stage; overheads are not counted."""
+    price = costs(one, overhead=0.0).split_in(one.microbatches or 1)
+    sums = [
+        steps * clock.work_in(_fastest(strategy, one.num_stages, one.microbatches or 1, price)[0].schedule, price)
+        for steps, strategy in _phases(one)
+    ]
+    return sum(sums) / STEPS

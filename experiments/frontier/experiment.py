@@ -1,0 +1,176 @@
+"""The frontier: credit through space and time, at equal time on one accelerator a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from experiments.frontier import clock
+from experiments.frontier.arms import ARMS, RATES, STAGES, STEPS, Arm, arm
+from experiments.frontier.plots import draw_frontier
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, Seeds, difference, greater, no_greater
+from experiments.harness.experiment import Result, Size
+from experiments.harness.runs import Runs, loss, loss_at
+from experiments.harness.trained import Parts, Trained
+
+_SMALL = 0.03  # nats; the loss falls by as much in the last tenth of an end-to-end run
+_LATENCY = 1.0  # of a slow link, in forwards of a stage
+
+
+def cells(size: Size, seeds: int) -> list[Cell]:
+    """Every arm whose rate has been chosen, by seed."""
+    del size
+    return [
+        Cell(method=one.name, recipe=one.run(RATES[one.name], seed))
+        for seed in range(seeds)
+        for one in ARMS
+        if one.name in RATES
+    ]
+
+
+PROMPT, LOCAL, TWO, THREE = "end-to-end", "local", "2-wise-mean", "3-wise-mean"
+ROTATING = "rotating-2, all heads"
+LATE = "end-to-end-delay-1"
+BETTER_LATE, LATER = f"{LATE}, extrapolated", "end-to-end-delay-4, extrapolated"
+
+
+def claims(runs: Runs) -> list[Claim]:
+    """All claims, written down before the runs; losses in nats a byte, and the smaller is the better."""
+    found = [claim for optimizer in ("muon", "adam") for claim in _at_equal_steps(runs, optimizer)]
+    prices = [difference(_end(runs, f"{o} {LATE}"), _end(runs, f"{o} {PROMPT}")) for o in ("adam", "muon")]
+    found.append(greater("delay 1 costs Muon less than Adam", "delay", *prices, unit="nats"))
+    return found + [claim for latency in (0.0, _LATENCY) for claim in _at_equal_time(runs, latency)]
+
+
+def _end(runs: Runs, name: str) -> Seeds:
+    return runs.scores(loss, name)
+
+
+def _at_equal_steps(runs: Runs, optimizer: str) -> list[Claim]:
+    def worse(source: str, first: str, second: str, text: str = "") -> Claim:
+        ends = [_end(runs, f"{optimizer} {name}") for name in (first, second)]
+        return greater(f"{optimizer}: {text or f'{first} is worse than {second}'}", source, *ends, unit="nats")
+
+    def little(source: str, first: str, second: str, text: str) -> Claim:
+        ends = [_end(runs, f"{optimizer} {name}") for name in (first, second)]
+        return no_greater(f"{optimizer}: {text} by less than {_SMALL:g}", source, *ends, by=_SMALL, unit="nats")
+
+    return [
+        worse("gate", "end-to-end, 1 block", PROMPT, "depth helps: one block is worse than eight"),
+        *(worse("figure 7", *pair) for pair in (*pairwise((LOCAL, TWO, THREE, PROMPT)), (LOCAL, PROMPT))),
+        little("rotating", ROTATING, TWO, f"{ROTATING} is worse than {TWO}, if at all,"),
+        worse("delay", LATE, PROMPT, "delay 1 costs something"),
+        worse("delay", LATE, BETTER_LATE, "extrapolated updates help delay 1"),
+        little("delay", BETTER_LATE, PROMPT, "with extrapolated updates delay 1 is worse, if at all,"),
+    ]
+
+
+def at_equal_time(runs: Runs, first: Arm, second: Arm, latency: float) -> list[Seeds]:
+    """Return the losses of two arms, by seed, when the faster has done its steps.
+
+    Args:
+        runs: the records.
+        first: an arm.
+        second: another.
+        latency: of a message, in slots.
+    """
+    end = min(clock.total(one, latency) for one in (first, second))
+    return [runs.scores(loss_at(clock.steps_done(one, end, latency)), one.name) for one in (first, second)]
+
+
+def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
+    """Compare with exact end-to-end training, and with the shortest delay that hides the latency at eight stages."""
+    late = LATER if latency else BETTER_LATE
+    pairs = [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
+    found = []
+    for worse, better in pairs:
+        text = f"muon, equal time, latency {latency:g}: {worse} is worse than {better}"
+        losses = at_equal_time(runs, arm(f"muon {worse}"), arm(f"muon {better}"), latency)
+        found.append(greater(text, "time", *losses, unit="nats"))
+    return found
+
+
+def tables(runs: Runs) -> str:
+    """Losses at equal steps and at equal time, slots of a step, and work; then the same for other numbers of stages."""
+    deep = [one for one in ARMS if one.blocks == STAGES and one.num_stages == STAGES]
+    shallow = [[one.name, runs.shown(loss, one.name, digits=3)] for one in ARMS if one.blocks == 1]
+    whole = [arm(f"muon {name}") for name in (PROMPT, BETTER_LATE, LATER)]
+    four = [replace(one, num_stages=4) for one in whole]
+    four += [one for one in ARMS if one.blocks == STAGES and one.num_stages == 4]
+    return "\n\n".join(
+        [
+            "## Eight stages",
+            _compared(runs, deep),
+            f"Test loss in nats a byte. Equal time is {clock.total(arm('muon local')):,.0f} slots, in which local training does "
+            "all its steps. A slot is a forward of a stage for a mini-batch. A message arrives 1 slot late with latency 1. Work "
+            f"is counted in slots over all stages; overheads are not in it. {_COSTS}",
+            "## One block",
+            markdown.table(["arm", "test loss, equal steps"], shallow),
+            "## Four stages of two blocks",
+            _compared(runs, four),
+            "An end-to-end run is the same for every cut, so these are the runs with eight stages. A slot is a forward of two "
+            "blocks.",
+            "## Steps with more accelerators",
+            _deeper(),
+        ]
+    )
+
+
+_COSTS = (
+    f"Costs: F = I = W = 1, heads with their backward for what they multiply, {clock.OVERHEAD:g} an action; the fastest order "
+    "that nwise runs, best M up to 16."
+)
+
+
+def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
+    rows = []
+    for one in arms:
+        row: list[object] = [one.name, runs.shown(loss, name := _runs_of(one), digits=3)]
+        for latency in (0.0, _LATENCY):
+            end = clock.total(replace(arm("muon local"), num_stages=one.num_stages))
+            row.append(runs.shown(loss_at(clock.steps_done(one, end, latency)), name, digits=3))
+        row += [f"{clock.total(one, latency) / STEPS:.2f}" for latency in (0.0, _LATENCY)]
+        rows.append([*row, f"{clock.work(one):.1f}"])
+    moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in (0, 1)]
+    return markdown.table(["arm", "equal steps", *moments, "work a step"], rows)
+
+
+def _runs_of(one: Arm) -> str:
+    """The arm whose runs those of this one would equal."""
+    return replace(one, num_stages=STAGES).name if one.strategy.startswith("end-to-end") else one.name
+
+
+def _deeper() -> str:
+    names = (PROMPT, BETTER_LATE, LATER, ROTATING, "rotating-2-microbatch, all heads", TWO, LOCAL)
+    counts = (4, STAGES, 16, 32)
+    headings = [f"A = {count}, latency {latency:g}" for latency in (0, 1) for count in counts]
+    rows = []
+    for name in names:
+        arms = [replace(arm(f"muon {name}"), num_stages=count, blocks=count) for count in counts]
+        rows.append(
+            [name, *(f"{clock.total(one, latency) / STEPS:.2f}" for latency in (0.0, _LATENCY) for one in arms)]
+        )
+    return markdown.table(["slots a step", *headings], rows)
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Loss against time."""
+    draw_frontier(runs, path)
+
+
+EXPERIMENT = Trained(
+    "frontier",
+    "The frontier of credit and delay",
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"medium": 3}),
+    [
+        Result("", "ours: does depth help where methods are compared? (frontier)", "gate"),
+        Result("", "figure 7 again, eight stages and tuned rates (frontier)", "figure 7"),
+        Result("", "ours: rotating blocks with all heads (frontier)", "rotating"),
+        Result("", "ours: delayed gradients, Adam and Muon (frontier)", "delay"),
+        Result("", "ours: equal time on eight accelerators (frontier)", "time"),
+    ],
+)
