@@ -26,9 +26,9 @@ from experiments.e2 import experiment as e2
 from experiments.e4 import experiment as e4
 from experiments.e6 import experiment as e6
 from experiments.harness.cell import Cell, Record, cell_of, measure
-from experiments.harness.claims import Claim, equal, greater, interval
+from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater
 from experiments.harness.clock import network_costs, step_time, work
-from experiments.harness.experiment import Job
+from experiments.harness.experiment import SIZES, Job
 from experiments.harness.pool import run_cells
 from experiments.harness.runs import Runs, accuracy, loss, loss_at
 from experiments.harness.store import Store
@@ -253,8 +253,22 @@ def test_claim_interval_is_students_t() -> None:
 )
 def test_claim_verdicts(first: list[float], found: str, near: str) -> None:
     values, zeros = dict(enumerate(first)), dict.fromkeys(range(9), 0.0)
-    assert greater("", "", values, zeros).verdict == found
-    assert equal("", "", values, zeros, within=1).verdict == near
+    above, close = greater("", "", values, zeros), equal("", "", values, zeros, within=1)
+    assert (above.verdict, close.verdict) == (found, near)
+    for claim in (above, close, no_greater("", "", values, zeros, by=0.5)):
+        assert (claim.p < 0.05) == (claim.verdict != "undecided"), "the level at which the interval decides"
+
+
+def test_holm_corrects_for_the_number_of_tested_claims() -> None:
+    """Differences 1, 2, 3 have t = 2 sqrt(3), so p = 0.0742 with two degrees of freedom, by hand 1 - t / sqrt(t^2 + 2)."""
+    claim = greater("", "", {0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
+    assert claim.p == pytest.approx(1 - math.sqrt(12 / 14))
+    levels = (0.011, 0.2, 0.012, 0.024)
+    claims = [dataclasses.replace(claim, p=p) for p in levels]
+    # Thresholds 0.05 / 4, / 3, / 2, / 1, the smallest p first.
+    assert holm(claims) == [True, False, True, True]
+    assert holm([*claims, dataclasses.replace(claim, p=0.0125)]) == [False] * 5, "0.011 is above 0.05 / 5"
+    assert holm([exact("", "", 1.0, holds=True, wanted="", unit=""), claims[0]]) == [False, True]
 
 
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=2, max_size=8), st.floats(-20, 20))
@@ -351,10 +365,10 @@ def test_grid_is_scored_on_withheld_images() -> None:
         assert cell.recipe.data.withheld == (0.1 if "grid" in cell.part else 0)
 
 
-@pytest.mark.parametrize("size", ["small", "full"])
+@pytest.mark.parametrize("size", SIZES)
 def test_cell_names_are_unique(size: Any) -> None:
     for experiment in EXPERIMENTS.values():
-        if isinstance(experiment, Trained):
+        if isinstance(experiment, Trained) and size in experiment.sizes:
             names = [cell.name + cell.part for cell in experiment.parts.cells(size, 2)]
             assert len(set(names)) == len(names) > 0
 
@@ -626,8 +640,9 @@ def test_index_shows_all_sixteen_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_claim_is_in_a_row_of_the_index(name: str) -> None:
     """Regression: claims about the work of Transformers were in no row."""
-    sources = [result.source for result in EXPERIMENTS[name].results]
-    claims = EXPERIMENTS[name].claims(Job(folder=Path(__file__).parents[1] / "experiments"))
+    experiment, folder = EXPERIMENTS[name], Path(__file__).parents[1] / "experiments"
+    sources = [result.source for result in experiment.results]
+    claims = [claim for size in experiment.sizes for claim in experiment.claims(Job(folder=folder, size=size))]
     assert claims
     assert [claim.text for claim in claims if not claim.source.startswith(tuple(sources))] == []
 

@@ -52,7 +52,7 @@ class Trained(Experiment):
             for cell in self.parts.cells(job.size, seeds)
             if not job.only or any(text in cell.name for text in job.only)
         ]
-        if not found:
+        if job.only and not found:
             names = ", ".join(dict.fromkeys(cell.method for cell in self.parts.cells(job.size, 1)))
             raise NothingMatches(
                 f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."

@@ -1,0 +1,135 @@
+"""The frontier: arms, their rates, the clock, and the claims on made-up records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.frontier import clock, experiment
+from experiments.frontier.arms import ARMS, RATES, STEPS, Arm, arm, rates_tried
+from experiments.harness.cell import Record
+from experiments.harness.claims import Claim
+from experiments.harness.experiment import Job, NothingMatches
+from experiments.harness.runs import Runs
+from experiments.index import EXPERIMENTS
+from nwise import cli
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+
+
+def records(name: str, end: float, slope: float = 0.0, seeds: int = 3) -> list[Record]:
+    """Made-up runs whose loss falls in a straight line to `end` and some thousandths more for each seed."""
+    return [
+        {
+            "method": name,
+            "part": "",
+            "seed": seed,
+            "stages": 8,
+            "tests": [
+                {"step": step, "loss": [end + slope * (STEPS - step) + seed / 1000 * (1 + end)]}
+                for step in (0, STEPS // 2, STEPS)
+            ],
+        }
+        for seed in range(seeds)
+    ]
+
+
+def found(runs: Runs) -> dict[str, Claim]:
+    return {claim.text: claim for claim in experiment.claims(runs)}
+
+
+def test_rates_are_those_that_the_search_chose() -> None:
+    """Rates stand in the code, so a reported run needs no other file; they must be what the records say."""
+    from experiments.rates import experiment as search
+
+    runs = search.EXPERIMENT.all_runs(Job(folder=FOLDER, size="medium"))
+    assert search.chosen(runs[0]) == RATES
+    assert all(len(rates_tried(one)) == 5 for one in ARMS)
+
+
+def test_a_trial_is_the_beginning_of_a_run() -> None:
+    one = arm("muon 2-wise-mean")
+    trial, run = one.trial(0.02), one.run(0.02, 0)
+    assert (trial.optimizer, trial.model, trial.batch_size) == (run.optimizer, run.model, run.batch_size)
+    assert (trial.max_steps, run.max_steps, trial.seed) == (500, 2500, 100)
+    assert run.optimizer.lr / 100**0.5 == pytest.approx(0.003)
+    assert run.optimizer.muon_lr / 100**0.5 == pytest.approx(0.02)  # type: ignore[union-attr] # Adam's settings
+    switching = arm("muon local@half,end-to-end")
+    assert switching.trial(0.02).strategy == "local@250,end-to-end"
+    assert switching.run(0.02, 0).strategy == "local@1250,end-to-end"
+
+
+def test_arms_train_the_same_network() -> None:
+    deep = {one.blocks for one in ARMS if one.blocks != 1}
+    assert deep == {8}
+    assert {one.num_stages * one.model.blocks_per_stage for one in ARMS} == {1, 8}
+    assert len({one.name for one in ARMS}) == len(ARMS)
+
+
+def test_steps_done_at_a_time() -> None:
+    """Local training with heads of 0.55 slots: 3.59 slots a step, 3 for the stage, 0.55 for the head, 0.02 for two actions."""
+    local, switching = arm("muon local"), arm("muon local@half,end-to-end")
+    ((steps, period, count),) = clock.slots(local)
+    assert (steps, count) == (2500, 1)
+    assert period == pytest.approx(3.59)
+    assert clock.steps_done(local, 359.0) == pytest.approx(100)
+    (first, each, _), (second, later, _) = clock.slots(switching)
+    assert (first, second) == (1250, 1250)
+    assert each == pytest.approx(3.59)
+    assert clock.steps_done(switching, 1250 * each + 10 * later) == pytest.approx(1260)
+    assert clock.steps_done(switching, 1e9) == 2500
+    assert clock.total(switching) == pytest.approx(1250 * (each + later))
+    # F, I and W of eight stages but one I, eight heads or outputs: the work of end-to-end has only the last head.
+    assert clock.work(arm("muon end-to-end")) == pytest.approx(8 * 3 - 1 + 0.55 + 1, abs=0.05)
+    rotating = arm("muon rotating-2-microbatch, all heads")
+    assert clock.work(rotating) == pytest.approx(clock.work(arm("muon rotating-2, all heads")))
+
+
+def test_claims_at_equal_time_credit_the_faster_arm() -> None:
+    """End-to-end and local fall alike per step, so at equal time local leads by the steps that it has done more."""
+    slope = 1 / STEPS
+    runs = Runs(records("muon end-to-end", 2.0, slope) + records("muon local", 2.0, slope))
+    claim = found(runs)["muon, equal time, latency 0: end-to-end is worse than local"]
+    each, local = (clock.slots(arm(f"muon {name}"))[0][1] for name in ("end-to-end", "local"))
+    assert claim.effect == pytest.approx(1 - local / each)
+    assert claim.verdict == "holds"
+    assert found(runs)["muon: local is worse than end-to-end"].effect == pytest.approx(0)
+    assert found(runs)["muon: local is worse than 2-wise-mean"].verdict == "undecided", "2-wise-mean was not run"
+
+
+def test_price_of_delay_by_optimizer() -> None:
+    ends = {
+        "muon end-to-end": 1.0,
+        "muon end-to-end-delay-1": 1.02,
+        "adam end-to-end": 1.5,
+        "adam end-to-end-delay-1": 1.8,
+    }
+    runs = Runs([record for name, end in ends.items() for record in records(name, end)])
+    claim = found(runs)["delay 1 costs Muon less than Adam"]
+    assert claim.effect == pytest.approx(0.28, abs=0.01)
+    assert claim.verdict == "holds"
+
+
+def test_page_and_figures_from_made_up_records(tmp_path: Path) -> None:
+    runs = Runs([r for one in ARMS for r in records(one.name, 1.0 + len(one.name) / 100, 1 / STEPS)], "medium")
+    text = experiment.tables(runs)
+    assert "| muon local | " in text
+    assert "–" not in text
+    experiment.draw(runs, tmp_path / "medium")
+    for optimizer in ("muon", "adam"):
+        assert (tmp_path / f"medium-{optimizer}.png").stat().st_size > 10_000
+
+
+def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NothingMatches, match="`size` of frontier should be medium. Found small"):
+        EXPERIMENTS["frontier"].check(Job(folder=tmp_path))
+    assert cli.run(["reproduce", "e1", "--size", "medium", "--folder", str(tmp_path)]) != 0
+    assert "`size` of e1 should be small or full. Found medium" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arm_names_say_what_differs() -> None:
+    assert Arm("adam", "local", num_stages=4, head_blocks=2).name == "adam local, 4 stages, heads of 2"
+    with pytest.raises(KeyError):
+        arm("adam local, 4 stages, heads of 2")
