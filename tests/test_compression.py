@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import nwise
 from nwise.recipes import recipe
 from nwise.runtime.channel import Spec, make_spec
 from nwise.runtime.compression import TopK, Wire, parse_compression
+from nwise.training import Checkpoints
+from nwise.training.checkpoint import state
 
 NAMES = ("bf16", "int8", "top-30%")
 Squeeze = Callable[[Tensor], Tensor]
@@ -296,3 +299,31 @@ def test_a_custom_compression_is_used() -> None:
     losses = pipe.step(x, target=x)
     expected = nn.functional.mse_loss(heads[1](stages[1](stages[0](x) / 2)), x)
     assert losses[1].item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_resume_says_that_the_compression_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a run resumed with other messages said nothing."""
+
+    def pipe(compress: str) -> nwise.Pipeline:
+        stages = nwise.split(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), ["1", "2"])
+        return nwise.Pipeline(stages, network()[1], nn.functional.mse_loss, "2-wise", compress=compress)
+
+    Checkpoints(tmp_path, pipe("top-5%")).save()
+    said = {name: Checkpoints(tmp_path, pipe(name)).resume() for name in ("top-5%", "top-9%", "int8", "none")}
+    changes = {name: None if found is None else found.changes for name, found in said.items()}
+    assert changes == {
+        "top-5%": "",
+        "top-9%": "compression TopK -> another TopK",
+        "int8": "compression TopK -> Int8",
+        "none": "compression TopK -> none",
+    }
+    # A checkpoint written before messages could be compressed has no such fact.
+    collect = state.collect_facts
+    with monkeypatch.context() as old:
+        old.setattr(state, "collect_facts", lambda *of: {k: v for k, v in collect(*of).items() if k != "compress"})
+        Checkpoints(tmp_path / "old", pipe("none")).save()
+    found = Checkpoints(tmp_path / "old", pipe("int8")).resume()
+    assert found is not None
+    assert found.changes == "compression none -> Int8"
+    with pytest.raises(ValueError, match="facts with other names. Found 'compress', which nwise writes"):
+        Checkpoints(tmp_path / "other", pipe("none")).save(compress="none")

@@ -138,7 +138,7 @@ class Pipeline(nn.Module):
         self._survey()
         arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
-        form = "none" if self._compression is None else fingerprint(self._compression)
+        form = self.compress = fingerprint(self._compression)
         self.processes.agree(strategy=rule.name, num_microbatches=num_microbatches, seed=self.seed, compress=form)
 
     @property

@@ -137,7 +137,7 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        if reserved := sorted(set(facts) & set(state.FACTS)):
+        if reserved := sorted(set(facts) & (set(state.FACTS) | set(state.LATER_FACTS))):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()

@@ -34,6 +34,9 @@ FACTS = {
     "optimizer": str,
 }
 
+# Facts that older checkpoints lack, and their values there.
+LATER_FACTS = {"compress": "none"}
+
 
 def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """Return copies, on the CPU, of this process's part of the state; nothing where another replica has the same.
@@ -92,6 +95,7 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
         "num_microbatches": pipe.num_microbatches,
         "ends": ends,
         "optimizer": _optimizer_kind(optimizer),
+        "compress": pipe.compress,
     }
 
 
@@ -256,10 +260,13 @@ def _differences(
     kept = {k for _, heads in parts for k in heads}
     dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
     changes = []
-    now = collect_facts(pipe, optimizer)
+    facts, now = {**LATER_FACTS, **facts}, collect_facts(pipe, optimizer)
     for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
         if facts[key] != now[key]:
             changes.append(f"{what} {facts[key]} -> {now[key]}")
+    if facts["compress"] != now["compress"]:
+        before, after = (str(form["compress"]).partition("(")[0] for form in (facts, now))
+        changes.append(f"compression {before} -> {f'another {after}' if before == after else after}")
     if optimizer is not None and facts["optimizer"] != now["optimizer"]:
         changes.append(f"optimizer {facts['optimizer']} -> {now['optimizer']}, with fresh state")
     if len(facts["ends"]) != len(now["ends"]):
