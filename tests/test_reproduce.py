@@ -7,8 +7,11 @@ import io
 import json
 import math
 import multiprocessing
+import os
 import random
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
 from experiments.e4 import experiment as e4
 from experiments.e6 import experiment as e6
+from experiments.harness import pool
 from experiments.harness.cell import Cell, Record, cell_of, measure
 from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater
 from experiments.harness.clock import network_costs, step_time, work
@@ -101,6 +105,32 @@ def test_interrupted_cells_leave_no_processes() -> None:
     with pytest.raises(OSError, match=r"2 processes should run the cells. Found that one has died"):
         list(run_cells([*quick, long], 2, kill))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_workers_end_with_the_process_that_asked() -> None:
+    """Regression: workers went on for hours after their parent had been killed, and shared the cores with the next run's."""
+
+    def work() -> None:
+        pool._begin(None)
+        time.sleep(60)
+
+    reader, writer = os.pipe()
+    asked = os.fork()
+    if not asked:
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        os.write(writer, str(worker.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(asked, 0)
+    status = Path("/proc") / os.read(reader, 20).decode() / "status"
+    os.close(reader)
+    os.close(writer)
+    deadline = time.monotonic() + 10
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "the worker goes on"
+        time.sleep(0.01)
 
 
 def test_record_matches_trainer_scores() -> None:

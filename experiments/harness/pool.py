@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -91,11 +92,20 @@ _news: Any = None
 
 
 def _begin(news: Any) -> None:
-    """In a new worker: one thread, since the others compute too; Ctrl-C is for the process that asked."""
+    """Prepare a new worker: one thread, since the others compute too; no Ctrl-C, but the end of the process that asked."""
     global _news
     _news = news
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _set_threads()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end_with_parent() -> None:
+    """Wait until the process that asked has ended, even by a kill, and end too: nobody would read the record."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _set_threads() -> None:
