@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -10,7 +11,7 @@ import numpy as np
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
 from experiments.harness.plots import legend, panels_of, styled
-from experiments.harness.runs import Runs, loss_at
+from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
 _POINTS = 60
@@ -30,46 +31,52 @@ def _shown(optimizer: Optimizer) -> list[Arm]:
     ]
 
 
+# What a curve is drawn against, for an arm: its name, and the steps that an arm has done at a point of the axis.
+_AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float]]] = {
+    "equal steps": ("steps", lambda one, x: x, lambda one: STEPS),
+    "equal work": (
+        "slots of work over all stages",
+        lambda one, x: x / clock.work(one),
+        lambda one: STEPS * clock.work(one),
+    ),
+    "equal time, latency 0": ("slots", lambda one, x: clock.steps_done(one, x), clock.total),
+    "equal time, latency 1": (
+        "slots",
+        lambda one, x: clock.steps_done(one, x, 1.0),
+        lambda one: clock.total(one, 1.0),
+    ),
+}
+
+
 @styled
 def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
-    """Draw test loss against steps, and against time at both latencies, with the range of the seeds.
+    """Draw test loss against steps, work, and time at both latencies, with the deviation over seeds.
 
     Args:
         runs: the records.
         optimizer: the arms' optimizer.
         path: of the figure.
     """
-    figure, panels = panels_of(3, width=3.9, height=3.8, share=True)
-    lowest = []
-    for axes, latency in zip(panels, (None, 0.0, 1.0), strict=True):
-        for one in _shown(optimizer):
-            if not runs.records_for(one.name):
-                continue
-            end = STEPS if latency is None else clock.total(_local(), latency)
-            xs = np.linspace(end / 20, end, _POINTS)
-            steps = [x if latency is None else clock.steps_done(one, x, latency) for x in xs]
-            columns = [list(runs.scores(loss_at(step), one.name).values()) for step in steps]
+    figure, panels = panels_of(2, rows=2, width=4.6, height=3.5, share=True)
+    arms = [one for one in _shown(optimizer) if runs.records_for(one.name)]
+    for axes, (title, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
+        stop = min(end(one) for one in arms)
+        for one in arms:
+            xs = np.linspace(stop / 20, stop, _POINTS)
+            columns = [list(runs.scores(loss_at(steps_done(one, x)), one.name).values()) for x in xs]
             ys = [mean(column) for column in columns]
             axes.plot(xs, ys, color=_COLOUR[one.strategy], label=one.name.partition(" ")[2], lw=1.6)
-            half = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
-            axes.fill_between(
-                xs, np.subtract(ys, half), np.add(ys, half), color=_COLOUR[one.strategy], alpha=0.15, lw=0
-            )
-            lowest.append(ys[-1])
-        axes.set(
-            title="equal steps" if latency is None else f"equal time, latency {latency:g}",
-            xlabel="steps" if latency is None else "slots",
-        )
-    if lowest:
-        panels[0].set_ylim(min(lowest) - 0.03, min(lowest) + 0.9)
-    panels[0].set_ylabel("test loss, nats a byte")
+            spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
+            low, high = np.subtract(ys, spread), np.add(ys, spread)
+            axes.fill_between(xs, low, high, color=_COLOUR[one.strategy], alpha=0.15, lw=0)
+        axes.set(title=title, xlabel=unit)
+    best = min(min(runs.scores(loss, one.name).values()) for one in arms)
+    panels[0].set_ylim(best - 0.03, best + 0.8)
+    for axes in panels[::2]:
+        axes.set_ylabel("test loss, nats a byte")
     legend(panels[0], 7)
     figure.suptitle(f"Eight stages, {optimizer.capitalize()}: mean and one standard deviation over seeds")
     figure.savefig(path, dpi=150)
-
-
-def _local() -> Arm:
-    return next(one for one in ARMS if one.strategy == "local" and one.num_stages == STAGES)
 
 
 def draw_frontier(runs: Runs, path: Path) -> None:

@@ -50,11 +50,11 @@ def style(method: str) -> dict[str, Any]:
 
 
 def panels_of(
-    columns: int, *, width: float = 4.2, height: float = 3.4, share: bool = False
+    columns: int, *, rows: int = 1, width: float = 4.2, height: float = 3.4, share: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side, grid and no frame."""
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    panels = figure.subplots(1, columns, squeeze=False, sharey=share)[0]
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
