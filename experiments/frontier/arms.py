@@ -143,6 +143,7 @@ ARMS: tuple[Arm, ...] = (
     *_family("muon"),
     Arm("muon", "end-to-end-delay-2", extrapolate=True),
     Arm("muon", "end-to-end-delay-4", extrapolate=True),
+    Arm("muon", "end-to-end-delay-4"),
     Arm("muon", "rotating-2-microbatch", all_heads=True, microbatches=4),
     *_family("adam"),
     Arm("muon", "local@half,end-to-end"),
@@ -162,7 +163,13 @@ ARMS: tuple[Arm, ...] = (
 )
 
 # Peak rates, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
-RATES: dict[str, float] = {}
+RATES: dict[str, float] = {
+    "muon end-to-end": 0.02,
+    "muon rotating-2, all heads": 0.04,
+    "muon end-to-end-delay-1, extrapolated": 0.02,
+    "muon local": 0.02,
+    "muon 2-wise-mean": 0.04,
+}
 
 
 def arm(name: str) -> Arm:

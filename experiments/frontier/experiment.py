@@ -35,7 +35,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 PROMPT, LOCAL, TWO, THREE = "end-to-end", "local", "2-wise-mean", "3-wise-mean"
 ROTATING = "rotating-2, all heads"
 LATE = "end-to-end-delay-1"
-BETTER_LATE, LATER = f"{LATE}, extrapolated", "end-to-end-delay-4, extrapolated"
+BETTER_LATE, LATER = f"{LATE}, extrapolated", "end-to-end-delay-4"
 
 
 def claims(runs: Runs) -> list[Claim]:

@@ -27,7 +27,7 @@ def _shown(optimizer: Optimizer) -> list[Arm]:
         one
         for one in ARMS
         if one.optimizer == optimizer and one.strategy in _SHOWN[optimizer] and one.num_stages == one.blocks == STAGES
-        if not one.head_blocks and one.extrapolate == ("-delay-" in one.strategy)
+        if not one.head_blocks and one.extrapolate == one.strategy.endswith("-delay-1")
     ]
 
 
