@@ -87,6 +87,29 @@ def tuples(num_stages: int) -> Net:
     return Net(stages, heads, loss, lambda n: (torch.randn(n, 4), torch.randint(0, 4, (n,))))
 
 
+class ByName(nn.Module):
+    """A stage or head of `tuples` that takes names and, if it is a stage, gives them, in another order."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | dict[str, Tensor]:
+        places = ("x", "side", "index")
+        made = self.inner(*inputs, *(named[name] for name in places if name in named))
+        return {name: made[places.index(name)] for name in ("side", "index", "x")} if isinstance(made, tuple) else made
+
+
+def names(num_stages: int) -> Net:
+    """The network of `tuples` with dictionaries between its stages, and as its output."""
+    net = tuples(num_stages)
+
+    def loss(output: Tensor | dict[str, Tensor], target: Tensor) -> Tensor:
+        return net.loss_fn((output["x"], output["side"]) if isinstance(output, dict) else output, target)
+
+    return Net([ByName(s) for s in net.stages], [ByName(h) for h in net.heads if h is not None], loss, net.draw)
+
+
 class Every(nn.Module):
     """A loss over all tokens ``[B, T]``."""
 
@@ -115,4 +138,4 @@ def some_without_parameters(num_stages: int) -> Net:
     return net
 
 
-ZOO = {make.__name__: make for make in (perceptron, convolutional, tuples, tokens, some_without_parameters)}
+ZOO = {make.__name__: make for make in (perceptron, convolutional, tuples, names, tokens, some_without_parameters)}

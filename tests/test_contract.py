@@ -156,7 +156,10 @@ def test_n_wise_of_all_stages_is_end_to_end_bitwise(name: str, num_stages: int) 
 
     hidden: object = (x,)
     for stage in plain:
-        hidden = stage(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+        if isinstance(hidden, dict):
+            hidden = stage(**hidden)
+        else:
+            hidden = stage(*(hidden if isinstance(hidden, tuple) else (hidden,)))
     loss = net.loss_fn(hidden, y)
     loss.backward()
 

@@ -33,6 +33,7 @@ RANKS = [
         "microbatch",
         "randomness",
         "reference",
+        "tensors",
     ],
     ["strategies", "_snapshot", "models"],
     ["flow"],

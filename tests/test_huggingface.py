@@ -16,6 +16,7 @@ import nwise
 import nwise.models.huggingface
 import nwise.training
 from launch import results
+from nwise.tensors import Named
 from test_contract import assert_same, gradients
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # configurations with random weights need no network, and should not look for one
@@ -277,6 +278,26 @@ def test_untie_reaches_nested_model() -> None:
     model = gpt2(tie_word_embeddings=True)
     assert nwise.untie(nn.ModuleDict({"inner": model})) == ["inner.lm_head.weight"]
     assert not model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Qwen2ForCausalLM", "BertForSequenceClassification"])
+def test_batches_by_name(name: str) -> None:
+    """As a tokenizer gives them, with any of the optional inputs; positions without a mask cannot be given by place."""
+    model = made(name).eval()
+    values = dict(zip(nwise.models.huggingface.family_for(model).inputs, inputs_for(model), strict=True))
+    for left_out in ("", "attention_mask", *list(values)[-1:]):
+        batch = transformers.BatchEncoding({key: value for key, value in values.items() if key != left_out})
+        stages = nwise.split(model, at=3, example=batch)
+        heads = nwise.heads.fitting(stages, batch, CLASSES, per_token="LM" in name)
+        pipe = nwise.Pipeline(stages, heads, own_loss(model), "2-wise", num_microbatches=2)
+        with torch.no_grad():
+            assert torch.equal(pipe(batch), model(**batch, **({"use_cache": False} if "LM" in name else {})).logits)
+        losses = pipe.step(batch, target=target_for(model, Named(batch)) % CLASSES)
+        assert losses[1:].isfinite().all()
+    with pytest.raises(TypeError, match="inputs should be of input_ids, .* Found labels; labels are the `target`"):
+        pipe.step(**batch, labels=batch["input_ids"], target=batch["input_ids"])
+    with pytest.raises(TypeError, match="The network should get input_ids. Found attention_mask"):
+        pipe(attention_mask=values["attention_mask"])
 
 
 def test_unsupported_models_and_arguments_raise() -> None:

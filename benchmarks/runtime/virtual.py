@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from nwise.flow import Cotangent, StageFlow
-from nwise.microbatch import Tensors
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Prices
 from nwise.stage import Cotangents
+from nwise.tensors import Tensors
 
 _SPIN = 60e-6  # seconds that a sleep is late by at most on a quiet machine, which are spent awake
 _LARGE = 4096  # numbers of a message that takes existing memory

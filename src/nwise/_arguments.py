@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nwise.flow import Flow
@@ -17,6 +17,7 @@ from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
+from nwise.tensors import Input, Tensors, as_tuple, call, names
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 Given = nn.Module | Callable[[], nn.Module]
@@ -98,12 +99,13 @@ def checked(
     return mains, [*sides, None], losses
 
 
-def check_target(num_inputs: int, target: object, first: nn.Module) -> None:
+def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
     """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
-    if target is None and num_inputs > 1 and not _takes(first, num_inputs):
+    if target is None and len(inputs) > 1 and not _takes(first, inputs):
+        found = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
         raise TypeError(
             "The first stage should get the inputs that its forward takes; pass the target by name, "
-            f"`pipe.step(x, target=y)`. Found {num_inputs} inputs and no target."
+            f"`pipe.step(x, target=y)`. Found {found} and no target."
         )
 
 
@@ -139,9 +141,9 @@ def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple
     return known
 
 
-def check_same_target(processes: Processes, target: Tensor | Sequence[Tensor] | None) -> None:
+def check_same_target(processes: Processes, target: Input | Tensors | None) -> None:
     """Raise ValueError unless all processes with a target have the same one, as from equal loaders."""
-    parts = () if target is None else (target,) if isinstance(target, Tensor) else target
+    parts = () if target is None else as_tuple(target, "`target`")
     code = "".join(
         sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         for t in (parts if processes.size > 1 else ())
@@ -155,14 +157,14 @@ def check_same_target(processes: Processes, target: Tensor | Sequence[Tensor] | 
             )
 
 
-def _takes(module: nn.Module, count: int) -> bool:
-    """Return whether a module's forward accepts `count` inputs, judged by its signature."""
+def _takes(module: nn.Module, inputs: Tensors) -> bool:
+    """Return whether a module's forward accepts the inputs, judged by its signature."""
     # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
     while type(module) in (nn.Sequential, Chain):
         parts = module.pieces() if isinstance(module, Chain) else module._modules
         module = next(iter(parts.values()), None) or nn.Identity()
     try:
-        inspect.signature(module.forward).bind(*[None] * count)
+        call(inspect.signature(module.forward).bind, inputs)
     except (TypeError, ValueError):
         return False
     return True

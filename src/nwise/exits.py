@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from nwise._arguments import HeadDict
-from nwise.microbatch import Tensors, as_tuple, batch_size
+from nwise.microbatch import batch_size
 from nwise.runtime.processes import Alone, Processes
 from nwise.stage import unchanged
+from nwise.tensors import Tensors, as_inputs, call, names, run_module, with_names
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
@@ -55,7 +56,7 @@ def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] 
     """
     head = heads.get(k) if only is None or k in only else None
     with unchanged(hidden, f"The head of stage {k}"):
-        return None if head is None else head(*hidden)
+        return None if head is None else call(head, hidden)
 
 
 def confidence(logits: Tensor) -> Tensor:
@@ -101,9 +102,9 @@ def answer(
         if k and k - 1 not in processes.here:
             # Samples that have left are not sent. With none left the message is empty, and the stage does not run.
             rows, *rest = processes.receive(processes.rank_of(k - 1))
-            hidden = tuple(x.to(device) for x in rest)
+            hidden = with_names((x.to(device) for x in rest[1:]), _from_bytes(rest[0])) if rest else ()
         if len(rows):
-            hidden = as_tuple(stages[k](*hidden), f"The output of stage {k}")
+            hidden = run_module(stages[k], hidden, f"The output of stage {k}")
             if k == last or k in thresholds:
                 logits = single(hidden if k == last else head_output(heads, k, hidden, None), k)
                 sure = confidence(logits)
@@ -115,7 +116,8 @@ def answer(
                 if here.any():
                     hidden = _select(hidden, stays, k)
         if k < last and k + 1 not in processes.here:
-            processes.send((rows, *hidden) if len(rows) else (rows,), processes.rank_of(k + 1))
+            known = _to_bytes(names(hidden))
+            processes.send((rows, known, *hidden) if len(rows) else (rows,), processes.rank_of(k + 1))
     return _together(parts, size, device, processes)
 
 
@@ -149,14 +151,14 @@ class EarlyExit(nn.Module):
         self.thresholds = dict(thresholds)
         self.eval()
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """Return the outputs alone."""
-        return self.answers(*inputs).output
+        return self.answers(*inputs, **named).output
 
-    def answers(self, *inputs: Tensor) -> Answers:
+    def answers(self, *inputs: Tensor, **named: Tensor) -> Answers:
         """Return the outputs, the stages at which the samples left, and how sure they were."""
-        processes = Alone(len(self.stages))
-        return answer(self.stages, self.heads, inputs, self.thresholds, processes, inputs[0].device)
+        given = as_inputs(inputs, named, "The input")
+        return answer(self.stages, self.heads, given, self.thresholds, Alone(len(self.stages)), given[0].device)
 
 
 def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:
@@ -206,7 +208,16 @@ def _select(hidden: Tensors, stays: Tensor, stage: int) -> Tensors:
     if any(not x.dim() or len(x) != len(stays) for x in hidden):
         shapes = [list(x.shape) for x in hidden]
         raise ValueError(f"Stage {stage} should return {len(stays)} samples along dimension 0. Found {shapes}.")
-    return tuple(x[stays] for x in hidden)
+    return with_names((x[stays] for x in hidden), names(hidden))
+
+
+def _to_bytes(names: Sequence[str]) -> Tensor:
+    """Return the names as a tensor of bytes, which travels with the tensors."""
+    return torch.tensor(list("\0".join(names).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(text: Tensor) -> tuple[str, ...]:
+    return tuple(bytes(text.tolist()).decode().split("\0")) if len(text) else ()
 
 
 def _together(parts: list[dict[str, Tensor]], size: int, device: torch.device, processes: Processes) -> Answers:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Tensors = tuple[Tensor, ...]
+from nwise.tensors import Tensors, as_tuple, names, single, with_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Batch:
 
 def cut(
     inputs: Tensors,
-    target: Tensor | Sequence[Tensor] | None,
+    target: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None,
     num_microbatches: int,
     terms: Sequence[Terms],
     *,
@@ -66,7 +66,6 @@ def cut(
     Raises:
         ValueError: there are too few samples, the target has another number of them, or none of them counts.
     """
-    inputs = as_tuple(inputs, "The input of `step`")
     size = batch_size(inputs, "The input of `step`")
     targets = None if target is None else as_tuple(target, "`target`")
     if targets is not None and batch_size(targets, "`target`") != size:
@@ -92,18 +91,6 @@ def _weights(parts: Sequence[Tensors], targets: Sequence[Tensors | None], terms:
     return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
 
 
-def as_tuple(value: Tensor | Sequence[Tensor], what: str) -> Tensors:
-    """Return a tensor or a sequence of tensors as a tuple; raise TypeError for anything else."""
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, tuple | list) and value and all(isinstance(item, Tensor) for item in value):
-        return tuple(value)
-    kind = type(value).__name__
-    if isinstance(value, tuple | list):
-        kind += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
-    raise TypeError(f"{what} should be a tensor or a tuple of tensors. Found {kind}; unpack or convert it.")
-
-
 def batch_size(tensors: Tensors, what: str) -> int:
     """Return the common length of dimension 0."""
     if any(tensor.ndim == 0 for tensor in tensors):
@@ -126,7 +113,8 @@ def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
         )
     if num_microbatches == 1:
         return [tensors]
-    return list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in tensors), strict=True))
+    parts = zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in tensors), strict=True)
+    return [with_names(part, names(tensors)) for part in parts]
 
 
 class Terms:
@@ -165,7 +153,7 @@ class Terms:
             ValueError: the loss's own count is invalid.
         """
         if self._count is not None:
-            return self._checked(float(self._count(target[0] if len(target) == 1 else target)))
+            return self._checked(float(self._count(single(target))))
         labels = target[0]
         if self._unknown:
             self._warn_of_ignored(labels)

@@ -20,7 +20,7 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
-from nwise.microbatch import Tensors, as_tuple, cut, make_terms
+from nwise.microbatch import cut, make_terms
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.engine import Engine, make_engine
@@ -34,6 +34,7 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
+from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
 
 class Pipeline(nn.Module):
@@ -197,54 +198,54 @@ class Pipeline(nn.Module):
         flow = self._flows(now)[self.steps % now.turns][0]
         return describe(title, self.processes.by_stage(here), flow, self.credit)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Input, **named: Tensor) -> Any:
         """Run the main network; return the last stage's output, None in processes that do not hold that stage."""
-        return self.head_outputs(*inputs, only=())[-1]
+        return self.head_outputs(*inputs, only=(), **named)[-1]
 
-    def head_outputs(self, *inputs: Tensor, only: Collection[int] | None = None) -> Outputs:
+    def head_outputs(self, *inputs: Input, only: Collection[int] | None = None, **named: Tensor) -> Outputs:
         """Run the network and the heads; return one output per stage, None without a head. The last is `forward`'s.
 
         Args:
-            inputs: inputs of the first stage.
+            inputs, named: inputs of the first stage, as for `step`.
             only: indices of the stages whose heads run; default: all.
         """
         outputs: Outputs = [None] * self.num_stages
 
-        def call(k: int, hidden: Tensors) -> Tensors:
-            output = self.stages[k](*hidden)
+        def forward(k: int, hidden: Tensors) -> Tensors:
+            output = call(self.stages[k], hidden)
             made = as_tuple(output, f"The output of stage {k}")
             outputs[k] = output if k == self.num_stages - 1 else head_output(self.heads, k, made, only)
             return made
 
-        given = as_tuple(inputs, "The input")
-        self._connected(given).infer(given, self.steps, call)
+        given = as_inputs(inputs, named, "The input")
+        self._connected(given).infer(given, self.steps, forward)
         return outputs
 
-    def exit(self, *inputs: Tensor, threshold: float | Mapping[int, float] = 0.9) -> Answers:
+    def exit(self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, **named: Tensor) -> Answers:
         """Run the network in evaluation mode; each sample leaves at the first head that is sure. All processes get the answers.
 
         Args:
-            inputs: inputs of the first stage, samples along dimension 0.
+            inputs, named: inputs of the first stage, as for `step`.
             threshold: probability from which a head is sure: one for all trained heads, or one for each that runs, by stage.
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
         with evaluating(self), self.processes.watched():
-            return answer(self.stages, self.heads, inputs, thresholds, self.processes, self._device(inputs[0]))
+            given = as_inputs(inputs, named, "The input of `exit`")
+            return answer(self.stages, self.heads, given, thresholds, self.processes, self._device(given[0]))
 
-    def step(self, *inputs: Tensor, target: Tensor | Tensors | None = None) -> Losses:
+    def step(self, *inputs: Input, target: Input | Tensors | None = None, **named: Tensor) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
         ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
 
         A step that raises restores every ``.grad`` and the statistics of batch norm, for which it keeps a copy of earlier
-        gradients. With several processes an error ends all of them.
+        gradients. With several processes an error ends all of them. Under a delay the gradients are those of an earlier
+        mini-batch (`nwise.Delayed`), and the first steps leave none.
 
         Args:
-            inputs: inputs of the first stage, samples along dimension 0.
-            target: the second argument of every loss, samples along dimension 0; default: none.
-
-        Under a delay the gradients are those of an earlier mini-batch (`nwise.Delayed`), and the first steps leave none.
+            inputs, named: inputs of the first stage, samples along dimension 0: by position, by name, or one dictionary.
+            target: the second argument of every loss, likewise: a tensor, several, or a dictionary; default: none.
 
         Returns:
             The losses of this mini-batch, detached, ``[A]``; nan if a head did not run or ran in another process.
@@ -253,10 +254,10 @@ class Pipeline(nn.Module):
             ValueError, TypeError: the batch does not fit the pipeline.
             nwise.runtime.watch.RankError: a rank failed.
         """
-        arguments.check_target(len(inputs), target, self.stages[0])
-        processes = self.processes
+        processes, given = self.processes, as_inputs(inputs, named, "The input of `step`")
+        arguments.check_target(given, target, self.stages[0])
         batch = cut(
-            inputs,
+            given,
             target,
             self.num_microbatches,
             self._terms,
@@ -274,7 +275,7 @@ class Pipeline(nn.Module):
         engine.recorder = self.recorder
         before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
         try:
-            with preserved(self._device(inputs[0])):
+            with preserved(self._device(given[0])):
                 workers = engine.run(schedule, self.steps, batch, self.on_action)
             before.commit()
         except BaseException:
@@ -314,8 +315,7 @@ class Pipeline(nn.Module):
         """Return the indices of the stages whose auxiliary heads run.
 
         Args:
-            later: whether to include all steps from the next one on, after switches of the strategy too (the default),
-                or only the strategy of the last step.
+            later: whether to include all later steps, after switches too (the default), or only the last step.
         """
         now = self.strategy.in_force(max(0, self.steps - 1))
         flows = self._flows_from(self.steps) if later else [flow for turn in self._flows(now) for flow in turn]

@@ -7,7 +7,7 @@ The main parameters of stage ``k`` receive ``sum_j C[j, k] dL_j/d(theta_k)``. Th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ def reference_grads(
     stages: Sequence[nn.Module],
     heads: Sequence[nn.Module | None] | None,
     loss_fn: Callable[..., Tensor] | Sequence[Callable[..., Tensor]],
-    x: Tensor | tuple[Tensor, ...],
+    x: Tensor | tuple[Tensor, ...] | Mapping[str, Tensor],
     y: Any,
     credit: Tensor,
     num_microbatches: int = 1,
@@ -32,8 +32,8 @@ def reference_grads(
         stages: the main network, in order.
         heads: the heads, one for every stage but the last, None for a stage without one; None: no heads.
         loss_fn: function ``loss_fn(head_output, target)`` that returns the mean over samples; or one per stage.
-        x: the mini-batch, samples along dimension 0.
-        y: the target, a tensor or a tuple of them with samples along dimension 0, or None.
+        x: the mini-batch, a tensor, a tuple or a dictionary of them, samples along dimension 0.
+        y: the target, likewise, or None.
         credit: credit matrix ``[A, A]``; ``credit[j, k]`` weighs loss ``j`` in the update of stage ``k``. For a strategy that
             rotates with the micro-batch, ``[M, A, A]``.
         num_microbatches: number of micro-batches, M, with sizes that differ by at most one; default: 1.
@@ -54,16 +54,9 @@ def reference_grads(
     mains = [copy.deepcopy(stage) for stage in stages]
     sides = [copy.deepcopy(head) for head in (heads or [])] + [None] * (len(mains) - len(heads or []))
     losses_of = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(mains)
-    xs = x if isinstance(x, tuple) else (x,)
-    parts = list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in xs), strict=True))
-    targets: list[Any] = [None] * num_microbatches
-    if isinstance(y, tuple):
-        targets = list(zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in y), strict=True))
-    elif y is not None:
-        targets = list(torch.tensor_split(y, num_microbatches))
-    counts = [
-        float(len(part[0]) if count is None else count(target)) for part, target in zip(parts, targets, strict=True)
-    ]
+    parts, targets = _cut(x, num_microbatches), _cut(y, num_microbatches)
+    sizes = [len(index) for index in torch.arange(len(_first(x))).tensor_split(num_microbatches)]
+    counts = [float(size if count is None else count(target)) for size, target in zip(sizes, targets, strict=True)]
     credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
 
     # A stage without credit from any loss keeps zero gradients: its sum is empty.
@@ -79,12 +72,12 @@ def reference_grads(
         share = terms / sum(counts)
         hidden: Any = part
         for j, main in enumerate(mains):
-            hidden = main(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+            hidden = _call(main, hidden)
             runs = bool((matrix[j] != 0).any()) or heads_run == "all"
             side = sides[j]
             if not runs or (side is None and j < len(mains) - 1):
                 continue
-            output = hidden if side is None else side(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+            output = hidden if side is None else _call(side, hidden)
             loss = losses_of[j](output, target) * share
             for k in range(j + 1):
                 _add(grads, f"stages.{k}.", mains[k], loss, float(matrix[j, k]))
@@ -114,6 +107,27 @@ def late_grads(calls: Sequence[dict[str, Tensor]], ages: Sequence[int]) -> dict[
         if age < len(calls):
             grads[name] = calls[-1 - age][name] if age else newest
     return grads
+
+
+def _first(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return next(iter(value.values() if isinstance(value, Mapping) else value))
+
+
+def _cut(value: Any, count: int) -> list[Any]:
+    """Cut a tensor, or all tensors of a tuple or dictionary, into parts along dimension 0."""
+    if value is None or isinstance(value, Tensor):
+        return [None] * count if value is None else list(torch.tensor_split(value, count))
+    if isinstance(value, Mapping):
+        return [dict(zip(value, part, strict=True)) for part in _cut(tuple(value.values()), count)]
+    return list(zip(*(torch.tensor_split(tensor, count) for tensor in value), strict=True))
+
+
+def _call(module: nn.Module, given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return module(**given)
+    return module(*given) if isinstance(given, tuple) else module(given)
 
 
 def _add(grads: dict[str, Tensor], prefix: str, module: nn.Module, loss: Tensor, weight: float) -> None:

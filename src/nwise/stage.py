@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.func import functional_call
 from nwise._autograd import add_gradients
 from nwise.flow import Cotangent, StageFlow
 from nwise.kept import Kept, gradient_to_inputs
-from nwise.microbatch import Tensors, as_tuple
+from nwise.tensors import Tensors, as_tuple, call, names, single, with_names
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -114,7 +115,8 @@ class Stage:
                 pass.
             continued: whether a pass follows before any other work of this rank (`Schedule.continued`). Default: True.
         """
-        leaves = tuple(x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs)
+        known = names(inputs)
+        leaves = with_names((x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs), known)
         has_graph = passes > 0 and (continued or not self.recompute)
         rerun = None
         if passes and self.recompute:
@@ -129,7 +131,7 @@ class Stage:
             outputs = self._call(leaves, seed, versions)
         kept = outputs if has_graph or flow.head else ()
         tape = Tape(leaves, kept, passes, versions, rerun, has_graph, flow.head)
-        return tape, tuple(y.detach() for y in outputs)
+        return tape, with_names((y.detach() for y in outputs), names(outputs))
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
         if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
@@ -139,8 +141,12 @@ class Stage:
             )
         _draw_from(seed, inputs[0].device)
         with unchanged(inputs, f"Stage {self.index}"):
-            outputs = functional_call(self.module, dict(replaced), inputs) if replaced else self.module(*inputs)
+            outputs = call(self._replaced(replaced) if replaced else self.module, inputs)
         return as_tuple(outputs, f"The output of stage {self.index}")
+
+    def _replaced(self, tensors: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """Return the module as a function that uses these parameters and buffers instead of its own."""
+        return lambda *inputs, **named: functional_call(self.module, dict(tensors), inputs, named)
 
     def run_head(self, tape: Tape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """Run H: fill the ``.grad`` of the head's parameters, and return the micro-batch's mean loss, detached.
@@ -152,12 +158,13 @@ class Stage:
             weight: share of this micro-batch in the mini-batch.
             seed: seed of every random number drawn here.
         """
-        leaves = tuple(y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
+        apart = (y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
+        leaves = with_names(apart, names(tape.outputs))
         _draw_from(seed, leaves[0].device)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:
-                output = self.head(*leaves) if self.head is not None else _single(leaves)
-                loss = self.loss_fn(output, None if target is None else _single(target))
+                output = call(self.head, leaves) if self.head is not None else single(leaves)
+                loss = self.loss_fn(output, None if target is None else single(target))
             except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
                 _explain(error, self.index, leaves, target)
                 raise
@@ -241,7 +248,8 @@ class Stage:
         if weights and tape.versions is not None:
             self._move_gradients(tape.versions)
         if again and tape.rerun is not None and not continued and tape.kept is None:
-            tape.outputs = tuple(y.detach() for y in tape.outputs) if tape.head_left else ()
+            detached = with_names((y.detach() for y in tape.outputs), names(tape.outputs))
+            tape.outputs = detached if tape.head_left else ()
             tape.has_graph = False
         return gradients
 
@@ -309,10 +317,6 @@ def _versions(tensors: Tensors) -> list[int]:
 def _carries(tensor: Tensor) -> bool:
     """Tell whether a gradient can travel through a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _single(tensors: Tensors) -> Tensor | Tensors:
-    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:

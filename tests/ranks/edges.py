@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import time
@@ -347,6 +348,26 @@ def late_and_evaluated() -> Any:
     return closed(pipe, state(pipe))
 
 
+def named_and_answered() -> Any:
+    """Inputs by name, compressed dictionaries between stages, forwards alone and exits."""
+    torch.manual_seed(0)
+    net = ZOO["names"](A)
+    net.stages[-1] = copy.deepcopy(net.heads[-1]) or nn.Identity()  # its output is logits, which an exit needs
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise", 2, seed=3, compress="bf16")
+    optimizer = make_optimizer("sgd", pipe)
+    x, y = net.draw(6)
+    for _ in range(2):
+        pipe.step({"x": x}, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    answers = pipe.exit(x=x, threshold=0.35)
+    with evaluating(pipe):
+        output = pipe(x=x)
+    everything = pipe.exit({"x": x}, threshold=float("inf")).output
+    assert output is None or torch.equal(output, everything)
+    return closed(pipe, {**state(pipe), "answers": [answers.stage.tolist(), answers.output.tolist()]})
+
+
 def answered_early() -> Any:
     """Samples leave at different depths, all of them at stage 0 or none, and training goes on as if nobody had asked."""
     pipe = pipeline(A, "2-wise", 1)
@@ -381,9 +402,11 @@ def leaves_nothing() -> Any:
 CASES: dict[str, Case] = {
     "tuples": lambda: zoo("tuples", "2-wise-mean"),
     "tokens": lambda: zoo("tokens", "2-wise"),
+    "names": lambda: zoo("names", "2-wise-mean"),
     "batch norm": lambda: zoo("convolutional", "end-to-end"),
     "without parameters": lambda: zoo("some_without_parameters", "2-wise"),
     "recomputed": lambda: zoo("perceptron", "3-wise", recompute=True),
+    "named and answered": named_and_answered,
     "lengths": lengths,
     "evaluation between": evaluation_between,
     "untouched by shapes": untouched_by_shapes,

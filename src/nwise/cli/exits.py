@@ -21,11 +21,11 @@ from nwise._records import replacing
 from nwise.cli.output import OK, Output, note, print_json
 from nwise.data import Images
 from nwise.exits import EarlyExit
-from nwise.microbatch import as_tuple
 from nwise.pipeline import Pipeline
 from nwise.recipes.config import EmbeddedText, TextSource
 from nwise.report.display import numbers_table
 from nwise.report.figures import check_format, exits_figure
+from nwise.tensors import run_module
 from nwise.training.calibrate import Outcome, Seen, Work, calibrate, count_work, cross_validated, observe
 from nwise.training.run import Run
 
@@ -204,7 +204,7 @@ def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> T
     def whole(x: Tensor) -> None:
         hidden: tuple[Tensor, ...] = (x,)
         for stage in network.stages:
-            hidden = as_tuple(stage(*hidden), "The output of a stage")
+            hidden = run_module(stage, hidden, "The output of a stage")
 
     def seconds(call: Callable[[Tensor], object]) -> float:
         began = time.perf_counter()

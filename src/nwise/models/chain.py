@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor, nn
-
-from nwise.microbatch import Tensors
+from torch import nn
 
 
 class Chain(nn.Module):
     """Named pieces run one after the other; a dotted name becomes nested modules.
 
     ``Chain({"blocks.3": block})`` has the parameters ``blocks.3.<...>`` of the network that the block comes from, so the
-    state dicts of all stages add up to the network's own. Items of a tuple are arguments of the next piece, as between
-    stages.
+    state dicts of all stages add up to the network's own. Items of a tuple or dictionary are arguments of the next piece, as
+    between stages.
 
     Args:
         pieces: modules by name, in the order they run.
@@ -51,9 +50,11 @@ class Chain(nn.Module):
         """Make a chain of other pieces that runs them as this one does."""
         return Chain(pieces)
 
-    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
-        output: Tensor | Tensors = inputs
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        output: Any = inputs
         for name in self._names:
-            output = self.get_submodule(name)(*inputs)
-            inputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+            output = self.get_submodule(name)(*inputs, **named)
+            by_name = isinstance(output, Mapping)
+            inputs = () if by_name else tuple(output) if isinstance(output, tuple | list) else (output,)
+            named = dict(output) if by_name else {}
         return output

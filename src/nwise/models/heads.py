@@ -12,10 +12,10 @@ from math import prod
 from torch import Tensor, nn
 
 from nwise._modes import evaluating
-from nwise.microbatch import Tensors, as_tuple
 from nwise.models.chain import Chain
 from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
 from nwise.models.split import repeated_blocks
+from nwise.tensors import Input, Tensors, as_tuple, run_module
 
 _WIDTHS = (128, 64)  # the paper's
 
@@ -174,15 +174,15 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
 class OnFirstOutput(nn.Sequential):
     """Layers on the first of a stage's outputs; they ignore what travels along, such as masks."""
 
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        del others
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        x = next(iter((*inputs, *named.values())))
         for layer in self:
             x = layer(x)
         return x
 
 
 def fitting(
-    stages: Sequence[nn.Module], example: Tensor | Tensors, num_outputs: int, *, per_token: bool = False
+    stages: Sequence[nn.Module], example: Input | Tensors, num_outputs: int, *, per_token: bool = False
 ) -> list[nn.Module]:
     """Make heads for the stages' outputs: `convolutional` for maps, `pooled_tokens` for sequences, `linear` for vectors.
 
@@ -191,7 +191,7 @@ def fitting(
 
     Args:
         stages: the main network, which runs once on the example, in eval mode without gradients.
-        example: an input, or a tuple of them; one sample is enough.
+        example: an input, or a tuple or dictionary of them; one sample is enough.
         num_outputs: number of classes, or size of the vocabulary.
         per_token: whether a sequence has an output for every token (layer norm and vocabulary matrix), not one for all.
 
@@ -207,7 +207,7 @@ def fitting(
     norm = _infer_norm(stages)
     for k, stage in enumerate(stages[:-1]):
         with evaluating(stage):
-            hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
+            hidden = run_module(stage, hidden, f"The output of stage {k}")
         head = _infer_head(hidden[0], num_outputs, per_token, k, norm)
         heads.append(OnFirstOutput(head.to(hidden[0].device, hidden[0].dtype)))
     return heads

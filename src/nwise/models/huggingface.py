@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.microbatch import Tensors
 from nwise.models.chain import Chain
+from nwise.tensors import Tensors, names
+
+_HIDDEN = "hidden_states"  # the name of the hidden state between stages, if inputs have names
 
 
 class CallContext:
@@ -250,20 +252,28 @@ class HuggingFaceStage(Chain):
         shared = {name: self.get_submodule(name) for name in self._shared}
         return HuggingFaceStage(pieces, self.family, self.config, shared, begins=False, ends=True)
 
-    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
-        x, *carried = inputs
-        names = self.family.inputs[1:] if self.begins else self.family.carried
-        if len(carried) > len(names):
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | Tensors | dict[str, Tensor]:
+        wanted = self.family.inputs if self.begins else (_HIDDEN, *self.family.carried)
+        if len(inputs) > len(wanted):
             raise ValueError(
-                f"The network should get at most {', '.join(self.family.inputs)}. Found {len(carried) - len(names)} more."
+                f"The network should get at most {', '.join(wanted)}. Found {len(inputs) - len(wanted)} more."
             )
-        given = dict(zip(names, carried, strict=False))
+        given = {**dict(zip(wanted, inputs, strict=False)), **named}
+        if unknown := sorted(set(given) - set(wanted)):
+            raise TypeError(
+                f"The network's inputs should be of {', '.join(wanted)}. Found {', '.join(unknown)}; labels are the `target`."
+            )
+        if wanted[0] not in given:
+            raise TypeError(f"The network should get {wanted[0]}. Found {', '.join(given) or 'nothing'}.")
+        x = given.pop(wanted[0])
         shared = {name.rpartition(".")[2]: self.get_submodule(name) for name in self._shared}
         context = CallContext(self.config, given, shared)
         for name, piece in self.pieces().items():
             x = self._calls[name](piece, x, context)
-        passed_on = () if self.ends else tuple(given[name] for name in self.family.carried if name in given)
-        return (x, *passed_on) if passed_on else x
+        passed_on = {} if self.ends else {name: given[name] for name in self.family.carried if name in given}
+        if named and passed_on:
+            return {_HIDDEN: x, **passed_on}
+        return (x, *passed_on.values()) if passed_on else x
 
 
 def family_for(model: nn.Module) -> Family:
@@ -283,7 +293,7 @@ def family_for(model: nn.Module) -> Family:
 
 def run_model(model: nn.Module, inputs: Tensors) -> Any:
     """Return the logits of the unsplit model."""
-    named: dict[str, Any] = dict(zip(family_for(model).inputs, inputs, strict=False))
+    named: dict[str, Any] = dict(zip(names(inputs) or family_for(model).inputs, inputs, strict=False))
     if "input_ids" in named:
         named["use_cache"] = False  # stages have no cache, and using one rounds differently
     return model(**named, return_dict=True).logits

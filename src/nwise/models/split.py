@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nwise._compiled import is_compiled
 from nwise._errors import hint
 from nwise._modes import evaluating
-from nwise.microbatch import Tensors, as_tuple
 from nwise.models import huggingface
 from nwise.models.chain import Chain
+from nwise.tensors import Input, Tensors, as_tuple, call, names, run_module, with_names
 
 
 def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
@@ -44,7 +44,7 @@ def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
 
 
 def split(
-    model: nn.Module, at: Sequence[str] | int, *, example: Tensor | Tensors | None = None, tied: str = "refuse"
+    model: nn.Module, at: Sequence[str] | int, *, example: Input | Tensors | None = None, tied: str = "refuse"
 ) -> list[Chain]:
     """Split an `nn.Sequential`, a module whose children run in order, or a Hugging Face network into stages.
 
@@ -56,7 +56,7 @@ def split(
         model: the network; the stages use its modules and do not copy them.
         at: names of the modules at which a new stage begins, e.g. ``["3", "6"]`` or ``["transformer.h.4"]``; or the number of
             stages, which get numbers of repeated blocks (pieces of the most common class) as equal as possible.
-        example: an input, or a tuple of them, to compare the stages with the model on, once, in eval mode without
+        example: an input, or a tuple or dictionary of them, to compare the stages with the model on, once, in eval mode without
             gradients. Give it for a module with a custom ``forward``; without it, splitting such a module warns.
         tied: ``"sum"`` if the first and the last stage may share parameters, as for `Pipeline`; default: ``"refuse"``.
 
@@ -229,12 +229,12 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
     rule = _HF_RULE if _is_hf(model) else _RULE
     try:
         with evaluating(model, *stages):
-            inputs = tuple(x.clone() for x in example)
-            output = huggingface.run_model(model, inputs) if _is_hf(model) else model(*inputs)
+            inputs = with_names((x.clone() for x in example), names(example))
+            output = huggingface.run_model(model, inputs) if _is_hf(model) else call(model, inputs)
             expected = as_tuple(output, "The output of `model`")
-            hidden = tuple(x.clone() for x in example)
+            hidden = with_names((x.clone() for x in example), names(example))
             for stage in stages:
-                hidden = as_tuple(stage(*hidden), "The output of a stage")
+                hidden = run_module(stage, hidden, "The output of a stage")
     except Exception as error:
         raise ValueError(f"{rule} Found that they cannot: {error}") from error
     try:

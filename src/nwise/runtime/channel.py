@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nwise.microbatch import Tensors
 from nwise.schedule.actions import SENDS, Action, Kind
+from nwise.tensors import Tensors, names
 
 # The name of a message: the action that receives it, without its age.
 Key = Action
@@ -48,10 +48,11 @@ _AHEAD = 2  # receives posted in advance
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape and dtype of a tensor."""
+    """Shape and dtype of a tensor, and its name if it has one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    name: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +67,17 @@ class Spec:
 def make_spec(tensor: Tensor) -> Spec:
     """Return the spec of a tensor."""
     return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+def make_specs(tensors: Tensors) -> tuple[Spec, ...]:
+    """Return the specs of tensors, with their names."""
+    known = names(tensors) or ("",) * len(tensors)
+    return tuple(Spec(tuple(t.shape), t.dtype, name) for t, name in zip(tensors, known, strict=True))
+
+
+def spec_names(specs: Sequence[Spec]) -> tuple[str, ...]:
+    """Return the names of tensors with these specs; none if they are given by position."""
+    return tuple(spec.name for spec in specs if spec.name)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nwise.microbatch import Tensors
 from nwise.runtime.channel import Spec, make_spec
 from nwise.stage import Cotangents
+from nwise.tensors import Tensors
 
 
 class Compression(Protocol):

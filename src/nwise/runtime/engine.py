@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nwise._dtensor import is_dtensor
-from nwise.microbatch import Batch, Tensors
-from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_spec, start_all
+from nwise.microbatch import Batch
+from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
@@ -25,6 +25,7 @@ from nwise.runtime.worker import Workable, Worker
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage import Cotangents, Stage
+from nwise.tensors import Tensors, names, with_names
 
 # Called after each action of this rank with the step, the action, and its begin and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
@@ -146,7 +147,7 @@ class Engine:
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched():
-            window = [(tuple(map(make_spec, inputs)),)] if self._processes.num_ranks > 1 else ()
+            window = [(make_specs(inputs),)] if self._processes.num_ranks > 1 else ()
             script = self._scripts.script(None, 0, window)
             self._start(script, 0, [inputs])
             hidden = inputs
@@ -156,7 +157,8 @@ class Engine:
                 if key is None:
                     hidden = call(action.stage, hidden)
                 elif action.kind is Kind.RECEIVE_ACTIVATION:
-                    hidden = self._receivers[entry.peer].take(key)
+                    specs = script.inputs[action.stage, 0][0]
+                    hidden = with_names(self._receivers[entry.peer].take(key), spec_names(specs))
                 else:
                     self._senders[entry.peer].send(key, self._apart(tuple(y.detach() for y in hidden)))
                     self._post()
@@ -204,7 +206,7 @@ class Engine:
         if self._processes.num_ranks == 1:
             return []
         if inputs:
-            self._batch_shapes[step] = tuple(tuple(map(make_spec, microbatch)) for microbatch in inputs)
+            self._batch_shapes[step] = tuple(map(make_specs, inputs))
         newest = max(self._batch_shapes)
         for number in [n for n in self._batch_shapes if n < min(newest, step - schedule.oldest)]:
             del self._batch_shapes[number]
@@ -269,7 +271,10 @@ class Engine:
                     made = workers[k].run(action)
                 if kind is Kind.FORWARD:
                     if k + 1 in workers:
-                        workers[k + 1].inputs[m] = cast(Tensors, wire.through(None, made))
+                        outputs = cast(Tensors, made)
+                        workers[k + 1].inputs[m] = with_names(
+                            cast(Tensors, wire.through(None, outputs)), names(outputs)
+                        )
                     elif k + 1 < len(placement):
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
@@ -313,7 +318,8 @@ class Engine:
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
             tensors = self._receivers[entry.peer].take(key)
             if workers is not None and kind is Kind.RECEIVE_ACTIVATION:
-                workers[k].inputs[m] = self._wire.restore(tensors, script.inputs[k, age][m])
+                specs = script.inputs[k, age][m]
+                workers[k].inputs[m] = with_names(self._wire.restore(tensors, specs), spec_names(specs))
             elif workers is not None:
                 assert q is not None
                 outputs = script.outputs[k, age][m]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nwise.microbatch import as_tuple
 from nwise.randomness import seeded
-from nwise.runtime.channel import Spec, make_spec
+from nwise.runtime.channel import Spec, make_specs, spec_names
+from nwise.tensors import run_module, with_names
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
@@ -36,14 +36,15 @@ def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.devi
     double = copy.deepcopy(module, {id(t): mode.from_tensor(t) for t in tensors})
     try:
         with mode, torch.no_grad(), seeded(0, device), torch.compiler.set_stance("force_eager"):
-            outputs = double(*(torch.empty(s.shape, dtype=s.dtype, device=device) for s in inputs))
+            given = with_names((s.empty(device) for s in inputs), spec_names(inputs))
+            outputs = run_module(double, given, f"The output of stage {index}")
     except Exception as error:
         shapes = ", ".join(f"{list(s.shape)} {s.dtype}" for s in inputs)
         raise ValueError(
             f"Stage {index} should take {shapes} and give an output whose shape follows from that. Found {type(error).__name__}: "
             f"{error}"
         ) from error
-    return tuple(map(make_spec, as_tuple(outputs, f"The output of stage {index}")))
+    return make_specs(outputs)
 
 
 def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
@@ -53,9 +54,9 @@ def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
 
 def to_json(specs: tuple[Spec, ...]) -> Any:
     """Convert specs to JSON values."""
-    return [[list(s.shape), str(s.dtype).removeprefix("torch.")] for s in specs]
+    return [[list(s.shape), str(s.dtype).removeprefix("torch."), s.name] for s in specs]
 
 
 def from_json(value: Any) -> tuple[Spec, ...]:
     """Convert the result of `to_json` back to specs."""
-    return tuple(Spec(tuple(shape), getattr(torch, dtype)) for shape, dtype in value)
+    return tuple(Spec(tuple(shape), getattr(torch, dtype), name) for shape, dtype, name in value)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from nwise.flow import Cotangent, StageFlow
-from nwise.microbatch import Batch, Tensors
+from nwise.microbatch import Batch
 from nwise.randomness import derive
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage import Cotangents
+from nwise.tensors import Tensors
 
 
 class Workable(Protocol):

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nwise._modes import evaluating
 from nwise.data import Images
 from nwise.exits import confidence, head_output, single
-from nwise.microbatch import as_tuple
 from nwise.pipeline import Pipeline
+from nwise.tensors import as_tuple, run_module
 
 _CANDIDATES = 200  # thresholds that are tried
 _NEVER = math.inf
@@ -117,7 +117,7 @@ def count_work(pipe: Pipeline, example: Tensor) -> Work:
     with evaluating(pipe):
         for k, stage in enumerate(pipe.stages):
             with FlopCounterMode(display=False) as counter:
-                hidden = as_tuple(stage(*hidden), f"The output of stage {k}")
+                hidden = run_module(stage, hidden, f"The output of stage {k}")
             stages.append(counter.get_total_flops())
             if k in pipe.heads:
                 with FlopCounterMode(display=False) as counter:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from nwise._memory import allocated
 from nwise.data import Images, Tokens
-from nwise.microbatch import Tensors, as_tuple
 from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule.partition import Piece
+from nwise.tensors import Tensors, run_module
 from nwise.training.build import autocast, make_loss
 from nwise.training.optimizers import make_optimizer
 from nwise.training.sizes import PieceSizes, head_sizes
@@ -138,7 +138,7 @@ class _Bench:
         leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
         tracked = [x for x in leaves if x.requires_grad and i]
         with self._autocast():
-            forward, outputs = self._timed(lambda: as_tuple(piece(*leaves), "The output of a piece"))
+            forward, outputs = self._timed(lambda: run_module(piece, leaves, "The output of a piece"))
         seeds = [torch.randn_like(y) for y in outputs if y.requires_grad]
         roots = [y for y in outputs if y.requires_grad]
 
@@ -199,7 +199,7 @@ class _Bench:
                 self._inputs[i, size] = (self._batch(size)[0],)
             else:
                 with torch.no_grad(), self._autocast():
-                    outputs = as_tuple(self._pieces[i - 1](*self._input(i - 1, size)), "The output of a piece")
+                    outputs = run_module(self._pieces[i - 1], self._input(i - 1, size), "The output of a piece")
                 self._inputs[i, size] = outputs
         return self._inputs[i, size]
 

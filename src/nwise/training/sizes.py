@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nwise._autograd import add_gradients
 from nwise._memory import allocated
 from nwise.kept import gradient_to_inputs
-from nwise.microbatch import Tensors, as_tuple
+from nwise.tensors import Tensors, as_tuple
 
 
 class PieceSizes:

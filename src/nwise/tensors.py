@@ -1,0 +1,127 @@
+"""The tensors that a stage takes and returns: by position, or by name as in a dictionary.
+
+Names are what the next module gets as keyword arguments, so they travel with the tensors from stage to stage::
+
+    step(input_ids=i, mask=m)   stage 0(input_ids=i, mask=m)   -> {"hidden": h, "mask": m}
+                                stage 1(hidden=h, mask=m)      -> logits
+                                head 0(hidden=h, mask=m)       -> logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+Input = Tensor | Mapping[str, Tensor]
+
+
+class Named(tuple[Tensor, ...]):
+    """Tensors with names.
+
+    >>> import torch
+    >>> Named({"x": torch.zeros(2), "mask": torch.ones(2)}).names
+    ('x', 'mask')
+    """
+
+    names: tuple[str, ...]
+
+    def __new__(cls, values: Mapping[str, Tensor]) -> Self:
+        made = super().__new__(cls, values.values())
+        made.names = tuple(values)
+        return made
+
+    def __getnewargs__(self) -> tuple[dict[str, Tensor]]:
+        return (self.by_name(),)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the tensors as a dictionary."""
+        return dict(zip(self.names, self, strict=True))
+
+
+def names(tensors: Tensors) -> tuple[str, ...]:
+    """Return the names of tensors; none if they are given by position."""
+    return tensors.names if isinstance(tensors, Named) else ()
+
+
+def with_names(tensors: Iterable[Tensor], names: Sequence[str]) -> Tensors:
+    """Return tensors under these names, or by position without names."""
+    return Named(dict(zip(names, tensors, strict=True))) if names else tuple(tensors)
+
+
+def as_tuple(value: Any, what: str) -> Tensors:
+    """Return a tensor, a sequence of tensors or a mapping from names to tensors as a tuple.
+
+    Args:
+        value: the tensors.
+        what: what they are, for the message.
+
+    Raises:
+        TypeError: it is something else, or holds something else.
+    """
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, Named):
+        return value
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            if not isinstance(name, str) or not isinstance(item, Tensor):
+                raise TypeError(
+                    f"{what} should have a tensor under every name. Found {type(item).__name__} under {name!r}; convert it or "
+                    "leave it out."
+                )
+        return Named(value)
+    if isinstance(value, tuple | list) and value and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    kind = type(value).__name__
+    if isinstance(value, tuple | list):
+        kind += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
+    raise TypeError(
+        f"{what} should be a tensor, a tuple of tensors or a dictionary of them. Found {kind}; unpack or convert it."
+    )
+
+
+def as_inputs(inputs: Sequence[Any], named: Mapping[str, Any], what: str) -> Tensors:
+    """Return the inputs of a call: by position, by name, or one dictionary.
+
+    Args:
+        inputs: the positional arguments.
+        named: the keyword arguments.
+        what: what they are, for the message.
+
+    Raises:
+        TypeError: both kinds are given, or something that is not a tensor.
+    """
+    if inputs and named:
+        raise TypeError(
+            f"{what} should be given by position or by name. Found {len(inputs)} by position and {', '.join(named)} by name; "
+            "name them all."
+        )
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        return as_tuple(inputs[0], what)
+    return as_tuple(named or inputs, what)
+
+
+def call(function: Callable[..., Any], inputs: Tensors) -> Any:
+    """Call a module or function with tensors, by name if they have names."""
+    return function(**inputs.by_name()) if isinstance(inputs, Named) else function(*inputs)
+
+
+def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
+    """Call a module with tensors, and return its outputs as a tuple.
+
+    Args:
+        module: the module.
+        inputs: its inputs.
+        what: what its output is, for the message.
+    """
+    return as_tuple(call(module, inputs), what)
+
+
+def single(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
+    """Return tensors as a user sees them: a dictionary if they have names, and a tensor alone without its tuple."""
+    if isinstance(tensors, Named):
+        return tensors.by_name()
+    return tensors[0] if len(tensors) == 1 else tensors
