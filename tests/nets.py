@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nwise.models.carry import carry
+from nwise.models.heads import OnFirstOutput
 from nwise.models.layers import Embedding, TransformerBlock, vocabulary
 
 LossFn = Callable[..., Tensor]
@@ -110,6 +112,65 @@ def names(num_stages: int) -> Net:
     return Net([ByName(s) for s in net.stages], [ByName(h) for h in net.heads if h is not None], loss, net.draw)
 
 
+class Down(nn.Module):
+    """Half the width, and what the way up needs, under a name of its own."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__()
+        self.name = name
+        self.layer = nn.Linear(width, width // 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.name: x, "hidden": torch.tanh(self.layer(x))}
+
+
+class Up(nn.Module):
+    """Twice the width, with the skip from the way down."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width // 2 + width, width)
+
+    def join(self, hidden: Tensor, skip: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.cat([hidden, skip], -1)))
+
+
+class UpFull(Up):
+    def forward(self, full: Tensor, hidden: Tensor) -> Tensor:
+        return self.join(hidden, full)
+
+
+class UpHalf(Up):
+    def forward(self, hidden: Tensor, half: Tensor) -> Tensor:
+        return self.join(hidden, half)
+
+
+class UNet(nn.Module):
+    """Two skips around a middle, as one would write it without stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = Down("full", 8), Down("half", 4)
+        self.middle = nn.Linear(2, 2)
+        self.up2, self.up1 = UpHalf(4), UpFull(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down1(x)
+        second = self.down2(first["hidden"])
+        hidden = self.up2(self.middle(second["hidden"]), second["half"])
+        return self.up1(first["full"], hidden)
+
+
+def unet(num_stages: int) -> Net:
+    """The U-Net, cut into up to five stages; heads look at the output and ignore the skips."""
+    pieces = UNet()._modules
+    starts = list(pieces)[1:]
+    stages = carry({name: piece for name, piece in pieces.items() if piece is not None}, starts[: num_stages - 1])
+    widths = (4, 2, 2, 4, 8)
+    heads = [OnFirstOutput(nn.Linear(widths[k], 8)) for k in range(len(stages) - 1)]
+    return Net(list(stages), list(heads), nn.functional.mse_loss, lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
+
+
 class Every(nn.Module):
     """A loss over all tokens ``[B, T]``."""
 
@@ -138,4 +199,6 @@ def some_without_parameters(num_stages: int) -> Net:
     return net
 
 
-ZOO = {make.__name__: make for make in (perceptron, convolutional, tuples, names, tokens, some_without_parameters)}
+ZOO = {
+    make.__name__: make for make in (perceptron, convolutional, tuples, names, unet, tokens, some_without_parameters)
+}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nwise.batchnorm import defer_batchnorm
     from nwise.flow import Flow, find_flow
     from nwise.models import heads
+    from nwise.models.carry import carry
     from nwise.models.chain import Chain
     from nwise.models.split import split, untie
     from nwise.pipeline import Pipeline
@@ -53,6 +54,7 @@ __all__ = [
     "Rotating",
     "Strategy",
     "Switch",
+    "carry",
     "compile_module",
     "defer_batchnorm",
     "find_flow",
@@ -71,6 +73,7 @@ _PLACES = {
     "Chain": "models.chain",
     "Flow": "flow",
     "Pipeline": "pipeline",
+    "carry": "models.carry",
     "compile_module": "_compiled",
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",

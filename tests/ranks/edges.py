@@ -407,6 +407,7 @@ CASES: dict[str, Case] = {
     "without parameters": lambda: zoo("some_without_parameters", "2-wise"),
     "recomputed": lambda: zoo("perceptron", "3-wise", recompute=True),
     "named and answered": named_and_answered,
+    "skips": lambda: zoo("unet", "2-wise-mean-delay-1"),
     "lengths": lengths,
     "evaluation between": evaluation_between,
     "untouched by shapes": untouched_by_shapes,
