@@ -35,6 +35,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 PROMPT, LOCAL, TWO, THREE = "end-to-end", "local", "2-wise-mean", "3-wise-mean"
 ROTATING = "rotating-2, all heads"
 LATE = "end-to-end-delay-1"
+COMPARED = (PROMPT, LATE, "end-to-end-delay-4", ROTATING, "rotating-2-microbatch, all heads", TWO, LOCAL)
 BETTER_LATE, LATER = f"{LATE}, extrapolated", "end-to-end-delay-4"
 
 
@@ -78,6 +79,8 @@ def at_equal_time(runs: Runs, first: Arm, second: Arm, latency: float) -> list[S
         second: another.
         latency: of a message, in slots.
     """
+    if not all(runs.records_for(one.name) for one in (first, second)):
+        return [{}, {}]  # a period takes seconds
     end = min(clock.total(one, latency) for one in (first, second))
     return [runs.scores(loss_at(clock.steps_done(one, end, latency)), one.name) for one in (first, second)]
 
@@ -145,11 +148,10 @@ def _runs_of(one: Arm) -> str:
 
 
 def _deeper() -> str:
-    names = (PROMPT, BETTER_LATE, LATER, ROTATING, "rotating-2-microbatch, all heads", TWO, LOCAL)
     counts = (4, STAGES, 16, 32)
     headings = [f"A = {count}, latency {latency:g}" for latency in (0, 1) for count in counts]
     rows = []
-    for name in names:
+    for name in COMPARED:
         arms = [replace(arm(f"muon {name}"), num_stages=count, blocks=count) for count in counts]
         rows.append(
             [name, *(f"{clock.total(one, latency) / STEPS:.2f}" for latency in (0.0, _LATENCY) for one in arms)]

@@ -248,8 +248,8 @@ class Stage:
         if weights and tape.versions is not None:
             self._move_gradients(tape.versions)
         if again and tape.rerun is not None and not continued and tape.kept is None:
-            detached = with_names((y.detach() for y in tape.outputs), names(tape.outputs))
-            tape.outputs = detached if tape.head_left else ()
+            kept = with_names((y.detach() for y in tape.outputs), names(tape.outputs)) if tape.head_left else ()
+            tape.outputs = kept
             tape.has_graph = False
         return gradients
 

@@ -271,10 +271,7 @@ class Engine:
                     made = workers[k].run(action)
                 if kind is Kind.FORWARD:
                     if k + 1 in workers:
-                        outputs = cast(Tensors, made)
-                        workers[k + 1].inputs[m] = with_names(
-                            cast(Tensors, wire.through(None, outputs)), names(outputs)
-                        )
+                        workers[k + 1].inputs[m] = _renamed(wire.through(None, made), made)
                     elif k + 1 < len(placement):
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
@@ -365,6 +362,11 @@ def make_engine(
     )
     processes.before_close(engine.close)
     return engine
+
+
+def _renamed(tensors: Cotangents, like: Cotangents) -> Tensors:
+    """Return outputs that have passed the wire, under the names that they had."""
+    return with_names(cast(Tensors, tensors), names(cast(Tensors, like)))
 
 
 def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:
