@@ -43,7 +43,8 @@ TABLE = {
 def transformer(num_stages: int, **options: object) -> Plan:
     costs = options.pop("costs", TRANSFORMER)
     assert isinstance(costs, Costs)
-    return plan(lambda flows, m: costs.split_in(m), num_stages, microbatches=POWERS, **options)  # type: ignore[arg-type]
+    options = {"microbatches": POWERS, **options}
+    return plan(lambda flows, m: costs.split_in(m), num_stages, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_stages", "winner"), [(4, "zero-bubble"), (8, "zero-bubble"), (16, "2-wise")])
@@ -97,12 +98,13 @@ def test_plan_treats_full_window_as_end_to_end() -> None:
 
 def test_plan_skips_options_beyond_memory() -> None:
     costs = Costs(1, 0.5, 1, 1, overhead=0.02, activation_bytes=80, fixed_bytes=10)
-    found = transformer(8, costs=costs, memory=50, strategies=("2-wise",))
+    few = (1, 16)  # more take seconds
+    found = transformer(8, costs=costs, memory=50, strategies=("2-wise",), microbatches=few)
     assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
     assert found.skipped.keys() == {"gpipe"}
     assert found.skipped["gpipe"] == 90
-    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 12.5 bytes a stage, which .* needs. Found 11"):
-        transformer(8, costs=costs, memory=11, strategies=("2-wise",))
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a stage, which .* needs. Found 11"):
+        transformer(8, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
     assert "No end-to-end" in verdict(Plan(8, POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
         plan(lambda flows, m: TRANSFORMER, 4, microbatches=())
@@ -304,8 +306,15 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         (["--costs", "paper", "--latency", "-1"], "`latency` should be from 0 to 1e\\+30. Found -1"),
         (["--costs", "paper", "--memory", "1"], "`costs` should give `activation_bytes`.*Found none in 'paper'"),
         (
-            ["--costs", "forward=1,head=0,input_grad=1,weight_grad=1,activation_bytes=4e9", "--memory", "0.1"],
-            "`memory` should be at least 0.1164 GiB a stage, which .* needs. Found 0.1;",
+            [
+                "--costs",
+                "forward=1,head=0,input_grad=1,weight_grad=1,activation_bytes=4e9",
+                "--memory",
+                "0.1",
+                "--microbatches",
+                "8",
+            ],
+            "`memory` should be at least 0.4657 GiB a stage, which .* needs. Found 0.1;",
         ),
         (["--costs", "paper", "--strategies", "0-wise"], "at least 1.*Found `n = 0`"),
         (["--costs", "paper", "--strategies", "credit-1,1;1,1"], "zero above the diagonal"),

@@ -41,7 +41,7 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
         for cell in cells:
             yield cell, measure(cell, cache.data_of(cell), partial(told, cell.name))
         return
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     news: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, _begin, (news,))
     try:
@@ -64,6 +64,15 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _context() -> Any:
+    """Return how workers start: forked from a server that has imported everything once, where there is one."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")  # Windows
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 class _Cache:
