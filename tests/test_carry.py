@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +41,7 @@ def test_unet_has_the_gradients_of_the_network_without_stages() -> None:
 
 def test_only_what_a_later_piece_reads_crosses() -> None:
     stages = stages_of(UNet(), ["down2", "middle", "up2", "up1"])
-    made = stages[0](torch.ones(1, 8))
+    made: dict[str, Tensor] = stages[0](torch.ones(1, 8))
     crossing = [{name: x.shape[1] for name, x in made.items()}]
     for stage in stages[1:-1]:
         made = stage(**made)
@@ -49,7 +52,6 @@ def test_only_what_a_later_piece_reads_crosses() -> None:
         {"hidden": 2, "full": 8, "half": 4},
         {"hidden": 4, "full": 8},  # `half` was read, and nothing later reads it
     ]
-    assert [list(made) for made in crossing][1][0] == "hidden", "a head looks at the first"
 
 
 class Residual(nn.Module):
@@ -114,6 +116,119 @@ def test_inputs_of_the_network_can_be_read_later() -> None:
 def test_reading_what_nothing_writes_raises() -> None:
     stages = nwise.carry({"a": nn.ReLU(), "b": nn.Bilinear(2, 2, 2)}, at=["b"])
     with pytest.raises(TypeError, match=r"'b' should read names .* Found hidden: missing a required .*'input2'"):
-        stages[1](**stages[0](torch.ones(1, 2)))
+        stages[1](stages[0](torch.ones(1, 2)))
     with pytest.raises(ValueError, match="`at` should name pieces of the network: a, b. Found 'c'"):
         nwise.carry({"a": nn.ReLU(), "b": nn.ReLU()}, at=["c"])
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.layer(hidden) if mask is None else self.layer(hidden) * mask
+
+
+class Writes(nn.Module):
+    def __init__(self, mask: bool = True) -> None:
+        super().__init__()
+        self.mask = mask
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor | None]:
+        return {"mask": x * 1.5 if self.mask else None, "hidden": self.layer(x)}
+
+
+class Wrapped(nn.Module):
+    """As torch's `checkpoint_wrapper` makes it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = inner
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        return self._checkpoint_wrapped_module(*inputs, **named)
+
+
+def in_a_chain(piece: nn.Module) -> nn.Module:
+    return nwise.Chain({"inner": piece})
+
+
+def compiled(piece: nn.Module) -> nn.Module:
+    return torch.compile(piece, backend="eager")  # type: ignore[return-value] # a module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
+@pytest.mark.parametrize("wrap", [Wrapped, compiled, in_a_chain])
+def test_optional_skips_reach_wrapped_pieces(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Regression: an optional skip of a compiled or wrapped piece was dropped, and the piece computed something else."""
+    torch.manual_seed(0)
+    first, last, x = Writes(), Reads(), torch.randn(3, 4)
+    expected = last(**first(x))
+    stages = nwise.carry({"a": first, "b": wrap(last)}, ["b"])
+    with torch.no_grad():
+        assert torch.equal(stages[1](**stages[0](x)), expected)
+    assert sorted(stages[0](x)) == ["hidden", "mask"]
+
+
+def test_absent_optional_skip() -> None:
+    first, last, x = Writes(mask=False), Reads(), torch.randn(3, 4)
+    stages = nwise.carry({"a": first, "b": last}, ["b"])
+    made = stages[0](x)
+    assert isinstance(made, Tensor), "only the hidden state crosses"
+    assert torch.equal(stages[1](made), last(made))
+
+
+def test_later_pieces_read_inputs_that_the_first_does_not_take() -> None:
+    first, last, x = nn.Linear(4, 4), Reads(), torch.randn(3, 4)
+    pipe = nwise.Pipeline(nwise.carry({"a": first, "b": last}, ["b"]), None, nn.functional.mse_loss, "end-to-end")
+    assert torch.equal(pipe(input=x, mask=x), last(first(x), x))
+    with pytest.raises(TypeError, match="inputs should be read by a piece. Found other, which none reads"):
+        pipe(input=x, other=x)
+    with pytest.raises(TypeError, match="'a' should get the inputs that its forward takes. Found otherwise: missing"):
+        pipe(mask=x)
+    with pytest.raises(TypeError, match=r"pass the target by name, `pipe.step\(x, target=y\)`. Found 2 inputs"):
+        pipe.step(x, x)
+
+
+def test_pieces_that_say_too_little_are_refused() -> None:
+    class Bare(nn.Module):
+        def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+            raise AssertionError("it runs")
+
+    class NoHidden(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": x}
+
+    with pytest.raises(ValueError, match="'b' should name its arguments, or at least the first"):
+        nwise.carry({"a": nn.ReLU(), "b": Bare()}, ["b"])
+    for piece, found in ((NoHidden(), "names logits"), (nn.GRU(4, 4), "tuple")):
+        stages = nwise.carry({"a": piece, "b": nn.ReLU()}, ["b"])
+        with pytest.raises(TypeError, match=f"'a' should return a tensor, or a dictionary .* Found {found}"):
+            stages[0](torch.ones(2, 4))
+    with pytest.raises(TypeError, match="`at` should be a list of names of pieces. Found 2"):
+        nwise.carry({"a": nn.ReLU(), "b": nn.ReLU()}, 2)  # type: ignore[arg-type] # the error
+    with pytest.raises(TypeError, match="`pieces` should be a dictionary of modules by name. Found Sequential"):
+        nwise.carry(nn.Sequential(nn.ReLU()), [])  # type: ignore[arg-type] # likewise
+    stages = nwise.carry({"begins": nn.ReLU(), "later": nn.ReLU()}, ["later"])
+    assert [list(stage.pieces()) for stage in stages] == [["begins"], ["later"]], "attributes take no name"
+
+
+def test_head_error_names_the_wrapper() -> None:
+    stages = nwise.carry({"a": Writes(), "b": Reads()}, ["b"])
+    pipe = nwise.Pipeline(stages, [nn.Linear(4, 4)], nn.functional.mse_loss, "local")
+    with pytest.raises(TypeError) as caught:
+        pipe.step(torch.ones(2, 4), target=torch.ones(2, 4))
+    assert any("`nwise.heads.OnFirstOutput` takes the hidden state alone" in note for note in caught.value.__notes__)
+
+
+def test_what_nothing_reads_any_more_is_freed() -> None:
+    stages = nwise.carry({"a": Writes(), "b": Reads(), "c": nn.ReLU(), "d": nn.ReLU()}, ["d"])
+    kept: list[weakref.ref[Tensor]] = []
+    stages[0].pieces()["a"].register_forward_hook(lambda module, given, made: kept.append(weakref.ref(made["mask"])))
+    seen: list[bool] = []
+    stages[0].pieces()["c"].register_forward_pre_hook(lambda module, given: seen.append(kept[0]() is None))
+    with torch.no_grad():
+        stages[0](torch.ones(2, 4))
+    assert seen == [True]

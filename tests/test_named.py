@@ -108,7 +108,7 @@ def test_wrong_names_are_refused_before_anything_runs() -> None:
 
     x = torch.randn(4, 3)
     pipe = nwise.Pipeline([Two(), nn.Linear(3, 3)], [None], nn.functional.mse_loss, "end-to-end")
-    with pytest.raises(TypeError, match="the inputs that its forward takes; .* Found x, mask, labels and no target"):
+    with pytest.raises(TypeError, match="the inputs that its forward takes; .* Found labels, mask, x and no target"):
         pipe.step(x=x, mask=x, labels=x)
     with pytest.raises(TypeError, match="by position or by name. Found 1 by position and mask by name"):
         pipe.step(x, mask=x, target=x)
@@ -125,6 +125,35 @@ def test_named_tensors_are_a_tuple_with_names() -> None:
     named = as_tuple(values, "")
     assert isinstance(named, Named)
     assert (named.names, len(named), named.by_name().keys()) == (("x", "y"), 2, values.keys())
+    assert torch.equal(as_tuple({"y": values["y"], "x": values["x"]}, "")[0], values["x"]), "the order means nothing"
     assert all(
         isinstance(n, Named) and n.names == named.names for n in (copy.deepcopy(named), as_inputs([values], {}, ""))
     )
+
+
+def test_heads_look_at_the_hidden_state() -> None:
+    """Regression: the first entry of a dictionary was taken, even if it was a mask."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+            return {"a_mask": mask, "hidden": self.layer(x)}
+
+    x = torch.randn(4, 3)
+    stages: list[nn.Module] = [Stage(), nn.Identity()]
+    (head,) = nwise.heads.fitting(stages, {"x": x, "mask": torch.ones(4, 1, dtype=torch.bool)}, 5)
+    made = stages[0](x, x > 0)
+    assert torch.equal(head(**made), head(made["hidden"]))
+    assert head(**made).shape == (4, 5)
+
+
+def test_any_entry_of_a_target_may_have_labels_to_ignore() -> None:
+    """Regression: only the first was looked at."""
+    pipe = nwise.Pipeline(
+        [nn.Linear(4, 4)], None, lambda output, t: nn.functional.cross_entropy(output, t["labels"]), "end-to-end", 2
+    )
+    with pytest.warns(UserWarning, match="The target has negative labels"):
+        pipe.step(torch.randn(3, 4), target={"a_weight": torch.ones(3), "labels": torch.tensor([-100, 1, 2])})

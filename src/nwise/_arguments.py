@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nwise.flow import Flow
+from nwise.models.carry import Carrier
 from nwise.models.chain import Chain
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
@@ -160,7 +161,7 @@ def check_same_target(processes: Processes, target: Input | Tensors | None) -> N
 def _takes(module: nn.Module, inputs: Tensors) -> bool:
     """Return whether a module's forward accepts the inputs, judged by its signature."""
     # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
-    while type(module) in (nn.Sequential, Chain):
+    while type(module) in (nn.Sequential, Chain) or (isinstance(module, Carrier) and not names(inputs)):
         parts = module.pieces() if isinstance(module, Chain) else module._modules
         module = next(iter(parts.values()), None) or nn.Identity()
     try:

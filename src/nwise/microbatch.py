@@ -155,8 +155,8 @@ class Terms:
         if self._count is not None:
             return self._checked(float(self._count(single(target))))
         labels = target[0]
-        if self._unknown:
-            self._warn_of_ignored(labels)
+        for tensor in target if self._unknown else ():
+            self._warn_of_ignored(tensor)
         if "ignore_index" not in self._options:
             return float(len(labels))
         if labels.is_floating_point():  # class probabilities: every sample counts

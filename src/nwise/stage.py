@@ -306,6 +306,9 @@ def _explain(error: Exception, index: int, inputs: Tensors, target: Tensors | No
         raise TypeError(
             f"The loss of stage {index} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
         ) from error
+    if names(inputs) and isinstance(error, TypeError):
+        known = ", ".join(names(inputs))
+        error.add_note(f"nwise: it gets {known} by name; `nwise.heads.OnFirstOutput` takes the hidden state alone")
     given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
     error.add_note(f"nwise: in the head or loss of stage {index}, given {given}, with a target of {wanted}")
 

@@ -19,18 +19,20 @@ Input = Tensor | Mapping[str, Tensor]
 
 
 class Named(tuple[Tensor, ...]):
-    """Tensors with names.
+    """Tensors with names, in the order of the names, so the order of a dictionary means nothing.
 
     >>> import torch
     >>> Named({"x": torch.zeros(2), "mask": torch.ones(2)}).names
-    ('x', 'mask')
+    ('mask', 'x')
     """
 
     names: tuple[str, ...]
 
     def __new__(cls, values: Mapping[str, Tensor]) -> Self:
-        made = super().__new__(cls, values.values())
-        made.names = tuple(values)
+        # Processes that agree on names agree on the order of the tensors in a message.
+        names = sorted(values)
+        made = super().__new__(cls, (values[name] for name in names))
+        made.names = tuple(names)
         return made
 
     def __getnewargs__(self) -> tuple[dict[str, Tensor]]:
@@ -75,7 +77,7 @@ def as_tuple(value: Any, what: str) -> Tensors:
         return Named(value)
     if isinstance(value, tuple | list) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(value)
-    kind = type(value).__name__
+    kind = type(value).__name__ if not isinstance(value, Mapping) or value else "an empty dictionary"
     if isinstance(value, tuple | list):
         kind += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
     raise TypeError(
@@ -118,6 +120,14 @@ def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensor
         what: what its output is, for the message.
     """
     return as_tuple(call(module, inputs), what)
+
+
+def main_tensor(tensors: Tensors) -> Tensor:
+    """Return the tensor that a head looks at: the first; of named ones the hidden state, or the first floating-point one."""
+    known = dict(zip(names(tensors), tensors, strict=False))
+    hidden = next((known[name] for name in ("hidden", "hidden_states") if name in known), None)
+    floating = (x for x in tensors if x.is_floating_point())
+    return hidden if hidden is not None else next(floating, tensors[0]) if known else tensors[0]
 
 
 def single(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:

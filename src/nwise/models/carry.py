@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,23 @@ from nwise.models.chain import Chain
 from nwise.models.split import group_pieces
 
 _HIDDEN = "hidden"
-_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_FIRST = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What a piece reads.
+
+    Args:
+        slot: argument that gets the output of the piece before; empty if it is given by position.
+        names: arguments that are read by name.
+        all: whether the piece takes any name.
+    """
+
+    slot: str
+    names: frozenset[str]
+    all: bool
 
 
 class Carrier(Chain):
@@ -39,27 +56,51 @@ class Carrier(Chain):
         self, pieces: Mapping[str, nn.Module], later: Collection[str] | None, *, begins: bool, ends: bool
     ) -> None:
         super().__init__(pieces)
-        self.later, self.begins, self.ends = later, begins, ends
+        self._begins, self._ends = begins, ends
+        self._reads = [_reads(name, piece) for name, piece in pieces.items()]
+        # What is still read after each piece, by the pieces behind it and by later stages. Everything else is freed.
+        names = None if later is None else frozenset(later)
+        self._needed = [_union(names, *self._reads[i + 1 :]) for i in range(len(self._reads))]
 
     def like(self, pieces: Mapping[str, nn.Module]) -> Carrier:
         """Make a head of other pieces, which ends where the network does."""
         return Carrier(pieces, (), begins=False, ends=True)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
-        pieces = list(self.pieces().items())
-        known = dict(named)
+        known: dict[str, Any] = dict(named)
+        if not self._begins and inputs:
+            known[_HIDDEN] = inputs[0]
         output: Any = None
-        for i, (name, piece) in enumerate(pieces):
-            if i == 0 and self.begins:
-                known = dict(inspect.signature(piece.forward).bind(*inputs, **named).arguments)
-                output = piece(*inputs, **named)
+        for i, (name, piece) in enumerate(self.pieces().items()):
+            if i == 0 and self._begins:
+                known, output = self._first(name, piece, inputs, named)
             else:
-                output = _call(name, piece, known)
-            known.update(output if isinstance(output, Mapping) else {_HIDDEN: output})
-        if self.ends:
+                output = _call(name, piece, self._reads[i], known)
+            last = self._ends and i + 1 == len(self._reads)
+            known = known if last else _kept({**known, **_by_name(name, output)}, self._needed[i])
+        if self._ends:
             return output
-        kept = [name for name in known if name != _HIDDEN and (self.later is None or name in self.later)]
-        return {name: known[name] for name in (_HIDDEN, *kept)}
+        return known if len(known) > 1 else known[_HIDDEN]
+
+    def _first(
+        self, name: str, piece: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], Any]:
+        """Run the network's first piece; return the inputs by name, of which it takes those that it has, and its output."""
+        reads, signature = self._reads[0], inspect.signature(_unwrapped(piece).forward)
+        later = self._needed[0]
+        own = {key: x for key, x in named.items() if reads.all or key in signature.parameters}
+        if unknown := [key for key in named if key not in own and later is not None and key not in later]:
+            raise TypeError(
+                f"The network's inputs should be read by a piece. Found {', '.join(unknown)}, which none reads."
+            )
+        try:
+            bound = signature.bind(*inputs, **own)
+        except TypeError as error:
+            raise TypeError(
+                f"{name!r} should get the inputs that its forward takes. Found otherwise: {error}."
+            ) from error
+        given = {key: x for key, x in bound.arguments.items() if signature.parameters[key].kind in (*_NAMED, *_FIRST)}
+        return {**given, **named}, piece(*inputs, **own)
 
 
 def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
@@ -67,7 +108,8 @@ def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
 
     The argument ``hidden`` of a piece, or its first one if none has that name, is the output of the piece before it, as in
     `nn.Sequential`. The other arguments are read by name: inputs of the network, or entries of a dictionary that an earlier piece
-    has returned. In such a dictionary ``hidden`` is the output. A piece with ``**others`` reads everything.
+    has returned. In such a dictionary ``hidden`` is the output. A piece with ``**others`` reads everything. The first piece
+    takes the inputs of the network that it has arguments for; later ones may read the others.
 
     Args:
         pieces: modules by name, in the order they run.
@@ -77,7 +119,7 @@ def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
         ``len(at) + 1`` stages. Their parameters have the names of the pieces.
 
     Raises:
-        ValueError: unknown or unordered names in `at`.
+        ValueError: unknown or unordered names in `at`, or a piece whose arguments have no names.
 
     >>> class Down(nn.Module):
     ...     def forward(self, x):
@@ -90,45 +132,86 @@ def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
     >>> {name: list(x.shape) for name, x in stages[1](**stages[0](torch.ones(1, 4))).items()}
     {'hidden': [1, 2], 'full': [1, 4]}
     """
-    groups = group_pieces(dict(pieces), list(at))
-    read = [_reads(piece)[1] for piece in pieces.values()]
-    counts = [len(group) for group in groups]
-    stages = []
-    for k, group in enumerate(groups):
-        later = read[sum(counts[: k + 1]) :]
-        names = None if None in later else {name for piece in later for name in piece or ()}
-        stages.append(Carrier(group, names, begins=k == 0, ends=k == len(groups) - 1))
-    return stages
+    if not isinstance(pieces, Mapping):
+        raise TypeError(f"`pieces` should be a dictionary of modules by name. Found {type(pieces).__name__}.")
+    if isinstance(at, str) or not isinstance(at, Sequence):
+        raise TypeError(f"`at` should be a list of names of pieces. Found {at!r}.")
+    groups = group_pieces(dict(pieces), at)
+    last = len(groups) - 1
+    reads = [[_reads(name, piece) for name, piece in group.items()] for group in groups]
+    later = [_union(frozenset(), *(one for group in reads[k + 1 :] for one in group)) for k in range(len(groups))]
+    return [Carrier(group, later[k], begins=k == 0, ends=k == last) for k, group in enumerate(groups)]
 
 
-def _reads(piece: nn.Module) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return the argument of a piece that gets the last output (None: the first), and the names that it reads (None: all)."""
-    parameters = inspect.signature(piece.forward).parameters.values()
-    kinds = {p.kind for p in parameters}
-    names = [p.name for p in parameters if p.kind in _KINDS]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None, ()
-    slot = _HIDDEN if _HIDDEN in names or not names else names[0]
-    others = tuple(name for name in names if name != slot)
-    return slot, None if inspect.Parameter.VAR_KEYWORD in kinds else others
+def _unwrapped(piece: nn.Module) -> nn.Module:
+    """Return the module whose forward has the arguments: inside compiled and checkpointed ones, and the first of a chain."""
+    while True:
+        if isinstance(piece, Chain):
+            piece = next(iter(piece.pieces().values()))
+        elif (inner := getattr(piece, "_orig_mod", getattr(piece, "_checkpoint_wrapped_module", None))) is not None:
+            piece = inner
+        else:
+            return piece
 
 
-def _call(name: str, piece: nn.Module, known: Mapping[str, Tensor]) -> Any:
+def _reads(name: str, piece: nn.Module) -> _Reads:
+    """Return what a piece reads, from the signature of its forward.
+
+    Raises:
+        ValueError: its arguments have no names.
+    """
+    parameters = list(inspect.signature(_unwrapped(piece).forward).parameters.values())
+    names = [p.name for p in parameters if p.kind in _NAMED]
+    first = parameters[0].name if parameters and parameters[0].kind in _FIRST else ""
+    if not first and _HIDDEN not in names:
+        raise ValueError(
+            f"The forward of {name!r} should name its arguments, or at least the first. Found "
+            f"{inspect.signature(_unwrapped(piece).forward)}; write it without `*`."
+        )
+    by_position = first == _HIDDEN or _HIDDEN not in names
+    others = frozenset(names) - {first if by_position else _HIDDEN}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return _Reads("" if by_position else _HIDDEN, others, takes_all)
+
+
+def _union(names: frozenset[str] | None, *others: _Reads) -> frozenset[str] | None:
+    """Return the names that are in a set or that a piece reads; None for all."""
+    for one in others:
+        names = None if names is None or one.all else names | one.names
+    return names
+
+
+def _by_name(name: str, output: Any) -> dict[str, Tensor]:
+    """Return what a piece writes; an entry that is None is not there.
+
+    Raises:
+        TypeError: it writes something else, or no hidden state.
+    """
+    made = {_HIDDEN: output} if isinstance(output, Tensor) else output
+    if not isinstance(made, Mapping) or _HIDDEN not in made:
+        found = f"names {', '.join(made)}" if isinstance(made, Mapping) else type(made).__name__
+        raise TypeError(f"{name!r} should return a tensor, or a dictionary with {_HIDDEN!r} in it. Found {found}.")
+    return {key: x for key, x in made.items() if x is not None}
+
+
+def _kept(known: Mapping[str, Tensor], needed: frozenset[str] | None) -> dict[str, Tensor]:
+    return {key: x for key, x in known.items() if key == _HIDDEN or needed is None or key in needed}
+
+
+def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor]) -> Any:
     """Call a piece with what it reads.
 
     Raises:
         TypeError: it reads a name that nothing before it writes.
     """
-    slot, names = _reads(piece)
-    if slot is None:
-        return piece(known[_HIDDEN])
-    given = {key: x for key, x in known.items() if key != _HIDDEN and (names is None or key in names)}
-    given[slot] = known[_HIDDEN]
+    given = {key: x for key, x in known.items() if key != _HIDDEN and (reads.all or key in reads.names)}
+    slot = () if reads.slot else (known[_HIDDEN],)
+    given |= {reads.slot: known[_HIDDEN]} if reads.slot else {}
     try:
-        inspect.signature(piece.forward).bind(**given)
+        inspect.signature(_unwrapped(piece).forward).bind(*slot, **given)
     except TypeError as error:
         raise TypeError(
             f"{name!r} should read names of the network's inputs, or of what pieces before it return. Found {', '.join(known)}: "
             f"{error}."
         ) from error
-    return piece(**given)
+    return piece(*slot, **given)

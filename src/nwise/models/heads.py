@@ -15,7 +15,7 @@ from nwise._modes import evaluating
 from nwise.models.chain import Chain
 from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
 from nwise.models.split import repeated_blocks
-from nwise.tensors import Input, Tensors, as_tuple, run_module
+from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
 
 _WIDTHS = (128, 64)  # the paper's
 
@@ -172,10 +172,10 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
 
 
 class OnFirstOutput(nn.Sequential):
-    """Layers on the first of a stage's outputs; they ignore what travels along, such as masks."""
+    """Layers on the first of a stage's outputs, or on the hidden state of named ones; they ignore what travels along."""
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        x = next(iter((*inputs, *named.values())))
+        x = main_tensor(Named(named) if named else inputs)
         for layer in self:
             x = layer(x)
         return x
@@ -208,8 +208,9 @@ def fitting(
     for k, stage in enumerate(stages[:-1]):
         with evaluating(stage):
             hidden = run_module(stage, hidden, f"The output of stage {k}")
-        head = _infer_head(hidden[0], num_outputs, per_token, k, norm)
-        heads.append(OnFirstOutput(head.to(hidden[0].device, hidden[0].dtype)))
+        main = main_tensor(hidden)
+        head = _infer_head(main, num_outputs, per_token, k, norm)
+        heads.append(OnFirstOutput(head.to(main.device, main.dtype)))
     return heads
 
 

@@ -236,7 +236,8 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
             for stage in stages:
                 hidden = run_module(stage, hidden, "The output of a stage")
     except Exception as error:
-        raise ValueError(f"{rule} Found that they cannot: {error}") from error
+        hint = " Give the example by position, unless the first piece has these names." if names(example) else ""
+        raise ValueError(f"{rule} Found that they cannot: {error}{hint}") from error
     try:
         torch.testing.assert_close(hidden, expected)  # up to the rounding of their dtype
     except AssertionError as error:

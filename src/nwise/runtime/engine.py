@@ -160,6 +160,7 @@ class Engine:
                     specs = script.inputs[action.stage, 0][0]
                     hidden = with_names(self._receivers[entry.peer].take(key), spec_names(specs))
                 else:
+                    _check_names(action.stage, hidden, script.outputs[action.stage, 0][0])
                     self._senders[entry.peer].send(key, self._apart(tuple(y.detach() for y in hidden)))
                     self._post()
 
@@ -273,6 +274,7 @@ class Engine:
                     if k + 1 in workers:
                         workers[k + 1].inputs[m] = _renamed(wire.through(None, made), made)
                     elif k + 1 < len(placement):
+                        _check_names(k, made, script.outputs[k, age][m])
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
                         self._post()  # the last stage sends nothing after a forward
@@ -362,6 +364,15 @@ def make_engine(
     )
     processes.before_close(engine.close)
     return engine
+
+
+def _check_names(stage: int, made: Cotangents, specs: Specs) -> None:
+    """Raise ValueError unless a stage's outputs have the names that the next process expects."""
+    if names(cast(Tensors, made)) != spec_names(specs):
+        raise ValueError(
+            f"Stage {stage} should return the same names for equal shapes. Found {names(cast(Tensors, made))} after "
+            f"{spec_names(specs)}."
+        )
 
 
 def _renamed(tensors: Cotangents, like: Cotangents) -> Tensors:
