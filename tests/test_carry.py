@@ -102,7 +102,7 @@ def test_inputs_of_the_network_can_be_read_later() -> None:
 
     class Masked(nn.Module):
         def forward(self, hidden: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
-            assert scale is None, "nobody gives it"
+            assert scale is None, "the network has no such input"
             return hidden + mask
 
     stages = nwise.carry({"embed": Embed(), "relu": nn.ReLU(), "last": Masked()}, at=["relu", "last"])

@@ -17,6 +17,8 @@ STAGES = 8
 STEPS = 2500
 _TRIAL_STEPS = 500
 _WARMUP = 100
+_EVERY = 125  # steps between two tests
+_BATCH, _LENGTH = 16, 128  # sequences in a mini-batch, tokens in a sequence
 _TEXT_BYTES = 4_700_000
 _TRIAL_SEED = 100  # used for rates only
 _ADAM_PEAK = 0.003  # of embeddings, outputs and norms, where Muon trains the rest
@@ -83,7 +85,7 @@ class Arm:
             blocks_per_stage=self.blocks // self.num_stages,
             width=96,
             head_blocks=self.head_blocks,
-            sequence_length=128,
+            sequence_length=_LENGTH,
         )
 
     def trial(self, rate: float) -> Recipe:
@@ -112,17 +114,14 @@ class Arm:
             strategy=self._strategy(steps),
             heads="all" if self.all_heads else "live",
             microbatches=self.microbatches or 1,
-            batch_size=16,
+            batch_size=_BATCH,
             epochs=2,
             max_steps=steps,
-            eval_every=_EVERY * 16 * 128 / (0.95 * (1 - withheld) * _TEXT_BYTES),
+            eval_every=_EVERY * _BATCH * _LENGTH / (0.95 * (1 - withheld) * _TEXT_BYTES),
             on_nan="ignore",
             device="cpu",
             seed=seed,
         )
-
-
-_EVERY = 125  # steps between two tests
 
 
 def _family(optimizer: Optimizer) -> list[Arm]:

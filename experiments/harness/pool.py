@@ -110,7 +110,7 @@ def _begin(news: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that asked has ended, even by a kill, and end too: nobody would read the record."""
+    """Wait until the parent has ended, even by a kill, and end too, because no process is left to read the record."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -56,6 +56,16 @@ def check_at_least(minimum: int, **values: object) -> None:
             raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
 
 
+def check_share(**values: float) -> None:
+    """Raise ValueError unless every value is from 0 to below 1.
+
+    >>> check_share(withheld=0.1)
+    """
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"`{name}` should be from 0 to below 1. Found {value}.")
+
+
 def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module's ``__getattr__`` that answers old names of version 0.1 with a warning.
 

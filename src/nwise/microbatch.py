@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nwise.tensors import Tensors, as_tuple, names, single, with_names
+from nwise.tensors import Tensors, as_argument, as_tuple, names, with_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Terms:
             ValueError: the loss's own count is invalid.
         """
         if self._count is not None:
-            return self._checked(float(self._count(single(target))))
+            return self._checked(float(self._count(as_argument(target))))
         labels = target[0]
         for tensor in target if self._unknown else ():
             self._warn_of_ignored(tensor)

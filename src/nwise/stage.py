@@ -24,7 +24,7 @@ from torch.func import functional_call
 from nwise._autograd import add_gradients
 from nwise.flow import Cotangent, StageFlow
 from nwise.kept import Kept, gradient_to_inputs
-from nwise.tensors import Tensors, as_tuple, call, names, single, with_names
+from nwise.tensors import Tensors, as_argument, as_tuple, call, names, with_names
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -163,8 +163,8 @@ class Stage:
         _draw_from(seed, leaves[0].device)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:
-                output = call(self.head, leaves) if self.head is not None else single(leaves)
-                loss = self.loss_fn(output, None if target is None else single(target))
+                output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
+                loss = self.loss_fn(output, None if target is None else as_argument(target))
             except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
                 _explain(error, self.index, leaves, target)
                 raise

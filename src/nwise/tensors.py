@@ -16,6 +16,8 @@ from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
 Input = Tensor | Mapping[str, Tensor]
+HIDDEN = "hidden"  # the hidden state between stages of `nwise.carry`
+HIDDEN_STATES = "hidden_states"  # that between stages of a Hugging Face network, if inputs have names
 
 
 class Named(tuple[Tensor, ...]):
@@ -125,12 +127,12 @@ def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensor
 def main_tensor(tensors: Tensors) -> Tensor:
     """Return the tensor that a head looks at: the first; of named ones the hidden state, or the first floating-point one."""
     known = dict(zip(names(tensors), tensors, strict=False))
-    hidden = next((known[name] for name in ("hidden", "hidden_states") if name in known), None)
+    hidden = next((known[name] for name in (HIDDEN, HIDDEN_STATES) if name in known), None)
     floating = (x for x in tensors if x.is_floating_point())
     return hidden if hidden is not None else next(floating, tensors[0]) if known else tensors[0]
 
 
-def single(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
+def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     """Return tensors as a user sees them: a dictionary if they have names, and a tensor alone without its tuple."""
     if isinstance(tensors, Named):
         return tensors.by_name()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nwise._errors import needed
+from nwise._errors import check_share, needed
 from nwise.data import augment, sources
 from nwise.data.progress import with_progress_bar
 from nwise.randomness import generator
@@ -158,8 +158,7 @@ def load_images(
             raise ValueError(f"`{name}` should be at least 1. Found {count}.")
     if shrink < 1 or (shrink > 1 and size is not None):
         raise ValueError(f"`shrink` should be at least 1, and 1 with `size`. Found {shrink} and `size = {size}`.")
-    if not 0 <= withheld < 1:
-        raise ValueError(f"`withheld` should be from 0 to below 1. Found {withheld}.")
+    check_share(withheld=withheld)
     train_tables = sources.tables(source, splits[0], hub=hub)
     test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nwise._errors import needed
+from nwise._errors import check_share, needed
 from nwise.data import sources
 from nwise.data.progress import with_progress_bar
 
@@ -216,8 +216,7 @@ def embedded_text(
     Raises:
         ValueError: `withheld` is negative or at least 1.
     """
-    if not 0 <= withheld < 1:
-        raise ValueError(f"`withheld` should be from 0 to below 1. Found {withheld}.")
+    check_share(withheld=withheld)
     text = standard_library(max_bytes)
     border = int(len(text) * (1 - _TEST_SHARE))
     train, test = text[:border], text[border:]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from nwise.models.chain import Chain
 from nwise.models.split import group_pieces
+from nwise.tensors import HIDDEN
 
-_HIDDEN = "hidden"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _FIRST = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -34,11 +34,13 @@ class _Reads:
     Args:
         slot: argument that gets the output of the piece before; empty if it is given by position.
         names: arguments that are read by name.
+        required: those of them, and others, that have no default.
         all: whether the piece takes any name.
     """
 
     slot: str
     names: frozenset[str]
+    required: tuple[str, ...]
     all: bool
 
 
@@ -69,7 +71,7 @@ class Carrier(Chain):
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         known: dict[str, Any] = dict(named)
         if not self._begins and inputs:
-            known[_HIDDEN] = inputs[0]
+            known[HIDDEN] = inputs[0]
         output: Any = None
         for i, (name, piece) in enumerate(self.pieces().items()):
             if i == 0 and self._begins:
@@ -80,7 +82,7 @@ class Carrier(Chain):
             known = known if last else _kept({**known, **_by_name(name, output)}, self._needed[i])
         if self._ends:
             return output
-        return known if len(known) > 1 else known[_HIDDEN]
+        return known if len(known) > 1 else known[HIDDEN]
 
     def _first(
         self, name: str, piece: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
@@ -160,18 +162,21 @@ def _reads(name: str, piece: nn.Module) -> _Reads:
     Raises:
         ValueError: its arguments have no names.
     """
-    parameters = list(inspect.signature(_unwrapped(piece).forward).parameters.values())
+    signature = inspect.signature(_unwrapped(piece).forward)
+    parameters = list(signature.parameters.values())
     names = [p.name for p in parameters if p.kind in _NAMED]
     first = parameters[0].name if parameters and parameters[0].kind in _FIRST else ""
-    if not first and _HIDDEN not in names:
+    if not first and HIDDEN not in names:
         raise ValueError(
             f"The forward of {name!r} should name its arguments, or at least the first. Found "
-            f"{inspect.signature(_unwrapped(piece).forward)}; write it without `*`."
+            f"{signature}; write it without `*`."
         )
-    by_position = first == _HIDDEN or _HIDDEN not in names
-    others = frozenset(names) - {first if by_position else _HIDDEN}
+    by_position = first == HIDDEN or HIDDEN not in names
+    slot = first if by_position else HIDDEN
+    given = (p for p in parameters if p.name != slot and p.kind in (*_NAMED, *_FIRST))
+    required = tuple(p.name for p in given if p.default is inspect.Parameter.empty)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return _Reads("" if by_position else _HIDDEN, others, takes_all)
+    return _Reads("" if by_position else HIDDEN, frozenset(names) - {slot}, required, takes_all)
 
 
 def _union(names: frozenset[str] | None, *others: _Reads) -> frozenset[str] | None:
@@ -187,15 +192,15 @@ def _by_name(name: str, output: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: it writes something else, or no hidden state.
     """
-    made = {_HIDDEN: output} if isinstance(output, Tensor) else output
-    if not isinstance(made, Mapping) or _HIDDEN not in made:
+    made = {HIDDEN: output} if isinstance(output, Tensor) else output
+    if not isinstance(made, Mapping) or HIDDEN not in made:
         found = f"names {', '.join(made)}" if isinstance(made, Mapping) else type(made).__name__
-        raise TypeError(f"{name!r} should return a tensor, or a dictionary with {_HIDDEN!r} in it. Found {found}.")
+        raise TypeError(f"{name!r} should return a tensor, or a dictionary with {HIDDEN!r} in it. Found {found}.")
     return {key: x for key, x in made.items() if x is not None}
 
 
 def _kept(known: Mapping[str, Tensor], needed: frozenset[str] | None) -> dict[str, Tensor]:
-    return {key: x for key, x in known.items() if key == _HIDDEN or needed is None or key in needed}
+    return {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
 
 
 def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor]) -> Any:
@@ -204,14 +209,10 @@ def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor
     Raises:
         TypeError: it reads a name that nothing before it writes.
     """
-    given = {key: x for key, x in known.items() if key != _HIDDEN and (reads.all or key in reads.names)}
-    slot = () if reads.slot else (known[_HIDDEN],)
-    given |= {reads.slot: known[_HIDDEN]} if reads.slot else {}
-    try:
-        inspect.signature(_unwrapped(piece).forward).bind(*slot, **given)
-    except TypeError as error:
+    given = {key: x for key, x in known.items() if key != HIDDEN and (reads.all or key in reads.names)}
+    if missing := [key for key in reads.required if key not in given]:
         raise TypeError(
             f"{name!r} should read names of the network's inputs, or of what pieces before it return. Found {', '.join(known)}: "
-            f"{error}."
-        ) from error
-    return piece(*slot, **given)
+            f"missing a required argument: {missing[0]!r}."
+        )
+    return piece(**given, **{reads.slot: known[HIDDEN]}) if reads.slot else piece(known[HIDDEN], **given)

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.models.chain import Chain
-from nwise.tensors import Tensors, names
-
-_HIDDEN = "hidden_states"  # the name of the hidden state between stages, if inputs have names
+from nwise.tensors import HIDDEN_STATES, Tensors, names
 
 
 class CallContext:
@@ -253,7 +251,7 @@ class HuggingFaceStage(Chain):
         return HuggingFaceStage(pieces, self.family, self.config, shared, begins=False, ends=True)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | Tensors | dict[str, Tensor]:
-        wanted = self.family.inputs if self.begins else (_HIDDEN, *self.family.carried)
+        wanted = self.family.inputs if self.begins else (HIDDEN_STATES, *self.family.carried)
         if len(inputs) > len(wanted):
             raise ValueError(
                 f"The network should get at most {', '.join(wanted)}. Found {len(inputs) - len(wanted)} more."
@@ -272,7 +270,7 @@ class HuggingFaceStage(Chain):
             x = self._calls[name](piece, x, context)
         passed_on = {} if self.ends else {name: given[name] for name in self.family.carried if name in given}
         if named and passed_on:
-            return {_HIDDEN: x, **passed_on}
+            return {HIDDEN_STATES: x, **passed_on}
         return (x, *passed_on.values()) if passed_on else x
 
 
