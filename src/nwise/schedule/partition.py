@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nwise.flow import Flow, StageFlow
+from nwise.schedule.assign import Matrix, assign
 from nwise.schedule.costs import Costs
 
 
@@ -85,45 +88,50 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     [0, 3, 5]
     """
     num_stages = len(flows[0].stages)
+    check_enough(pieces, num_stages)
+    found = assign(lambda _, stage: work(pieces, [flow.stages[stage] for flow in flows]), num_stages, num_stages)
+    assert found is not None, "nothing forbids a cut"
+    return list(found[0])
+
+
+def check_enough(pieces: Sequence[Piece], num_stages: int) -> None:
+    """Raise ValueError if there are fewer pieces than stages."""
     if len(pieces) < num_stages:
         raise ValueError(
             f"The network should have at least one piece for each of the {num_stages} stages. Found {len(pieces)}; "
             "use fewer devices, or a deeper network."
         )
 
-    @cache
-    def best(k: int, first: int) -> tuple[float, tuple[int, ...]]:
-        """Return the smallest largest work of stages k, k + 1, ... on the pieces from `first` on, and their starts."""
-        left = num_stages - k
-        if left == 1:
-            return work(pieces[first:], [f.stages[k] for f in flows]), (first,)
-        options: list[tuple[float, tuple[int, ...]]] = []
-        for end in range(first + 1, len(pieces) - left + 2):
-            stages = [f.stages[k] for f in flows]
-            here = work(pieces[first:end], stages)
-            if options and here - pieces[end - 1].head > min(options)[0]:
-                break  # more pieces mean more work, except for the head, which is always that of the last piece
-            later, starts = best(k + 1, end)
-            options.append((max(here, later), (first, *starts)))
-        return min(options)
 
-    return list(best(0, 0)[1])
+def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> Matrix:
+    """Return the work of a stage for one micro-batch, F + h + r I + (rho - r) chain + W, for every range of pieces.
 
+    Args:
+        pieces: all pieces.
+        stages: work of the stage in every turn, of which the largest counts.
 
-def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> float:
-    """Return the work of a stage of these pieces for one micro-batch: F + h + r I + (rho - r) chain + W."""
+    Returns:
+        Times ``[P + 1, P + 1]``: row a and column b for the pieces a, ..., b - 1; infinite for empty ranges.
+    """
     # r is the number of messages, rho that of all passes (`StageFlow.passes`): one more than r if W is not fused, and then
-    # W walks the chain itself.
-    forward = sum(piece.forward for piece in pieces)
-    through = sum(piece.input_grad for piece in pieces)
-    weights = sum(piece.weight_grad for piece in pieces)
-    return max(
+    # W walks the chain itself: through all pieces but the first, and through part of that.
+    ends = {name: _sums(pieces, name) for name in ("forward", "input_grad", "weight_grad")}
+    forward, through, weights = (sums[None, :] - sums[:, None] for sums in ends.values())
+    head = np.array([0.0, *(piece.head for piece in pieces)])[None, :]
+    rest = np.array([*(piece.chain - piece.input_grad for piece in pieces), 0.0])[:, None]
+    turns = [
         forward
-        + stage.head * pieces[-1].head
+        + stage.head * head
         + len(stage.messages) * through
-        + (stage.weights is not None) * (weights + (stage.fused is None) * _chain(pieces))
+        + (stage.weights is not None) * (weights + (stage.fused is None) * (through + rest))
         for stage in stages
-    )
+    ]
+    size = len(pieces) + 1
+    return np.where(np.triu(np.ones((size, size), bool), 1), np.max(turns, axis=0), np.inf)
+
+
+def _sums(pieces: Sequence[Piece], name: str) -> NDArray[np.float64]:
+    return np.concatenate([[0.0], np.cumsum([getattr(piece, name) for piece in pieces])])
 
 
 def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[Flow], **links: float) -> Costs:

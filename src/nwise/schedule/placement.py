@@ -11,10 +11,11 @@ v                      rank    0  1  2  3  3  2  1  0     ZB-V and DualPipeV: ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from math import inf
+
+import numpy as np
 
 from nwise._errors import hint
+from nwise.schedule.assign import assign
 
 PLACEMENTS = ("contiguous", "interleaved", "v")
 Placement = tuple[int, ...]
@@ -52,21 +53,13 @@ def balanced(work: Sequence[float], num_ranks: int) -> Placement:
     >>> balanced([1, 1, 1, 4, 1], 2)
     (0, 0, 0, 1, 1)
     """
-    before = list(accumulate(work, initial=0.0))
-    # For the stages before each `end`: the smallest largest work of a rank, and the ranks' first stages.
-    cuts: list[tuple[float, tuple[int, ...]]] = [(time, (0,)) for time in before]
-    for ranks in range(1, num_ranks):
-        cuts = [
-            min(
-                (
-                    (max(cuts[first][0], before[end] - before[first]), (*cuts[first][1], first))
-                    for first in range(ranks, end)
-                ),
-                default=(inf, ()),
-            )
-            for end in range(len(before))
-        ]
-    return tuple(sum(k >= first for first in cuts[-1][1]) - 1 for k in range(len(work)))
+    size = len(work)
+    tables = [np.full((size + 1, size + 1), np.inf) for _ in work]
+    for k, time in enumerate(work):
+        tables[k][k, k + 1] = time
+    found = assign(lambda _, stage: tables[stage], size, num_ranks)
+    assert found is not None, "there are as many stages as ranks"
+    return found[1]
 
 
 def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: int) -> Placement:

@@ -1,0 +1,90 @@
+"""Assign pieces to stages and stages to ranks, such that the busiest rank has the least work.
+
+    pieces   p0 p1 | p2 p3 p4 | p5 | p6 p7      a stage is a range of pieces
+    stages     0   |    1     | 2  |   3        its work depends on its place: messages and head
+    ranks         0           |      1          a rank takes neighbouring stages, and may be slower than others
+
+The search fixes a time T and walks through the stages. For every piece at which a stage may end, it keeps the least load of the
+rank that has this stage, under the condition that no rank so far needs more than T. Bisection then finds the smallest T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+# The first piece of every stage, and its rank.
+Assignment = tuple[tuple[int, ...], tuple[int, ...]]
+
+_CLOSE = 1e-9
+
+
+def assign(work: Callable[[int, int], Matrix], num_stages: int, num_ranks: int) -> Assignment | None:
+    """Return the assignment whose busiest rank has the least work; None if there is none.
+
+    Args:
+        work: function from a rank and a stage to an array ``[P + 1, P + 1]``: the time of pieces a, ..., b - 1 in row a and
+            column b, infinite where the stage cannot have them.
+        num_stages: number of stages, at most that of the pieces.
+        num_ranks: number of ranks, at most that of the stages.
+
+    >>> times = np.array([[np.inf, 3.0, 4.0], [np.inf, np.inf, 1.0], [np.inf] * 3])  # pieces of 3 and 1
+    >>> assign(lambda rank, stage: times, 2, 2)
+    ((0, 1), (0, 1))
+    """
+    tables = [[work(rank, stage) for stage in range(num_stages)] for rank in range(num_ranks)]
+    found = _within(np.inf, tables)
+    if found is None:
+        return None
+    low, high = 0.0, _busiest(found, tables)
+    while high - low > _CLOSE * high:
+        middle = (low + high) / 2
+        better = _within(middle, tables)
+        if better is None:
+            low = middle
+        else:
+            found, high = better, _busiest(better, tables)
+    return found
+
+
+def _within(limit: float, tables: list[list[Matrix]]) -> Assignment | None:
+    """Return an assignment in which no rank works longer than the limit; None if there is none."""
+    num_ranks, num_stages, size = len(tables), len(tables[0]), len(tables[0][0])
+    # loads[r, p]: least work of rank r after a stage of it that ends before piece p; row -1 stands for the start.
+    loads = np.full((num_ranks + 1, size), np.inf)
+    loads[-1, 0] = 0.0
+    begins: list[NDArray[np.int64]] = []
+    turns: list[NDArray[np.bool_]] = []
+    for k in range(num_stages):
+        new, begin, turn = np.full_like(loads, np.inf), np.zeros(loads.shape, int), np.zeros(loads.shape, bool)
+        for r in range(num_ranks):
+            # The stage is on the rank of the one before, or the first on the next rank.
+            fresh = np.where(np.isfinite(loads[r - 1]), 0.0, np.inf)
+            before = np.minimum(loads[r], fresh)
+            after = before[:, None] + tables[r][k]
+            begin[r] = after.argmin(axis=0)
+            turn[r] = (fresh <= loads[r])[begin[r]]
+            least = after[begin[r], np.arange(size)]
+            new[r] = np.where(least <= limit, least, np.inf)
+        loads = new
+        begins.append(begin)
+        turns.append(turn)
+    if not np.isfinite(loads[num_ranks - 1, -1]):
+        return None
+    starts, ranks, r, end = [0] * num_stages, [0] * num_stages, num_ranks - 1, size - 1
+    for k in reversed(range(num_stages)):
+        ranks[k], starts[k] = r, int(begins[k][r, end])
+        r, end = r - int(turns[k][r, end]), starts[k]
+    return tuple(starts), tuple(ranks)
+
+
+def _busiest(assignment: Assignment, tables: list[list[Matrix]]) -> float:
+    starts, ranks = assignment
+    ends = [*starts[1:], len(tables[0][0]) - 1]
+    loads = [0.0] * len(tables)
+    for k, (rank, start, end) in enumerate(zip(ranks, starts, ends, strict=True)):
+        loads[rank] += float(tables[rank][k][start, end])
+    return max(loads)
