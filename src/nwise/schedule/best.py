@@ -16,7 +16,7 @@ from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Rule, make_schedule
 from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Deadlock, Schedule, counted
-from nwise.schedule.timed import CLOSE, Timed, check_memory, timed
+from nwise.schedule.timed import CLOSE, Limit, Timed, check_memory, excess, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 
@@ -51,7 +51,7 @@ def best(
     num_stages: int,
     num_microbatches: int,
     costs: Costs,
-    memory: float | None = None,
+    memory: Limit = None,
     placement: str | Sequence[int] = "contiguous",
     num_ranks: int | None = None,
 ) -> Timed:
@@ -65,7 +65,7 @@ def best(
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
-        memory: limit per rank in bytes (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
+        memory: limit in bytes, one for all ranks or one for each (`Costs.activation_bytes`, `Costs.fixed_bytes`); default: none.
         placement: rank of every stage, see `nwise.schedule.placement`, or ``"balanced"`` for contiguous stages of which the
             busiest rank has the least work by these costs; default: neighbouring stages share a rank, in equal numbers.
         num_ranks: number of ranks; default: one for each stage, or those of the placement.
@@ -111,7 +111,7 @@ def best_order(
     placement: Placement,
     ages: tuple[int, ...],
     *,
-    memory: float | None = None,
+    memory: Limit = None,
 ) -> Timed:
     """Find the best of the closed-form orders and list schedules.
 
@@ -120,16 +120,16 @@ def best_order(
         costs: costs of one micro-batch.
         placement: rank of every stage.
         ages: age of every stage's weight gradients.
-        memory: limit per rank in bytes; default: none.
+        memory: limit in bytes, one for all ranks or one for each; default: none.
 
     Raises:
         DoesNotFit: no order fits the memory.
     """
     bound = resource_bound(flows, costs, placement) / len(flows)
     options: list[Timed] = []
-    least = float("inf")
+    least = (float("inf"), 0.0, 0.0)
     for schedule in _candidates(flows, costs, placement, ages, small=memory is not None):
-        if memory is not None and (needed := max(peak_bytes(schedule, costs))) > memory:
+        if memory is not None and (needed := excess(peak_bytes(schedule, costs), memory))[0] > 1:
             least = min(least, needed)
             continue
         try:
@@ -141,7 +141,7 @@ def best_order(
         if option.period <= bound * (1 + CLOSE):
             break
     if not options:
-        raise DoesNotFit("the smallest order of this strategy", least, memory or 0.0)
+        raise DoesNotFit("the smallest order of this strategy", *least[1:])
     return min(options, key=lambda option: option.rank)
 
 

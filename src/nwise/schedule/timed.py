@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from nwise.schedule.network import network
 from nwise.schedule.period import period
 from nwise.schedule.schedule import Schedule, Word
 
+Limit = float | Sequence[float] | None  # of the memory of every rank, in bytes: one for all, or one for each
 CLOSE = 1e-9  # periods that differ by less than this share are equal
 
 
@@ -79,10 +81,23 @@ def timed(schedule: Schedule, costs: Costs) -> Timed:
     return Timed(schedule, costs, period(network(schedule, costs)) / len(schedule.flows))
 
 
-def check_memory(memory: float | None) -> None:
-    """Raise ValueError unless `memory` is None or above 0."""
-    if memory is not None and not memory > 0:
-        raise ValueError(f"`memory` should be a number of bytes above 0. Found {memory!r}.")
+def check_memory(memory: Limit) -> None:
+    """Raise ValueError unless `memory` is None or all of it is above 0."""
+    for limit in memory if isinstance(memory, Sequence) else [memory]:
+        if limit is not None and not limit > 0:
+            raise ValueError(f"`memory` should be a number of bytes above 0. Found {limit!r}.")
+
+
+def excess(sizes: Sequence[float], memory: Limit) -> tuple[float, float, float]:
+    """Return the largest share of its limit that a rank needs, with these bytes and this limit; 0 without a limit.
+
+    >>> excess((50.0, 60.0), (100.0, 80.0))
+    (0.75, 60.0, 80.0)
+    """
+    if memory is None:
+        return (0.0, max(sizes), 0.0)
+    limits = memory if isinstance(memory, Sequence) else [memory] * len(sizes)
+    return max((size / limit, size, limit) for size, limit in zip(sizes, limits, strict=True))
 
 
 def rounded(time: float) -> float:
