@@ -40,6 +40,7 @@ RANKS = [
     ["kept", "schedule", "_summary"],
     ["stage"],
     ["runtime", "_arguments", "data"],
+    ["planning"],
     ["exits", "pipeline", "recipes"],
     ["training"],
     ["report"],

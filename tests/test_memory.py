@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nwise._memory import allocated
+from nwise.planning.profile import Profile, profile
 from nwise.recipes import Adam, Recipe
 from nwise.recipes.config import ConvNet, Mlp
 from nwise.schedule import Costs
@@ -18,8 +19,7 @@ from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
 from nwise.schedule.partition import stage_costs
 from nwise.strategies import strategy as parse
-from nwise.training.build import make_pipeline
-from nwise.training.profile import Profile, profile
+from nwise.training.build import make_pipeline, measurable
 
 CPU = torch.device("cpu")
 SIZES = Costs(1, 0, 1, 1, activation_bytes=10, output_bytes=1, gradient_bytes=5, head_gradient_bytes=2, fixed_bytes=3)
@@ -68,7 +68,7 @@ MLP = Recipe(model=Mlp(num_stages=5, width=64), optimizer=Adam(), batch_size=256
 def profiles() -> dict[str, Profile]:
     """The sizes of both networks' pieces."""
     return {
-        name: profile(config, config.load()[0], (1, 4), device=torch.device("cpu"), rounds=1)
+        name: profile(measurable(config, config.load()[0], CPU), (1, 4), rounds=1)
         for name, config in (("convnet", CONVNET), ("mlp", MLP))
     }
 

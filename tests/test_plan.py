@@ -17,6 +17,7 @@ import nwise
 from nwise import cli
 from nwise.cli.costs import costs_of_text
 from nwise.flow import StageFlow, find_flow
+from nwise.planning.profile import profile
 from nwise.recipes import Adam, Mlp, Recipe
 from nwise.report.verdict import verdict
 from nwise.schedule import Costs, baseline, best
@@ -26,7 +27,7 @@ from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.partition import Piece, partition, stage_costs
 from nwise.schedule.placement import balanced
 from nwise.schedule.plan import Plan, plan
-from nwise.training.profile import profile
+from nwise.training.build import measurable
 
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.
@@ -226,14 +227,14 @@ def test_partition_into_more_stages_than_pieces_raises() -> None:
 
 def test_profile_measures_each_piece() -> None:
     recipe = Recipe(model=Mlp(num_stages=3, width=32), optimizer=Adam(), batch_size=16, device="cpu")
-    data, _ = recipe.load()
+    network = measurable(recipe, recipe.load()[0], torch.device("cpu"))
     seen: list[int] = []
 
     def watch(items: list[object]) -> list[object]:
         seen.append(len(items))
         return items
 
-    found = profile(recipe, data, (1, 4), device=torch.device("cpu"), rounds=2, progress=watch)
+    found = profile(network, (1, 4), rounds=2, progress=watch)
     assert seen == [3 * 2 * 4]  # rounds and one to warm up, sizes, pieces
     assert [piece.name for piece in found.pieces[1]] == ["blocks.0", "blocks.1", "blocks.2", "output"]
     for m, pieces in found.pieces.items():
@@ -253,7 +254,7 @@ def test_profile_measures_each_piece() -> None:
     assert costs.per_stage("fixed_bytes", 3)[0] == found.pieces[4][0].fixed_bytes  # loss 0 trains nothing: no head
     assert costs.per_stage("fixed_bytes", 3)[1] == found.pieces[4][1].fixed_bytes + found.pieces[4][1].head_bytes
     with pytest.raises(ValueError, match="`microbatches` should be from 1 to the batch size of 16. Found 17"):
-        profile(recipe, data, (17,), device=torch.device("cpu"))
+        profile(network, (17,))
 
 
 # The command ----------------------------------------------------------------------------------------

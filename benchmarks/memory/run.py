@@ -38,6 +38,7 @@ from nwise.data import Images, Tokens
 from nwise.models.chain import Chain
 from nwise.models.staged import StagedModel
 from nwise.pipeline import Pipeline
+from nwise.planning.profile import Profile, profile
 from nwise.recipes import Adam, Recipe
 from nwise.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
 from nwise.report.figures import COLOURS, MARKERS
@@ -47,9 +48,8 @@ from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
 from nwise.schedule.partition import Piece, stage_costs
 from nwise.strategies import strategy as parse
-from nwise.training.build import make_loss, make_pipeline
+from nwise.training.build import make_loss, make_pipeline, measurable
 from nwise.training.optimizers import make_optimizer, parameter_groups
-from nwise.training.profile import Profile, profile
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -199,7 +199,7 @@ def profiles(
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     kinds = {remedy: type(remedy, (InBlocks,), {"remedy": remedy}) for remedy in WRAPPERS}
     return {
-        remedy: profile(kind(**values), data, microbatches, device=device, rounds=1)
+        remedy: profile(measurable(kind(**values), data, device), microbatches, rounds=1)
         for remedy, kind in {"plain": Recipe, **kinds}.items()
     }
 

@@ -18,6 +18,7 @@ from nwise.cli.costs import costs_of_text
 from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
 from nwise.flow import Flow
+from nwise.planning.profile import Profile, profile
 from nwise.recipes import recipe
 from nwise.report.verdict import verdict
 from nwise.schedule import Costs
@@ -27,8 +28,7 @@ from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
 from nwise.schedule.partition import partition, stage_costs
 from nwise.schedule.placement import balanced
-from nwise.training.build import pick_device
-from nwise.training.profile import Profile, profile
+from nwise.training.build import measurable, pick_device
 
 _GIB = 2.0**30
 _LEGEND = """* recommended; speed: step of the best end-to-end pipeline divided by this one's
@@ -138,10 +138,8 @@ class PlanCommand:
         data, _ = config.load()
         steps_per_epoch(len(data), config.batch_size)  # raises if a mini-batch is larger than the data
         measured = profile(
-            config,
-            data,
+            measurable(config, data, pick_device(config)),
             self._microbatches(config.batch_size),
-            device=pick_device(config),
             rounds=self.rounds,
             progress=self._progress("measuring"),
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nwise._compiled import compile_module
 from nwise.batchnorm import defer_batchnorm
@@ -17,10 +18,13 @@ from nwise.losses import TokenCrossEntropy
 from nwise.models import materialize
 from nwise.models.chain import Chain
 from nwise.pipeline import Pipeline
+from nwise.planning.profile import Network
 from nwise.recipes import Recipe
 from nwise.runtime.launch import launched, variable
 from nwise.schedule.placement import parse_placement
 from nwise.stage import LossFn
+from nwise.tensors import Tensors
+from nwise.training.optimizers import make_optimizer
 
 
 def pick_device(recipe: Recipe) -> torch.device:
@@ -81,6 +85,35 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
         seed=recipe.seed,
         placement=parse_placement(recipe.placement),
         compress=recipe.compress,
+    )
+
+
+def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> Network:
+    """Return the recipe's network for `nwise.planning.profile.profile`.
+
+    Args:
+        recipe: the recipe, with batch size, optimizer and precision.
+        data: the data, whose first samples are used.
+        device: the device to measure on.
+    """
+    model, samples = recipe.build(data), data.to(device)
+    stages = [stage.pieces() for stage in model.stages]
+    pieces = {name: piece.to(device) for stage in stages for name, piece in stage.items()}
+
+    def batch(size: int) -> tuple[Tensors, Tensor]:
+        x, target = samples.batch(torch.arange(size) % len(samples), None)
+        return (x,), target
+
+    return Network(
+        pieces,
+        [*(model.make_head(name).to(device) for name in list(pieces)[:-1]), None],
+        batch,
+        recipe.batch_size,
+        make_loss(data),
+        lambda parameters: make_optimizer(recipe.optimizer, parameters),
+        device,
+        tuple(accumulate(map(len, stages[:-1]), initial=0)),
+        lambda: autocast(recipe, device),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nwise._autograd import add_gradients
 from nwise._memory import allocated
 from nwise.kept import gradient_to_inputs
-from nwise.tensors import Tensors, as_tuple
+from nwise.tensors import Tensors, names, run_module, with_names
 
 
 class PieceSizes:
@@ -58,7 +57,7 @@ class PieceSizes:
     def _forward(self, *, passing: bool = False) -> Tensors:
         """Run the piece; `passing`: on inputs that nothing else holds, as inside a stage."""
         inputs = (x.clone() if passing and x.requires_grad else x for x in self._inputs)
-        return as_tuple(self._piece(*inputs), "The output of a piece")
+        return run_module(self._piece, with_names(inputs, names(self._inputs)), "The output of a piece")
 
     def _cotangents(self) -> int:
         """Return the bytes of the cotangents that an I keeps for a later W."""
@@ -91,7 +90,7 @@ class PieceSizes:
 
 
 def head_sizes(
-    head: nn.Module, inputs: Tensors, loss_fn: Callable[[Any], Tensor], device: torch.device
+    head: nn.Module, inputs: Tensors, loss_fn: Callable[[Tensors], Tensor], device: torch.device
 ) -> dict[str, float]:
     """Return the bytes of a head, as `nwise.schedule.partition.Piece` names them.
 
@@ -102,11 +101,11 @@ def head_sizes(
         device: device of all.
     """
     learns: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
-    leaves = tuple(y.detach().requires_grad_(y.is_floating_point()) for y in inputs)
+    leaves = with_names((y.detach().requires_grad_(y.is_floating_point()) for y in inputs), names(inputs))
     wrt = [*learns, *(y for y in leaves if y.requires_grad)]
 
     def whole(_: None) -> None:
-        loss = loss_fn(head(*leaves))
+        loss = loss_fn(run_module(head, leaves, "The output of a head"))
         add_gradients([loss], [torch.ones_like(loss)], wrt, retain_graph=False)
 
     peak = allocated(whole, device).peak

@@ -1,0 +1,1 @@
+"""Planning: a network, measured piece by piece and cut for the devices at hand."""

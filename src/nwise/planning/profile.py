@@ -1,0 +1,257 @@
+"""Profile: the measured cost of each piece of a network on this machine, for the planner.
+
+Every piece runs alone on the output of the one before, at each requested size of micro-batch: forward, gradient of its input
+only (I), of its weights only (W with its chain), of both (B), its update, and a head behind it. The result is the median of
+some rounds. The rounds of all pieces take turns, so a busy moment affects all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nwise._memory import allocated
+from nwise.planning.sizes import PieceSizes, head_sizes
+from nwise.schedule.partition import Piece
+from nwise.tensors import Tensors, as_argument, names, run_module, with_names
+
+_WHAT = "The output of a piece"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network to measure, with all that a training step needs.
+
+    Args:
+        pieces: its pieces in order, by name.
+        heads: a head behind every piece, None for none; the last piece has none.
+        batch: function from a number of samples to inputs of the first piece and a target.
+        batch_size: samples in a mini-batch.
+        loss_fn: loss of the output of a head or of the last piece, given the target.
+        optimizer: function that makes an optimizer of some parameters; None for one without time and memory.
+        device: the device of everything.
+        starts: index of the first piece of every stage, if the network is cut already; default: one stage.
+        autocast: function that returns a context for forwards; default: none.
+    """
+
+    pieces: dict[str, nn.Module]
+    heads: Sequence[nn.Module | None]
+    batch: Callable[[int], tuple[Tensors, Any]]
+    batch_size: int
+    loss_fn: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+    device: torch.device
+    starts: tuple[int, ...] = (0,)
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs of every piece, in seconds and bytes.
+
+    Args:
+        pieces: the pieces, by the number of micro-batches per mini-batch.
+        device: the device they were measured on.
+        batch_size: samples in a mini-batch.
+        starts: index of the first piece of every stage of the network, as it was cut.
+        spread: half the distance between the quartiles of the rounds over their median; nan for a single round.
+    """
+
+    pieces: dict[int, list[Piece]]
+    device: str
+    batch_size: int
+    starts: tuple[int, ...]
+    spread: float
+
+
+def profile(
+    network: Network,
+    microbatches: Sequence[int],
+    *,
+    rounds: int = 5,
+    progress: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> Profile:
+    """Measure a network. Batch norm and dropout run as in training, so give a copy of a network that must not change.
+
+    Args:
+        network: the network.
+        microbatches: numbers M of micro-batches, at most the batch size.
+        rounds: number of rounds after a warm-up round; default 5.
+        progress: wraps the list of measurements, for a progress bar.
+
+    Raises:
+        ValueError: a number of micro-batches is above the batch size.
+    """
+    for m in microbatches:
+        if not 1 <= m <= network.batch_size:
+            raise ValueError(f"`microbatches` should be from 1 to the batch size of {network.batch_size}. Found {m}.")
+    bench = _Bench(network)
+    times: dict[tuple[int, int], list[dict[str, float]]] = {}
+    todo = [(r, m, i) for r in range(rounds + 1) for m in microbatches for i in range(len(bench.names))]
+    for r, m, i in progress(todo):
+        seconds = bench.measure(i, network.batch_size // m)
+        if r:
+            times.setdefault((m, i), []).append(seconds)
+    pieces = {
+        m: [_piece(bench, i, times[m, i], network.batch_size // m) for i in range(len(bench.names))]
+        for m in microbatches
+    }
+    return Profile(pieces, str(network.device), network.batch_size, network.starts, _spread(list(times.values())))
+
+
+def _spread(times: list[list[dict[str, float]]]) -> float:
+    totals = [sum(sum(seconds.values()) for seconds in column) for column in zip(*times, strict=True)]
+    if len(totals) < 2:
+        return float("nan")
+    low, middle, high = statistics.quantiles(totals, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> Piece:
+    """Take medians, and separate the work that the passes share."""
+    median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
+    through, weights, both = median["input_grad"], median["weights"], median["both"]
+    alone = max(0.0, both - through)  # added by weights to a pass that computes the input's gradient anyway
+    return Piece(
+        name=bench.names[i],
+        forward=median["forward"],
+        input_grad=through,
+        weight_grad=alone,
+        chain=min(through, max(0.0, weights - alone)),
+        head=median["head"],
+        update=median["update"],
+        **bench.sizes(i, size),
+    )
+
+
+class _Bench:
+    """The pieces of a network, with an input for each."""
+
+    def __init__(self, network: Network) -> None:
+        self.names = list(network.pieces)
+        self._network, self._device, self._autocast = network, network.device, network.autocast
+        self._pieces = list(network.pieces.values())
+        self._inputs: dict[tuple[int, int], Tensors] = {}
+        self._optimizers = [_optimizer(network, piece) for piece in self._pieces]
+
+    def measure(self, i: int, size: int) -> dict[str, float]:
+        """Run piece i in every way once, and return the seconds."""
+        piece, leaves = self._pieces[i], self._leaves(i, size, tracked=True)
+        weights: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
+        tracked = [x for x in leaves if x.requires_grad and i]
+        with self._autocast():
+            forward, outputs = self._timed(lambda: run_module(piece, leaves, _WHAT))
+        seeds = [torch.randn_like(y) for y in outputs if y.requires_grad]
+        roots = [y for y in outputs if y.requires_grad]
+
+        def back(wrt: list[Tensor]) -> float:
+            if not wrt or not roots:
+                return 0.0
+            seconds, _ = self._timed(
+                lambda: torch.autograd.grad(roots, wrt, seeds, retain_graph=True, allow_unused=True)
+            )
+            return seconds
+
+        head = self._time_head(i, size, outputs)
+        passes = {"input_grad": back(tracked), "weights": back(weights), "both": back(tracked + weights)}
+        update = self._timed(lambda: self._update(i))[0]
+        return {"forward": forward, **passes, "head": head, "update": update}
+
+    def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
+        leaves = with_names((y.detach().requires_grad_(y.is_floating_point()) for y in outputs), names(outputs))
+        head, loss_of = self._head(i, size)
+        wrt: list[Tensor] = [*head.parameters(), *(y for y in leaves if y.requires_grad)] if head is not None else []
+
+        def whole() -> None:
+            with self._autocast():
+                loss = loss_of(run_module(head, leaves, _WHAT) if head is not None else leaves)
+            torch.autograd.grad(loss, wrt, allow_unused=True)
+
+        return self._timed(whole)[0] if wrt else 0.0
+
+    def _head(self, i: int, size: int) -> tuple[nn.Module | None, Callable[[Tensors], Tensor]]:
+        """Return what follows piece i, the identity for the last one, and the loss of its output."""
+        target = self._network.batch(size)[1]
+        head = nn.Identity() if i == len(self._pieces) - 1 else self._network.heads[i]
+        return head, lambda outputs: self._network.loss_fn(as_argument(outputs), target)
+
+    def sizes(self, i: int, size: int) -> dict[str, float]:
+        """Return the bytes, as `Piece` names them."""
+        piece = self._pieces[i]
+        learns = [p for p in piece.parameters() if p.requires_grad]
+        leaves = self._leaves(i, size, tracked=i > 0)
+        given = [p.grad for p in learns]
+        with self._autocast():
+            update_peak = allocated(lambda _: self._update(i), self._device).peak
+            part = PieceSizes(piece, leaves, self._device)
+            passes = part.measure()
+            head, loss_of = self._head(i, size)
+            sizes = {} if head is None else head_sizes(head, part.outputs, loss_of, self._device)
+        for p, gradient in zip(learns, given, strict=True):
+            p.grad = gradient
+        return {**passes, **sizes, "update_peak_bytes": float(update_peak), **self._fixed(i)}
+
+    def _fixed(self, i: int) -> dict[str, float]:
+        """Return the bytes of parameters and optimizer state; a head has state like the pieces, by parameter."""
+        weights = [sum(p.nbytes for p in piece.parameters()) for piece in self._pieces]
+        state = [0 if optimizer is None else _state_bytes(optimizer) for optimizer in self._optimizers]
+        learns = sum(p.nbytes for piece in self._pieces for p in piece.parameters() if p.requires_grad)
+        head = self._head(i, 1)[0]
+        beside = 0 if head is None else sum(p.nbytes for p in head.parameters())
+        return {
+            "weight_bytes": float(weights[i]),
+            "fixed_bytes": float(weights[i] + state[i]),
+            "head_bytes": float(beside * (1 + sum(state) / learns if learns else 1)),
+        }
+
+    def _leaves(self, i: int, size: int, *, tracked: bool) -> Tensors:
+        inputs = self._input(i, size)
+        return with_names((x.detach().requires_grad_(tracked and x.is_floating_point()) for x in inputs), names(inputs))
+
+    def _input(self, i: int, size: int) -> Tensors:
+        """Return the input of piece i for a micro-batch of this size."""
+        if (i, size) not in self._inputs:
+            if i == 0:
+                self._inputs[i, size] = self._network.batch(size)[0]
+            else:
+                with torch.no_grad(), self._autocast():
+                    self._inputs[i, size] = run_module(self._pieces[i - 1], self._input(i - 1, size), _WHAT)
+        return self._inputs[i, size]
+
+    def _update(self, i: int) -> None:
+        optimizer = self._optimizers[i]
+        if optimizer is not None:
+            optimizer.step()
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        self._wait()
+        start = time.perf_counter()
+        result = run()
+        self._wait()
+        return time.perf_counter() - start, result
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _optimizer(network: Network, piece: nn.Module) -> torch.optim.Optimizer | None:
+    parameters = [p for p in piece.parameters() if p.requires_grad]
+    if not parameters or network.optimizer is None:
+        return None
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    return network.optimizer(parameters)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state, without its counters of steps."""
+    state = (value for values in optimizer.state.values() for value in values.values())
+    return sum(value.nbytes for value in state if isinstance(value, Tensor) and value.dim())
