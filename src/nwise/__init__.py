@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from nwise.models.chain import Chain
     from nwise.models.split import split, untie
     from nwise.pipeline import Pipeline
+    from nwise.planning.devices import Device
+    from nwise.planning.plan import plan
     from nwise.reference import reference_grads
     from nwise.schedule.ages import staleness
     from nwise.strategies import (
@@ -44,6 +46,7 @@ __all__ = [
     "Credit",
     "DeepSupervision",
     "Delayed",
+    "Device",
     "EndToEnd",
     "Flow",
     "Geometric",
@@ -61,6 +64,7 @@ __all__ = [
     "heads",
     "losses",
     "models",
+    "plan",
     "reference_grads",
     "split",
     "staleness",
@@ -71,6 +75,7 @@ __all__ = [
 # Where the names that are not strategies are.
 _PLACES = {
     "Chain": "models.chain",
+    "Device": "planning.devices",
     "Flow": "flow",
     "Pipeline": "pipeline",
     "carry": "models.carry",
@@ -78,6 +83,7 @@ _PLACES = {
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",
     "heads": "models",
+    "plan": "planning.plan",
     "reference_grads": "reference",
     "split": "models.split",
     "staleness": "schedule.ages",

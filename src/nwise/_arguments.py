@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nwise._errors import check_at_least
 from nwise.flow import Flow
 from nwise.models.carry import Carrier
 from nwise.models.chain import Chain
+from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn
@@ -142,8 +144,31 @@ def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple
     return known
 
 
-def check_same_target(processes: Processes, target: Input | Tensors | None) -> None:
-    """Raise ValueError unless all processes with a target have the same one, as from equal loaders."""
+def placed(
+    stages: Sequence[Given], placement: str | Sequence[int] | Plan, num_microbatches: int | None
+) -> tuple[Plan | None, str | Sequence[int], int]:
+    """Return the plan, if the placement is one, the placement itself, and the number of micro-batches.
+
+    Raises:
+        ValueError: the plan is for other stages.
+    """
+    if num_microbatches is not None:
+        check_at_least(1, num_microbatches=num_microbatches)
+    if not isinstance(placement, Plan):
+        return None, placement, num_microbatches or 1
+    begins = [next(iter(stage.pieces())) for stage in stages if isinstance(stage, Chain)]
+    count = len(placement.placement)
+    if len(stages) != count or (len(begins) == count and tuple(begins[1:]) != placement.at):
+        found = f"{len(stages)} stages" + (f" that begin at {', '.join(begins[1:])}" if begins[1:] else "")
+        raise ValueError(
+            f"`placement` should be a plan for these stages. Found one for {count} stages that begin at "
+            f"{', '.join(placement.at)}, and {found}; cut the network with `nwise.split(model, at=plan.at)`."
+        )
+    return placement, placement.placement, num_microbatches or placement.num_microbatches
+
+
+def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:
+    """Return True if all processes with a target have the same one, as from equal loaders; otherwise raise ValueError."""
     parts = () if target is None else as_tuple(target, "`target`")
     code = "".join(
         sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -156,6 +181,7 @@ def check_same_target(processes: Processes, target: Input | Tensors | None) -> N
                 f"Every rank should get the same mini-batches. Found other targets on rank {rank} than on rank "
                 f"{codes[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
             )
+    return True
 
 
 def _takes(module: nn.Module, inputs: Tensors) -> bool:

@@ -36,9 +36,17 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
     passes, messages = sum(stage.passes for stage in flow.stages), sum(flow.messages)
     share = f"{side:,} ({100 * side / main:.0f} %)" if main else f"{side:,}"
     rows.append(["all", f"{main:,}", share, "", str(passes), str(messages)])
+    return "\n".join([title, *table(rows)])
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, in columns that end together.
+
+    >>> table([["a", "bc"], ["def", "g"]])
+    ['  a  bc', 'def   g']
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([title, *lines])
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def count(module: nn.Module | None) -> int:

@@ -21,6 +21,8 @@ from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
+from nwise.planning.observe import Observer
+from nwise.planning.plan import Plan
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.engine import Engine, make_engine
@@ -30,6 +32,7 @@ from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.named import Order, check_order, choose
+from nwise.schedule.orders import TYPICAL
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
@@ -42,20 +45,20 @@ class Pipeline(nn.Module):
 
     Args:
         stages: the main network, in order, as modules or functions that make them. A stage takes the output of the one before
-            it, a tensor or a tuple of tensors (passed as several arguments); floating-point ones carry gradients. A function
-            is called under its own random numbers, and only in the process that holds the stage.
+            it: tensors by position or by name, of which floating-point ones carry gradients. A function is called under its own
+            random numbers, only in the process that holds the stage.
         heads: auxiliary networks for every stage but the last, None for a stage without one.
         loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch: one for all
             losses, or a list with one per stage.
         strategy: a name (see `nwise.strategy`) or a `Strategy`.
-        num_microbatches: number of micro-batches per mini-batch, M.
+        num_microbatches: number of micro-batches per mini-batch, M; default: the plan's if there is one, else 1.
         schedule: order of work, one of `nwise.schedule.named.ORDERS` or a custom schedule; default: ``"best"`` with several
             processes, and with one ``"depth-first"``, which needs the least memory.
         recompute: whether a stage keeps only its input while others run, then runs its forward again (activation checkpointing).
         tied: ``"sum"`` if the first stage may share parameters with the heads and the output; default: ``"refuse"``.
         seed: seed of dropout and other random numbers in `step`, functions of (seed, stage, step, micro-batch); default: torch's.
-        placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, or a rank for
-            each; see `nwise.schedule.placement`. One process has all stages.
+        placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, a rank for
+            each (`nwise.schedule.placement`), or a plan (`nwise.plan`). One process has all stages.
         compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
         mesh: processes under ``torchrun``, ``("pp", "dp", "tp")``; default: a rank for every stage, or fewer, or replicas of all.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
@@ -93,33 +96,32 @@ class Pipeline(nn.Module):
         heads: Sequence[Given | None] | None = None,
         loss_fn: LossFn | Sequence[LossFn] = nn.functional.cross_entropy,
         strategy: str | Strategy = "2-wise",
-        num_microbatches: int = 1,
+        num_microbatches: int | None = None,
         *,
         schedule: Order | None = None,
         recompute: bool = False,
         tied: str = "refuse",
         seed: int | None = None,
-        placement: str | Sequence[int] = "contiguous",
+        placement: str | Sequence[int] | Plan = "contiguous",
         compress: str | Compression = "none",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
     ) -> None:
         super().__init__()
         given, given_heads, losses = arguments.checked(list(stages), heads, loss_fn)
-        check_at_least(1, num_microbatches=num_microbatches)
+        plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         schedule = None if schedule is None else check_order(schedule)
         rule, self._compression = parse(strategy), parse_compression(compress)
-        self.processes = join(len(given), placement, mesh, timeout)
+        self.processes = join(len(given), ranks, mesh, timeout)
         self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
         self._shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
-        self._strategy = rule
         # One process waits for no other, so the order with the least memory is the best.
         self._order: Order = schedule or ("depth-first" if self.processes.num_ranks == 1 else "best")
-        self._num_microbatches = num_microbatches
+        self._strategy, self._num_microbatches = rule, num_microbatches
         self.steps = 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
@@ -129,6 +131,7 @@ class Pipeline(nn.Module):
         self.warns_of_divergence = True
         self._divergence = Divergence()
         self._compared = False  # whether the targets of all ranks have been compared
+        self._costs, self._observer = plan.timed.costs if plan else TYPICAL, Observer(plan, self.processes)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = make_terms(losses)
         self._chosen: tuple[Any, Schedule] | None = None  # the last schedule, and what it was chosen for
@@ -239,9 +242,8 @@ class Pipeline(nn.Module):
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
         ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
 
-        A step that raises restores every ``.grad`` and the statistics of batch norm, for which it keeps a copy of earlier
-        gradients. With several processes an error ends all of them. Under a delay the gradients are those of an earlier
-        mini-batch (`nwise.Delayed`), and the first steps leave none.
+        A step that raises restores every ``.grad`` and the statistics of batch norm; with several processes it ends all of them.
+        Under a delay the gradients are those of an earlier mini-batch (`nwise.Delayed`), and the first steps leave none.
 
         Args:
             inputs, named: inputs of the first stage, samples along dimension 0: by position, by name, or one dictionary.
@@ -265,14 +267,12 @@ class Pipeline(nn.Module):
             replica=processes.replica,
             num_replicas=processes.num_replicas,
         )
-        if not self._compared:
-            arguments.check_same_target(processes, target)
-            self._compared = True
+        self._compared = self._compared or arguments.check_same_target(processes, target)
         modules = self._survey()
         schedule = self._schedule_for(self.strategy.in_force(self.steps))
         arguments.check_heads(schedule.flows[self.steps % len(schedule.flows)], self.heads, self.strategy.name)
         engine = self._connected(batch.inputs[0])
-        engine.recorder = self.recorder
+        engine.recorder = self._observer.through(self.recorder)
         before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
         try:
             with preserved(self._device(given[0])):
@@ -285,6 +285,7 @@ class Pipeline(nn.Module):
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, {k: worker.share for k, worker in workers.items()}
         self.steps += 1
+        self._observer.look()
         result = Losses(losses, {k for k, _ in batch.losses}, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
@@ -332,8 +333,7 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: a later step still needs one of them.
         """
-        needed = self.needed_heads()
-        if needed:
+        if needed := self.needed_heads():
             raise ValueError(
                 f"Heads can be discarded once no loss needs them. Found that {self.strategy.name} needs the heads of stages "
                 f"{sorted(needed)} from step {self.steps} on."
@@ -358,7 +358,7 @@ class Pipeline(nn.Module):
 
     def _flows(self, now: Strategy) -> tuple[tuple[Flow, ...], ...]:
         """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
-        heads = [head is not None for head in self.heads.by_stage(self.num_stages - 1)] + [True]
+        heads = [*(head is not None for head in self.heads.by_stage(self.num_stages - 1)), True]
         return flows_for(now, self.num_stages, self.num_microbatches, trainable=self._trainable, heads=heads)
 
     def _flows_from(self, step: int) -> Iterator[Flow]:
@@ -370,7 +370,7 @@ class Pipeline(nn.Module):
     def _schedule_for(self, now: Strategy) -> Schedule:
         """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
         flows = self._flows(now)
-        key = self._order, flows, self.processes.placement, weight_ages(now, flows)
+        key = self._order, flows, self.processes.placement, weight_ages(now, flows), self._costs
         if self._chosen is None or self._chosen[0] != key:
             self._chosen = key, arguments.without_late_sharing(choose(*key), self._shared)
         return self._chosen[1]

@@ -6,7 +6,7 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -105,6 +105,28 @@ def split(
     return stages
 
 
+def cut_points(model: nn.Module) -> list[str]:
+    """Return the names of all modules at which `split` can begin a stage, without those that change their input in place.
+
+    >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
+    ['2.0', '2.1']
+    """
+    if _is_hf(model):
+        return list(_pieces(model, ()))[1:]
+    pieces = _unroll(model, lambda _, child: type(child).forward in _RUNS_CHILDREN)
+    return [name for name, piece in list(pieces.items())[1:] if not _begins_in_place(piece)]
+
+
+def even_starts(model: nn.Module, num_stages: int) -> list[str]:
+    """Return the names at which `split` begins the later ones of so many stages."""
+    return _even_starts(_pieces(model, ()), num_stages)
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    first = next(inner for inner in module.modules() if not len(list(inner.children())))
+    return bool(getattr(first, "inplace", False))
+
+
 def untie(model: nn.Module) -> list[str]:
     """Copy, in place, every parameter that is used in two places, such as GPT-2's embedding and output.
 
@@ -158,7 +180,8 @@ def _is_hf(model: nn.Module) -> bool:
 def _pieces(model: nn.Module, at: Sequence[str]) -> dict[str, nn.Module]:
     if _is_hf(model):
         return huggingface.family_for(model).ordered_pieces(model)
-    pieces = _unroll(model, {name.rpartition(".")[0] for name in at})
+    parents = {name.rpartition(".")[0] + "." for name in at}
+    pieces = _unroll(model, lambda path, _: any(parent.startswith(path + ".") for parent in parents))
     if not pieces:
         raise ValueError(
             "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
@@ -166,16 +189,22 @@ def _pieces(model: nn.Module, at: Sequence[str]) -> dict[str, nn.Module]:
     return pieces
 
 
-def _unroll(model: nn.Module, opened: set[str], prefix: str = "") -> dict[str, nn.Module]:
-    """Return the children in order; replace lists, and the sequences that a cut goes through, by their own children."""
+def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
+    """Return the children in order; replace lists, and the sequences that a cut goes through, by their own children.
+
+    Args:
+        model: the module.
+        opens: function from the name of a sequence and itself to whether a cut goes through it.
+        prefix: begin of the names.
+    """
     pieces: dict[str, nn.Module] = {}
     for name, child in model._modules.items():  # named_children() omits a module's second place
         if child is None:
             continue
         path = prefix + name
-        inside = any(path == parent or parent.startswith(path + ".") for parent in opened)
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) or (isinstance(child, nn.Sequential | Chain) and inside):
-            pieces.update(_unroll(child, opened, path + "."))
+        sequence = isinstance(child, nn.Sequential | Chain)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or (sequence and opens(path, child)):
+            pieces.update(_unroll(child, opens, path + "."))
         else:
             pieces[path] = child
     return pieces

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -70,12 +70,29 @@ class Profile:
     starts: tuple[int, ...]
     spread: float
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of all passes of a mini-batch, summed over the numbers of micro-batches."""
+        times = (m * (p.forward + p.input_grad + p.weight_grad) for m, pieces in self.pieces.items() for p in pieces)
+        return sum(times)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the profile as plain values."""
+        return {**asdict(self), "pieces": {m: list(map(asdict, pieces)) for m, pieces in self.pieces.items()}}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Profile:
+        """Return the profile with these values, which may have been JSON."""
+        pieces = {int(m): [Piece(**piece) for piece in group] for m, group in values["pieces"].items()}
+        return Profile(**{**values, "pieces": pieces, "starts": tuple(values["starts"])})
+
 
 def profile(
     network: Network,
     microbatches: Sequence[int],
     *,
     rounds: int = 5,
+    sizes: bool = True,
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Profile:
     """Measure a network. Batch norm and dropout run as in training, so give a copy of a network that must not change.
@@ -84,6 +101,8 @@ def profile(
         network: the network.
         microbatches: numbers M of micro-batches, at most the batch size.
         rounds: number of rounds after a warm-up round; default 5.
+        sizes: whether to measure all sizes in memory, which takes about a third of a second for each piece and M; default
+            True, else only those of outputs and parameters.
         progress: wraps the list of measurements, for a progress bar.
 
     Raises:
@@ -100,7 +119,7 @@ def profile(
         if r:
             times.setdefault((m, i), []).append(seconds)
     pieces = {
-        m: [_piece(bench, i, times[m, i], network.batch_size // m) for i in range(len(bench.names))]
+        m: [_piece(bench, i, times[m, i], network.batch_size // m, sizes) for i in range(len(bench.names))]
         for m in microbatches
     }
     return Profile(pieces, str(network.device), network.batch_size, network.starts, _spread(list(times.values())))
@@ -114,7 +133,7 @@ def _spread(times: list[list[dict[str, float]]]) -> float:
     return (high - low) / 2 / middle
 
 
-def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> Piece:
+def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int, sizes: bool) -> Piece:
     """Take medians, and separate the work that the passes share."""
     median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
     through, weights, both = median["input_grad"], median["weights"], median["both"]
@@ -127,7 +146,8 @@ def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> 
         chain=min(through, max(0.0, weights - alone)),
         head=median["head"],
         update=median["update"],
-        **bench.sizes(i, size),
+        **(bench.sizes(i, size) if sizes else {}),
+        **bench.fixed_sizes(i, size),
     )
 
 
@@ -196,16 +216,18 @@ class _Bench:
             sizes = {} if head is None else head_sizes(head, part.outputs, loss_of, self._device)
         for p, gradient in zip(learns, given, strict=True):
             p.grad = gradient
-        return {**passes, **sizes, "update_peak_bytes": float(update_peak), **self._fixed(i)}
+        passes.pop("message_bytes")
+        return {**passes, **sizes, "update_peak_bytes": float(update_peak)}
 
-    def _fixed(self, i: int) -> dict[str, float]:
-        """Return the bytes of parameters and optimizer state; a head has state like the pieces, by parameter."""
+    def fixed_sizes(self, i: int, size: int) -> dict[str, float]:
+        """Return the bytes of outputs, parameters and optimizer state; a head has state like the pieces, by parameter."""
         weights = [sum(p.nbytes for p in piece.parameters()) for piece in self._pieces]
         state = [0 if optimizer is None else _state_bytes(optimizer) for optimizer in self._optimizers]
         learns = sum(p.nbytes for piece in self._pieces for p in piece.parameters() if p.requires_grad)
         head = self._head(i, 1)[0]
         beside = 0 if head is None else sum(p.nbytes for p in head.parameters())
         return {
+            "message_bytes": float(sum(y.nbytes for y in self._input(i + 1, size))),
             "weight_bytes": float(weights[i]),
             "fixed_bytes": float(weights[i] + state[i]),
             "head_bytes": float(beside * (1 + sum(state) / learns if learns else 1)),

@@ -80,7 +80,9 @@ def check_order(order: Order) -> Order:
     raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
 
 
-def choose(order: Order, flows: Flows, placement: Placement = (), ages: tuple[int, ...] = ()) -> Schedule:
+def choose(
+    order: Order, flows: Flows, placement: Placement = (), ages: tuple[int, ...] = (), costs: Costs = TYPICAL
+) -> Schedule:
     """Return a schedule for the flows.
 
     Args:
@@ -89,6 +91,7 @@ def choose(order: Order, flows: Flows, placement: Placement = (), ages: tuple[in
         flows: flow of every micro-batch, ``[turns][M]``.
         placement: rank of every stage; default: a rank for each.
         ages: age of every stage's weight gradients; default: 0.
+        costs: costs by which orders are compared and lists are filled; default: typical ones, equal for all stages.
 
     Raises:
         ValueError: the order is unknown, or the schedule is for other flows or ranks or cannot run.
@@ -113,8 +116,8 @@ def choose(order: Order, flows: Flows, placement: Placement = (), ages: tuple[in
         validate(order)
         return order
     if order == "best":
-        return best_order(flows, TYPICAL, placement, ages).schedule
-    return named_schedule(order, flows, placement, ages, TYPICAL)
+        return best_order(flows, costs, placement, ages).schedule
+    return named_schedule(order, flows, placement, ages, costs)
 
 
 def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[int, ...], costs: Costs) -> Schedule:

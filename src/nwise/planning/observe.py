@@ -1,0 +1,81 @@
+"""What the first steps of a planned pipeline take, beside what the plan expects."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+
+from nwise._summary import table
+from nwise.planning.plan import Plan
+from nwise.runtime.processes import Processes
+from nwise.schedule.actions import PASSES, Action, Kind
+
+_WARMUP = 2  # steps that are not counted: the first allocate memory
+_STEPS = 5
+_COMPUTES = (Kind.FORWARD, Kind.HEAD, *PASSES)
+
+Recorder = Callable[[int, Action, float, float], None]
+
+
+class Observer:
+    """Records the first steps on this rank, then compares those of all ranks with the plan.
+
+    It does nothing without a plan, and where the processes are not the plan's devices.
+
+    Args:
+        plan: the plan; None for none.
+        processes: the processes.
+    """
+
+    def __init__(self, plan: Plan | None, processes: Processes) -> None:
+        fits = plan is not None and processes.num_ranks == len(plan.devices) > 1
+        self._plan, self._processes = plan if fits else None, processes
+        self._begins: dict[int, float] = {}
+        self._busy: dict[int, float] = defaultdict(float)
+
+    def through(self, recorder: Recorder | None) -> Recorder | None:
+        """Return a recorder of this step that also calls another one."""
+        if self._plan is None:
+            return recorder
+
+        def record(step: int, action: Action, begin: float, end: float) -> None:
+            self._begins.setdefault(step, begin)
+            if action.kind in _COMPUTES:
+                self._busy[step] += end - begin
+            if recorder is not None:
+                recorder(step, action, begin, end)
+
+        return record
+
+    def look(self) -> None:
+        """Report the first steps once there are enough of them; a call for all ranks, after every step."""
+        # A step lasts until the next one begins, so the last of them is not counted.
+        if self._plan is None or len(self._begins) <= _WARMUP + _STEPS:
+            return
+        steps = sorted(self._begins)[_WARMUP:]
+        seconds = median(self._begins[after] - self._begins[before] for before, after in pairwise(steps))
+        busy = median(self._busy[step] for step in steps[:-1])
+        everyone = self._processes.by_place("the first steps", [seconds, busy])
+        if self._plan.report is not None and self._processes.is_first:
+            self._plan.report(compared(self._plan, everyone[0][0], [one[1] for one in everyone]))
+        self._plan = None
+
+
+def compared(plan: Plan, seconds: float, busy: list[float]) -> str:
+    """Return a text about what steps take.
+
+    Args:
+        plan: the plan.
+        seconds: measured seconds of a step.
+        busy: measured seconds of a step in which each device computes.
+    """
+    title = f"A step takes {1e3 * seconds:.4g} ms, where {1e3 * plan.seconds:.4g} ms were expected."
+    rows = [
+        [str(i), f"{1e3 * expected:.4g} ms", f"{1e3 * one:.4g} ms"]
+        for i, (expected, one) in enumerate(zip(plan.busy, busy, strict=True))
+    ]
+    if plan.measured.device.startswith("cuda"):  # the host does not wait for its kernels
+        return title
+    return "\n".join([title, *table([["device", "busy, expected", "measured"], *rows])])
