@@ -137,11 +137,15 @@ class Search:
 
     def assignments(self) -> list[Assignment]:
         """Return the best assignment for every order of the devices along the network, the least busy one first."""
-        tables = {device: self._tables(device) for device in set(self._devices)}
+        # If nothing fits the memory, the search still needs cuts to start from.
+        return self._assignments(limited=True) or self._assignments(limited=False)
+
+    def _assignments(self, *, limited: bool) -> list[Assignment]:
+        tables = {device: self._tables(device, limited=limited) for device in set(self._devices)}
         results: list[tuple[float, Assignment]] = []
         for order in self._orders():
-            places = [self._devices[i] for i in order]
-            found = assign(lambda rank, k, places=places: tables[places[rank]][k], self._num_stages, len(order))  # type: ignore[misc]
+            by_rank = [tables[self._devices[i]] for i in order]
+            found = assign(lambda rank, k, by_rank=by_rank: by_rank[rank][k], self._num_stages, len(order))  # type: ignore[misc]
             if found is not None:
                 starts, ranks = found
                 placement = tuple(order[rank] for rank in ranks)
@@ -246,15 +250,13 @@ class Search:
                 if below != above and set(ranks) == set(placement):
                     yield starts, ranks
 
-    def _tables(self, device: Device) -> list[Matrix]:
-        """Return the work of every stage on a device for every range of pieces; infinite where not even that fits."""
+    def _tables(self, device: Device, *, limited: bool) -> list[Matrix]:
+        """Return the work of every stage on a device for every range of pieces; infinite for those that cannot fit."""
         needed = np.maximum(self._bytes("gradient_bytes"), self._bytes("activation_bytes")) + self._bytes("fixed_bytes")
-        size = len(self._flows[0])
-        updates = self._bytes("update") / size
+        fits = needed <= device.memory if limited else True
+        updates = self._bytes("update") / len(self._flows[0])
         tables = [work(self._pieces, [turn.stages[k] for turn in self._turns]) for k in range(self._num_stages)]
-        fits = needed <= device.memory
-        # If nothing fits, the search still needs a cut to start from.
-        return [np.where(fits | ~fits.any(), (table + updates) / device.speed, np.inf) for table in tables]
+        return [np.where(fits, (table + updates) / device.speed, np.inf) for table in tables]
 
     def _bytes(self, name: str) -> Matrix:
         sums = np.concatenate([[0.0], np.cumsum([getattr(piece, name) for piece in self._pieces])])

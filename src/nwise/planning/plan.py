@@ -183,8 +183,8 @@ def plan(
             "`devices` should be a number, or speeds such as [1, 2, 4], unless torchrun starts a process for each. Found none."
         )
     limited = known is not None and any(isfinite(device.memory) for device in known)
-    network = _network(model, given, target, heads, loss_fn, optimizer, size)
-    with preserved(network.device):
+    with preserved(given[0].device):
+        network = _network(model, given, target, heads, loss_fn, optimizer, size)
         measured = profile(network, ms, rounds=rounds, sizes=limited)
     if launched():
         measured, known = _agreed(measured, known)

@@ -35,10 +35,11 @@ class PieceSizes:
         first = allocated(lambda _: self._forward(), self._device)
         graph = allocated(lambda _: [y.grad_fn for y in self._forward()], self._device)
         passing = allocated(lambda _: [y.grad_fn for y in self._forward(passing=True)], self._device)
-        made = sum(y.nbytes for y in first.result)
+        given = {x.data_ptr() for x in self._inputs}  # a piece may pass an input on, such as a mask
+        made = sum(y.nbytes for y in first.result if y.data_ptr() not in given)
         sizes = {
             "message_bytes": made,
-            "activation_bytes": first.kept - made,
+            "activation_bytes": max(0, first.kept - made),
             "held_bytes": max(0, graph.kept - first.kept + made),
             "released_bytes": max(0, sum(x.nbytes for x in self._tracked) - passing.kept + graph.kept),
             "cotangent_bytes": self._cotangents(),

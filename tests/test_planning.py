@@ -1,0 +1,257 @@
+"""Plans for devices of unequal speed and memory: against every cut, by hand, on real networks and processes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from itertools import combinations, permutations
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nwise
+from launch import results
+from nwise.planning.devices import Search, as_devices, search
+from nwise.planning.observe import compared
+from nwise.planning.plan import Plan
+from nwise.planning.profile import Profile
+from nwise.schedule.best import DoesNotFit
+from nwise.schedule.partition import Piece
+from ranks import planned
+
+SPEEDS = ([1, 2, 4], [4, 2, 1], [1, 1, 2], [1, 1, 1], [1, 3])
+
+
+def equal_pieces(count: int, **sizes: float) -> list[Piece]:
+    return [Piece(str(i), 1, 1, 1, 0, 0, **sizes) for i in range(count)]
+
+
+# The search -----------------------------------------------------------------------------------------
+
+
+def check_against_every_cut(seed: int, most: int) -> None:
+    """The plan's period is within 3 % of the best of all cuts and orders of the devices."""
+    numbers = random.Random(seed)
+    count = numbers.randint(4, most)
+    drawn = [[numbers.uniform(0.2, 2) for _ in range(3)] + [numbers.random()] for _ in range(count)]
+    pieces = [Piece(str(i), f, through, w, 0.0, h) for i, (f, through, w, h) in enumerate(drawn)]
+    name = numbers.choice(["local", "2-wise", "3-wise-mean", "end-to-end", "rotating-2-microbatch"])
+    devices = as_devices(numbers.choice(SPEEDS))
+    one = Search(pieces, nwise.strategy(name), numbers.choice([1, 2, 4, 8]), devices, len(devices), {})
+    found = one.improved().timed.period
+    best = min(
+        one.cut((0, *rest), placement).timed.period
+        for rest in combinations(range(1, count), len(devices) - 1)
+        for placement in set(permutations(range(len(devices))))
+        if one.bound((0, *rest), placement) <= found * (1 + 1e-9)  # no other cut can be better
+    )
+    assert found <= best * 1.03
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_search_is_near_the_best_of_all_cuts(seed: int) -> None:
+    check_against_every_cut(seed, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 110))
+def test_search_is_near_the_best_of_all_cuts_of_twelve_blocks(seed: int) -> None:
+    check_against_every_cut(seed, 12)
+
+
+def test_faster_devices_get_more_blocks() -> None:
+    """Local training waits for none, so 14 equal blocks go to devices of speed 1, 2, 4 as 2, 4, 8."""
+    cut = search({1: equal_pieces(14)}, nwise.Local(), as_devices([1, 2, 4]))
+    ends = [*cut.starts[1:], 14]
+    sizes = [b - a for a, b in zip(cut.starts, ends, strict=True)]
+    assert sorted(zip(cut.placement, sizes, strict=True)) == [(0, 2), (1, 4), (2, 8)]
+
+
+def test_several_stages_share_a_device() -> None:
+    """Two devices, one three times as fast, and four stages of eight equal blocks: 2 and 6 blocks."""
+    cut = search({1: equal_pieces(8)}, nwise.Local(), as_devices([1, 3]), 4)
+    blocks = [0, 0]
+    for a, b, device in zip(cut.starts, (*cut.starts[1:], 8), cut.placement, strict=True):
+        blocks[device] += b - a
+    assert blocks == [2, 6]
+    assert sorted(cut.placement) in ([0, 1, 1, 1], [0, 0, 1, 1])
+
+
+def test_memory_moves_blocks_to_another_device() -> None:
+    pieces = equal_pieces(8, fixed_bytes=10)
+    devices = as_devices([nwise.Device(memory=25), nwise.Device()])
+    cut = search({1: pieces}, nwise.EndToEnd(), devices)
+    assert cut.timed.peak_bytes[0] <= 25
+    assert sorted(zip(cut.placement, (cut.starts[1], 8 - cut.starts[1]), strict=True)) == [(0, 2), (1, 6)]
+    small = as_devices([nwise.Device(memory=25), nwise.Device(memory=45)])
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least \d+ bytes a stage, .* Found (25|45)"):
+        search({1: pieces}, nwise.EndToEnd(), small)
+
+
+def test_slow_links_ask_for_fewer_microbatches() -> None:
+    pieces = {m: [Piece(str(i), 1 / m, 1 / m, 1 / m, 0, 0) for i in range(4)] for m in (1, 2, 4)}
+    devices = as_devices(2)
+    assert search(pieces, nwise.EndToEnd(), devices).num_microbatches == 4
+    late = search(pieces, nwise.EndToEnd(), devices, latency=5.0)
+    assert late.timed.period > 2 * 5  # an activation and a gradient
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (0, "`devices` should be an integer of at least 1. Found 0"),
+        ([], "`devices` should contain at least one device. Found none"),
+        ([1, 0], "`speed` of a device should be a number above 0. Found 0"),
+        ([1, "fast"], "`speed` of a device should be a number above 0. Found 'fast'"),
+        ([float("inf")], "`speed` of a device should be finite"),
+        ([float("nan")], "`speed` of a device should be a number above 0. Found nan"),
+        ("two", "`devices` should be a number, or a list of speeds"),
+    ],
+)
+def test_invalid_devices_raise(devices: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        as_devices(devices)
+
+
+# Plans of networks ----------------------------------------------------------------------------------
+
+X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+
+
+def network() -> nn.Sequential:
+    """Blocks that change their input in place, dropout, and batch norm, none of which a plan may leave changed."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+def quiet(model: nn.Module, **options: Any) -> Plan:
+    return nwise.plan(model, X, Y, **{"rounds": 1, "microbatches": (1, 2), "report": None, **options})
+
+
+def test_plan_leaves_the_network_as_it_was() -> None:
+    model = network().eval()
+    before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    made = quiet(model, devices=[1, 2], heads=lambda stages: nwise.heads.fitting(stages, X[:1], 4))
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert made.num_microbatches in (1, 2)
+    assert sorted(made.placement) == [0, 1]
+    stages = nwise.split(model, at=made.at)
+    assert len(stages) == 2
+    assert not {name for name in made.at if name.endswith(".1")}, "no stage begins at a ReLU that works in place"
+    assert made.seconds >= max(made.busy) * (1 - 1e-9)
+
+
+def test_plan_in_words() -> None:
+    texts: list[str] = []
+    limited = [nwise.Device(1, 1e8), nwise.Device(2)]
+    made = quiet(network(), devices=limited, report=texts.append)
+    assert texts == [str(made)]
+    lines = texts[0].splitlines()
+    assert lines[0].startswith(f"2 devices, 2-wise, M = {made.num_microbatches}: ")
+    assert lines[0].endswith(" times as fast as stages with equal numbers of blocks")
+    assert lines[1].split() == ["device", "speed", "stages", "busy", "memory"]
+    assert "0 from the start" in texts[0]
+    assert " of 95 MiB" in texts[0]
+    said = compared(made, 0.5, [0.25, 0.125])
+    assert said.startswith(f"A step takes 500 ms, where {1e3 * made.seconds:.4g} ms were expected.")
+    assert said.splitlines()[-1].endswith("  125 ms")
+
+
+def test_pipeline_takes_a_plan() -> None:
+    model = network()
+    made = quiet(model, devices=2, strategy="end-to-end", microbatches=2)
+    with pytest.warns(UserWarning, match="micro-batches"):  # of batch norm
+        pipe = nwise.Pipeline(nwise.split(model, at=made.at), strategy="end-to-end", placement=made)
+    assert pipe.num_microbatches == 2
+    assert not pipe.step(X, target=Y).isnan()[-1]
+    with pytest.warns(UserWarning, match="micro-batches"):
+        four = nwise.Pipeline(
+            nwise.split(model, at=made.at), None, nn.functional.cross_entropy, "end-to-end", 4, placement=made
+        )
+    assert four.num_microbatches == 4
+    with pytest.raises(ValueError, match=r"should be a plan for these stages. Found one for 2 stages .* and 3 stages"):
+        nwise.Pipeline(nwise.split(model, at=["1", "2"]), strategy="end-to-end", placement=made)
+    other = next(name for name in ("1", "2", "3", "4") if name not in made.at)
+    with pytest.raises(ValueError, match=rf"2 stages that begin at {other}; cut the network with"):
+        nwise.Pipeline(nwise.split(model, at=[other]), strategy="end-to-end", placement=made)
+
+
+def test_plan_of_named_inputs() -> None:
+    """A Hugging Face network, whose masks travel along, in a dictionary."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    nwise.untie(model)
+    tokens = torch.randint(0, 32, (4, 8))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones(4, 8, dtype=torch.long)}
+    made = nwise.plan(
+        model,
+        batch,
+        tokens,
+        devices=[nwise.Device(1, 1e9), nwise.Device(3, 1e9)],
+        heads=nwise.heads.copied,
+        loss_fn=nwise.losses.TokenCrossEntropy(),
+        microbatches=1,
+        rounds=1,
+        report=None,
+    )
+    stages = nwise.split(model, at=made.at)
+    pipe = nwise.Pipeline(stages, nwise.heads.copied(stages), nwise.losses.TokenCrossEntropy(), placement=made)
+    assert not pipe.step(batch, target=tokens).isnan()[-1]
+    assert 0 < made.timed.peak_bytes[0] < 1e9
+
+
+def test_profiles_survive_json() -> None:
+    measured = quiet(network(), devices=2).measured
+    again = Profile.from_json(measured.as_json())
+    assert again.pieces == measured.pieces
+    assert again.seconds == measured.seconds
+    assert isnan(again.spread) == isnan(measured.spread)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": None}, "`devices` should be a number, or speeds such as .1, 2, 4., unless torchrun starts"),
+        ({"devices": 11}, "The network should have at least one piece for each of the 11 stages"),
+        ({"devices": 3, "num_stages": 2}, "`num_stages` should be an integer of at least 3. Found 2"),
+        ({"devices": 2, "microbatches": 9}, "`microbatches` should be at most the 8 samples of `example`. Found 9"),
+        ({"devices": 2, "microbatches": []}, "`microbatches` should contain at least one number to try"),
+        ({"devices": 2, "rounds": 0}, "`rounds` should be an integer of at least 1. Found 0"),
+        ({"devices": 2, "strategy": "local@3,2-wise"}, "`strategy` should be the same at every step"),
+        ({"devices": 2, "heads": lambda stages: []}, "`heads` should return a head for every stage but the last"),
+    ],
+)
+def test_invalid_options_of_a_plan_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet(network(), **options)
+
+
+# Processes ------------------------------------------------------------------------------------------
+
+
+def test_processes_of_unequal_speed_make_one_plan(tmp_path: Path) -> None:
+    """Rank 1 takes four times as long, measures that, and gets fewer blocks; the result is that of one process."""
+    [first, second] = results(2, "planned.py", tmp_path)
+    assert (first["at"], first["placement"], first["speeds"]) == (second["at"], second["placement"], second["speeds"])
+    assert first["speeds"][0] == 1
+    assert first["speeds"][1] < 0.6
+    begin = int(first["at"][0].partition(".")[0])
+    blocks = {first["placement"][0]: begin, first["placement"][1]: 8 - begin}
+    assert blocks[0] > blocks[1]
+    assert second["texts"] == []
+    [expected, measured] = first["texts"]
+    assert expected.startswith("2 devices, 2-wise, M = 2: ")
+    assert measured.startswith("A step takes ")
+    alone = planned.case(tuple(first["at"]), "contiguous")
+    assert {**first["digests"], **second["digests"]} == alone
