@@ -229,6 +229,7 @@ def test_profiles_survive_json() -> None:
         ({"devices": 2, "microbatches": []}, "`microbatches` should contain at least one number to try"),
         ({"devices": 2, "rounds": 0}, "`rounds` should be an integer of at least 1. Found 0"),
         ({"devices": 2, "strategy": "local@3,2-wise"}, "`strategy` should be the same at every step"),
+        ({"devices": 2, "optimizer": torch.optim.LBFGS}, "`optimizer` should update from `.grad` alone. Found LBFGS"),
         ({"devices": 2, "heads": lambda stages: []}, "`heads` should return a head for every stage but the last"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -64,6 +65,16 @@ def check_share(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"`{name}` should be from 0 to below 1. Found {value}.")
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise ValueError if an optimizer evaluates the loss itself, in a closure, as LBFGS does."""
+    step = inspect.signature(optimizer.step).parameters  # type: ignore[attr-defined]
+    if any(p.name == "closure" and p.default is inspect.Parameter.empty for p in step.values()):
+        raise ValueError(
+            f"`optimizer` should update from `.grad` alone. Found {type(optimizer).__name__}, which evaluates one loss of all "
+            "parameters several times a step, and there are several losses; use SGD or Adam."
+        )
 
 
 def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from nwise._errors import check_at_least
+from nwise._errors import check_at_least, check_optimizer
 from nwise._summary import table
 from nwise.models.chain import Chain
 from nwise.models.split import cut_points, even_starts, split
@@ -267,6 +267,7 @@ def _network(
 
 def _made(optimizer: Optimizers, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     made = optimizer(parameters)
+    check_optimizer(made)
     for group in made.param_groups:
         group["lr"] = 0.0
     return made

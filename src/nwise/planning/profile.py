@@ -187,7 +187,8 @@ class _Bench:
     def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
         leaves = with_names((y.detach().requires_grad_(y.is_floating_point()) for y in outputs), names(outputs))
         head, loss_of = self._head(i, size)
-        wrt: list[Tensor] = [*head.parameters(), *(y for y in leaves if y.requires_grad)] if head is not None else []
+        parameters = [] if head is None else [p for p in head.parameters() if p.requires_grad]
+        wrt: list[Tensor] = [] if head is None else [*parameters, *(y for y in leaves if y.requires_grad)]
 
         def whole() -> None:
             with self._autocast():

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nwise._errors import check_at_least
+from nwise._errors import check_at_least, check_optimizer
 from nwise._records import PARTIAL
 from nwise.pipeline import Pipeline
 from nwise.training.checkpoint import files, state
@@ -85,7 +85,7 @@ class Checkpoints:
         asynchronous: copy before `save` returns, and write while training continues.
 
     Raises:
-        ValueError: `keep` is below 1, or two stages use the same name.
+        ValueError: `keep` is below 1, the optimizer needs a closure, or two stages use the same name.
 
     >>> import tempfile, nwise
     >>> pipe = nwise.Pipeline([torch.nn.Linear(2, 2)], strategy="end-to-end")
@@ -109,6 +109,8 @@ class Checkpoints:
         asynchronous: bool = False,
     ) -> None:
         check_at_least(1, keep=keep)
+        if optimizer is not None:
+            check_optimizer(optimizer)
         check_names(pipe)
         self.folder, self.optimizer = Path(folder), optimizer
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
