@@ -13,7 +13,6 @@ from launch import forked
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import predsim
 import quickstart
 import unsupervised
 
@@ -23,29 +22,10 @@ def test_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "test accuracy of the last head" in capsys.readouterr().out
 
 
-def test_predsim_learns() -> None:
-    assert predsim.main(40) > 0.9
-
-
 def test_unsupervised_heads_learn() -> None:
     loss, accuracy = unsupervised.main(200)
     assert loss < 0.5
     assert accuracy > 0.8
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_predsim_gradients_match_reference(num_microbatches: int) -> None:
-    pipe = predsim.build()
-    pipe = nwise.Pipeline(list(pipe.stages), list(pipe.heads.values()), predsim.predsim, "2-wise", num_microbatches)
-    x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
-    # The similarity is between samples of one micro-batch, so the reference is cut into the same.
-    expected = nwise.reference_grads(
-        list(pipe.stages), list(pipe.heads.values()), predsim.predsim, x, y, pipe.credit, num_microbatches
-    )
-    pipe.step(x, target=y)
-    assert_same(gradients(pipe), expected, 1e-12)
 
 
 @pytest.mark.usefixtures("float64")
