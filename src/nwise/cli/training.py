@@ -16,11 +16,12 @@ import torch
 import tyro
 from rich.table import Table
 
-from nwise._records import json_line
+from nwise._records import json_line, write_text
 from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
 from nwise.data import Tokens
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report import compare as comparison
+from nwise.report.card import card_files
 from nwise.report.display import display_for, number, numbers_table, quality
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
@@ -233,6 +234,8 @@ class ExportCommand:
     """Folder of the run."""
     out: Path | None = None
     """File to write: .safetensors, or .pt, .pth, .bin for `torch.load`; default: model.safetensors in the run's folder."""
+    card: bool = False
+    """Also write a model card (README.md) and the recipe (config.json) beside a .safetensors file."""
 
     def run(self, console: Output) -> int:
         run = Run.open(self.folder)
@@ -240,6 +243,8 @@ class ExportCommand:
             raise ValueError(
                 f"`out` should end in .safetensors, or, for torch.load, in {', '.join(_TORCH_SUFFIXES)}. Found {str(self.out)!r}."
             )
+        if self.card and self.out is not None and self.out.suffix != ".safetensors":
+            raise ValueError(f"`out` should end in .safetensors with `--card`. Found {str(self.out)!r}.")
         main = under(run.weights(), "model.")
         out = self.out or self.folder / "model.safetensors"
         if out.exists() and not out.is_file():
@@ -248,6 +253,7 @@ class ExportCommand:
             raise ValueError(
                 f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
             )
+        files = card_files(run, out) if self.card else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix in _TORCH_SUFFIXES:
             torch.save(main, out)
@@ -255,6 +261,9 @@ class ExportCommand:
             save_tensors(main, out)
         size = sum(tensor.numel() for tensor in main.values())
         console.say(f"{out}: {len(main)} tensors, {size:,} values")
+        for path, text in files.items():
+            write_text(path, text)
+            console.say(str(path))
         return OK
 
 
