@@ -49,8 +49,8 @@ def split(
     """Split an `nn.Sequential`, a module whose children run in order, or a Hugging Face network into stages.
 
     Nothing is traced. The children of a plain module run in the order they were registered; lists of blocks are unrolled. The
-    modules of a Hugging Face network (GPT-2, Llama and relatives, BERT, ViT, ResNet; `nwise.models.huggingface.FAMILIES`) run
-    as in its own forward, and attention masks and position ids travel along.
+    modules of a Hugging Face network (GPT-2, Llama, BERT, T5, ViT, ...; `nwise.models.families.FAMILIES`) run as in its own
+    forward, and attention masks and position ids travel along.
 
     Args:
         model: the network; the stages use its modules and do not copy them.

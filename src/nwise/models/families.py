@@ -1,0 +1,269 @@
+"""Families of Hugging Face networks: the modules of a class in the order they run, and how its forward calls each.
+
+To add a class, list its modules. What a forward does between them, such as a mean over tokens, goes into the function that calls
+the next module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nwise.models.encoder_decoder import T5, WHISPER
+from nwise.models.family import Call, CallContext, Family
+
+
+def _call(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x)
+
+
+def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x[:, 0])
+
+
+def _call_on_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x.mean(dim=1))
+
+
+def _call_on_mean_patch(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x[:, 1:].mean(dim=1))
+
+
+def _call_on_first_and_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(torch.cat([x[:, 0], x[:, 1:].mean(dim=1)], dim=1))
+
+
+def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x.mean([-2, -1]))
+
+
+def _skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Return the hidden state as it is: the forward of this class does not use the module, whose weights belong to its file."""
+    del piece, context
+    return x
+
+
+def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
+
+
+def _logits(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call the output matrix, then scale or bound the logits as some configurations ask."""
+    logits, config = piece(x), context.config
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    bound = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return logits if bound is None else bound * torch.tanh(logits / bound)
+
+
+def _add_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return x + piece(context.positions(x))
+
+
+def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(x, attention_mask=context.mask(x, "full_attention"), position_ids=context.positions(x))
+
+
+def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    kind = _attention_kind(piece, context.config)
+    return piece(
+        x,
+        attention_mask=context.mask(x, kind),
+        position_ids=context.positions(x),
+        position_embeddings=context.rotary(x, kind),
+    )
+
+
+def _attention_kind(block: nn.Module, config: Any) -> str:
+    """Read the kind of mask from the configuration: Qwen lists it per layer, Mistral has one window for all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return kinds[block.self_attn.layer_idx]  # type: ignore[union-attr]
+    return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+
+
+def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    decoder = getattr(context.config, "is_decoder", False)
+    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"))
+
+
+def _vision_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x, attention_mask=None)
+
+
+def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(input_ids=x, token_type_ids=context.given.get("token_type_ids"))
+
+
+def _image_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    del context
+    return piece(x.to(next(piece.parameters()).dtype))
+
+
+_TEXT = ("input_ids", "attention_mask", "position_ids")
+_CARRIED = ("attention_mask", "position_ids")
+_GPT2 = Family(
+    _TEXT,
+    _CARRIED,
+    {
+        "transformer.wte": _call,
+        "transformer.wpe": _add_positions,
+        "transformer.drop": _call,
+        "transformer.h.*": _gpt2_block,
+        "transformer.ln_f": _call,
+        "lm_head": _call,
+    },
+)
+_ROTARY = ("model.rotary_emb",)
+_LLAMA = Family(
+    _TEXT,
+    _CARRIED,
+    {"model.embed_tokens": _embed, "model.layers.*": _rotary_block, "model.norm": _call, "lm_head": _logits},
+    _ROTARY,
+)
+_PHI = Family(
+    _TEXT,
+    _CARRIED,
+    {
+        "model.embed_tokens": _call,
+        "model.embed_dropout": _call,
+        "model.layers.*": _rotary_block,
+        "model.final_layernorm": _call,
+        "lm_head": _call,
+    },
+    _ROTARY,
+)
+_GPT_NEOX = Family(
+    _TEXT,
+    _CARRIED,
+    {
+        "gpt_neox.embed_in": _call,
+        "gpt_neox.emb_dropout": _call,
+        "gpt_neox.layers.*": _rotary_block,
+        "gpt_neox.final_layer_norm": _call,
+        "lm_head": _call,
+    },
+    ("gpt_neox.rotary_emb",),
+)
+# Decoders whose modules have Llama's names, whatever is in their blocks.
+_LIKE_LLAMA = (
+    *(
+        "Apertus",
+        "Arcee",
+        "BitNet",
+        "Cohere",
+        "Cohere2",
+        "Ernie4_5",
+        "Exaone4",
+        "Gemma",
+        "Gemma2",
+        "Gemma3",
+        "Glm",
+        "Glm4",
+    ),
+    *(
+        "GptOss",
+        "Granite",
+        "Helium",
+        "Llama",
+        "Ministral",
+        "Mistral",
+        "Mixtral",
+        "Nemotron",
+        "Olmo",
+        "Olmo2",
+        "Olmo3",
+        "Phi3",
+    ),
+    *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2", "VaultGemma"),
+)
+
+
+def _bert(prefix: str, ends: Mapping[str, Call]) -> Family:
+    """Return a family of encoders with BERT's names; the mask of attention is needed in every block."""
+    body = {
+        f"{prefix}.embeddings": _bert_embeddings,
+        f"{prefix}.embeddings_project": _call,  # of ELECTRA
+        f"{prefix}.encoder.layer.*": _encoder_block,
+    }
+    return Family(("input_ids", "attention_mask", "token_type_ids"), ("attention_mask",), {**body, **ends})
+
+
+def _vision(pieces: Mapping[str, Call]) -> Family:
+    return Family(("pixel_values",), (), pieces)
+
+
+def _vit(prefix: str) -> Family:
+    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": _vision_block}
+    return _vision({**pieces, f"{prefix}.layernorm": _call, "classifier": _call_on_first_token})
+
+
+FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": _GPT2,
+    **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
+    "PhiForCausalLM": _PHI,
+    "T5ForConditionalGeneration": T5,
+    "WhisperForConditionalGeneration": WHISPER,
+    "GPTNeoXForCausalLM": _GPT_NEOX,
+    "BertForSequenceClassification": _bert("bert", {"bert.pooler": _call, "dropout": _call, "classifier": _call}),
+    "BertForMaskedLM": _bert("bert", {"cls": _call}),
+    "RobertaForSequenceClassification": _bert("roberta", {"classifier": _call}),
+    "RobertaForMaskedLM": _bert("roberta", {"lm_head": _call}),
+    "XLMRobertaForSequenceClassification": _bert("roberta", {"classifier": _call}),
+    "XLMRobertaForMaskedLM": _bert("roberta", {"lm_head": _call}),
+    "ElectraForSequenceClassification": _bert("electra", {"classifier": _call}),
+    "ViTForImageClassification": _vit("vit"),
+    "DeiTForImageClassification": _vit("deit"),
+    "Dinov2ForImageClassification": _vision(
+        {
+            "dinov2.embeddings": _image_embeddings,
+            "dinov2.encoder.layer.*": _vision_block,
+            "dinov2.layernorm": _call,
+            "classifier": _call_on_first_and_mean,
+        }
+    ),
+    "CLIPForImageClassification": _vision(
+        {
+            "vision_model.embeddings": _image_embeddings,
+            "vision_model.pre_layrnorm": _call,
+            "vision_model.encoder.layers.*": _vision_block,
+            "vision_model.post_layernorm": _skip,
+            "classifier": _call_on_mean_patch,
+        }
+    ),
+    "SiglipForImageClassification": _vision(
+        {
+            "vision_model.embeddings": _image_embeddings,
+            "vision_model.encoder.layers.*": _vision_block,
+            "vision_model.post_layernorm": _call,
+            "vision_model.head": _skip,
+            "classifier": _call_on_mean,
+        }
+    ),
+    "ResNetForImageClassification": _vision(
+        {
+            "resnet.embedder": _call,
+            "resnet.encoder.stages.*.layers.*": _call,
+            "resnet.pooler": _call,
+            "classifier": _call,
+        }
+    ),
+    "ConvNextForImageClassification": _vision(
+        {
+            "convnext.embeddings": _call,
+            "convnext.encoder.stages.*": _call,
+            "convnext.layernorm": _call_on_pooled,
+            "classifier": _call,
+        }
+    ),
+}

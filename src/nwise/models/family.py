@@ -1,0 +1,107 @@
+"""A family of Hugging Face networks, and what the calls of its modules have in common."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class CallContext:
+    """Arguments of a stage's modules besides the hidden state, computed once per forward of the stage.
+
+    Args:
+        config: the model's configuration.
+        given: the model's inputs that this stage has, by name, and what its modules add for later ones.
+        shared: the stage's copies of modules without weights, by the last part of their names.
+    """
+
+    def __init__(self, config: Any, given: dict[str, Tensor], shared: Mapping[str, nn.Module]) -> None:
+        self.config = config
+        self.given = given
+        self.shared = shared
+        self._masks: dict[str, Tensor | None] = {}
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def positions(self, x: Tensor) -> Tensor:
+        """Return position ids ``[B, T]``, or ``[1, T]`` if none were given."""
+        given = self.given.get("position_ids")
+        return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if given is None else given
+
+    def mask(self, x: Tensor, kind: str) -> Tensor | None:
+        """Make the attention mask as the model's own forward does; None if attention needs none.
+
+        Args:
+            x: the hidden state, for its shape and dtype.
+            kind: full_attention, sliding_attention or bidirectional; decoder or cross in the second half of a network with two.
+        """
+        if kind not in self._masks:
+            from transformers import masking_utils
+
+            make = {
+                "full_attention": masking_utils.create_causal_mask,
+                "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+                "decoder": masking_utils.create_causal_mask,
+                "bidirectional": masking_utils.create_bidirectional_mask,
+                "cross": masking_utils.create_bidirectional_mask,
+            }[kind]
+            name = "decoder_attention_mask" if kind == "decoder" else "attention_mask"
+            given = {"config": self.config, "inputs_embeds": x, "attention_mask": self.given.get(name)}
+            if kind == "cross":
+                given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
+            elif kind != "bidirectional":
+                given |= {"past_key_values": None, "position_ids": self.positions(x)}
+            self._masks[kind] = make(**given)
+        return self._masks[kind]
+
+    def rotary(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the positions, for a kind of attention if the network has one table for each."""
+        module = self.shared["rotary_emb"]
+        by_kind = "layer_type" in inspect.signature(module.forward).parameters
+        key = kind if by_kind else ""
+        if key not in self._rotary:
+            self._rotary[key] = module(x, self.positions(x), *([kind] if by_kind else []))
+        return self._rotary[key]
+
+
+Call = Callable[[nn.Module, Tensor, CallContext], Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The modules of a class of models in the order that its forward calls them, and how.
+
+    Args:
+        inputs: names of the model's inputs, in the order of `Pipeline.step`; the last ones are optional.
+        carried: those inputs that later stages need.
+        pieces: names of the modules in the order they run, with the function that calls each; ``*`` matches every entry of a
+            list.
+        shared: names of modules without weights that every stage needs.
+    """
+
+    inputs: tuple[str, ...]
+    carried: tuple[str, ...]
+    pieces: Mapping[str, Call]
+    shared: tuple[str, ...] = ()
+
+    def call_for(self, name: str) -> Call:
+        """Return the function that calls the module of that name."""
+        patterns = {re.escape(piece).replace(r"\*", r"\d+"): call for piece, call in self.pieces.items()}
+        return next(call for pattern, call in patterns.items() if re.fullmatch(pattern, name))
+
+    def ordered_pieces(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the model's modules by name, in the order they run."""
+        return dict(item for pattern in self.pieces for item in _match(model, "", pattern.split(".")))
+
+
+def _match(module: nn.Module, prefix: str, parts: list[str]) -> list[tuple[str, nn.Module]]:
+    if not parts:
+        return [(prefix.removesuffix("."), module)]
+    part, *rest = parts
+    names = [name for name in module._modules if part in ("*", name)]  # some configurations leave modules out
+    return [item for name in names for item in _match(module.get_submodule(name), f"{prefix}{name}.", rest)]
