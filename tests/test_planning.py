@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import copy
 import random
-from itertools import combinations, permutations
+from contextlib import suppress
+from itertools import combinations, permutations, product
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nwise
+from architectures import tiny
 from launch import results
-from nwise.planning.devices import Search, as_devices, search
+from nwise.flow import flows_for
+from nwise.planning import prepare
+from nwise.planning.devices import as_devices
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
 from nwise.planning.profile import Profile
+from nwise.planning.search import Search, _orders, search
+from nwise.schedule import Costs, best
 from nwise.schedule.best import DoesNotFit
+from nwise.schedule.memory import peak_bytes
+from nwise.schedule.named import choose
 from nwise.schedule.partition import Piece
 from ranks import planned
 
 SPEEDS = ([1, 2, 4], [4, 2, 1], [1, 1, 2], [1, 1, 1], [1, 3])
 
 
-def equal_pieces(count: int, **sizes: float) -> list[Piece]:
+def equal_pieces(count: int, **sizes: Any) -> list[Piece]:
     return [Piece(str(i), 1, 1, 1, 0, 0, **sizes) for i in range(count)]
 
 
@@ -92,6 +100,60 @@ def test_memory_moves_blocks_to_another_device() -> None:
         search({1: pieces}, nwise.EndToEnd(), small)
 
 
+@pytest.mark.parametrize("seed", [12, 21, 30, 56])
+def test_search_finds_a_cut_that_fits_if_there_is_one(seed: int) -> None:
+    """Regression: the search knew one order of actions, made without a limit, and gave up although others fitted."""
+    numbers = random.Random(seed)
+    drawn = [[numbers.uniform(1, 20) for _ in range(6)] for _ in range(5)]
+    pieces = [
+        Piece(
+            *(str(i), f, f, f, 0, 0),
+            activation_bytes=size,
+            message_bytes=out / 4,
+            fixed_bytes=fixed,
+            gradient_bytes=gradient,
+        )
+        for i, (f, size, out, fixed, gradient, _) in enumerate(drawn)
+    ]
+    needed = sum(p.fixed_bytes + p.gradient_bytes + p.activation_bytes for p in pieces) / 2
+    devices = as_devices([nwise.Device(1, needed * 0.9), nwise.Device(2, needed * 1.15)])
+    one = Search(pieces, nwise.EndToEnd(), 4, devices, 2, {})
+    periods = []
+    for start, placement in product(range(1, 5), ((0, 1), (1, 0))):
+        with suppress(DoesNotFit):
+            periods.append(one.cut((0, start), placement).timed.period)
+    if periods:
+        assert one.improved().timed.period == pytest.approx(min(periods), rel=0.03)
+    else:
+        with pytest.raises(DoesNotFit, match="the smallest cut that was found, on its tightest device, needs"):
+            one.improved()
+
+
+@pytest.mark.parametrize("devices", [[1, 1, 1, 1, 1, 10], [10, 1, 1, 1, 1, 1]])
+def test_orders_of_many_devices_are_tried(devices: list[float]) -> None:
+    """Regression: from six devices on, only the given order was tried, even if five were equal: 160 slots, not 24."""
+    times = [10.0, *[1.0] * 8]
+    pieces = [Piece(str(i), time, time, time, 0, 0) for i, time in enumerate(times)]
+    assert search({8: pieces}, nwise.NWise(2), as_devices(devices)).timed.period == pytest.approx(24)
+    assert len(_orders(as_devices([1, 2, 3, 4, 5, 6]))) == 120
+    assert _orders(as_devices([2, 1, 1])) == [(0, 1, 2), (1, 2, 0), (1, 0, 2)]
+
+
+def test_frozen_pieces_are_planned_as_frozen() -> None:
+    """Regression: nine frozen pieces of twelve were planned as if trained, with a step of 48 where 36 were possible."""
+    pieces = [Piece(str(i), 1, 1, float(i >= 9), 0, 0, learns=i >= 9) for i in range(12)]
+    cut = search({4: pieces}, nwise.EndToEnd(), as_devices(2))
+    assert cut.timed.period == pytest.approx(36)
+    assert cut.starts == (0, 9)
+
+
+def test_bound_of_late_gradients_holds_with_stages_on_one_rank() -> None:
+    """Regression: messages inside a rank were charged, so a schedule was shorter than its lower bound."""
+    costs = Costs(1, 0, 1, 1, message_bytes=4, bandwidth=1)
+    late = best("end-to-end-delay-1", num_stages=3, num_microbatches=1, costs=costs, placement=[1, 0, 0], num_ranks=2)
+    assert late.period >= late.lower_bound
+
+
 def test_slow_links_ask_for_fewer_microbatches() -> None:
     pieces = {m: [Piece(str(i), 1 / m, 1 / m, 1 / m, 0, 0) for i in range(4)] for m in (1, 2, 4)}
     devices = as_devices(2)
@@ -107,7 +169,8 @@ def test_slow_links_ask_for_fewer_microbatches() -> None:
         ([], "`devices` should contain at least one device. Found none"),
         ([1, 0], "`speed` of a device should be a number above 0. Found 0"),
         ([1, "fast"], "`speed` of a device should be a number above 0. Found 'fast'"),
-        ([float("inf")], "`speed` of a device should be finite"),
+        ([float("inf")], "`speed` of a device should be from 1e-06 to 1e.06. Found inf"),
+        ([1e-300], "`speed` of a device should be from 1e-06 to 1e.06. Found 1e-300"),
         ([float("nan")], "`speed` of a device should be a number above 0. Found nan"),
         ("two", "`devices` should be a number, or a list of speeds"),
     ],
@@ -163,6 +226,100 @@ def test_plan_in_words() -> None:
     said = compared(made, 0.5, [0.25, 0.125])
     assert said.startswith(f"A step takes 500 ms, where {1e3 * made.seconds:.4g} ms were expected.")
     assert said.splitlines()[-1].endswith("  125 ms")
+
+
+class Passes(nn.Module):
+    """Hands its input on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_stages_begin_with_no_layer_that_works_in_place() -> None:
+    """Regression: the layer behind an identity changed the input of the identity, and torch's error came from deep inside."""
+    model = nn.Sequential(
+        *(nn.Linear(16, 16), Passes(), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Dropout(0.1, inplace=True)),
+        nn.Linear(16, 4),
+    )
+    made = quiet(model, devices=3, num_stages=3)
+    assert made.at == ("3", "5")
+    with pytest.raises(
+        ValueError, match="at least one piece for each of the 4 stages. Found 3; use fewer devices or stages"
+    ):
+        quiet(model, devices=4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
+def test_plan_of_a_compiled_network() -> None:
+    """Regression: the names began with the compiler's own module."""
+    model = network()
+    assert quiet(torch.compile(model), devices=2).at[0] in [name for name, _ in model.named_modules()]  # type: ignore[arg-type]
+
+
+def test_plan_leaves_heads_of_the_caller_alone() -> None:
+    """Regression: gradients of a head that the caller uses elsewhere were dropped, and its statistics changed."""
+    head = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4))
+    head[1].weight.grad = torch.ones(4, 16)
+    before = copy.deepcopy(head.state_dict())
+    quiet(network(), devices=[nwise.Device(1, 1e9)] * 2, heads=lambda stages: [head] * (len(stages) - 1))
+    assert head[1].weight.grad is not None
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
+
+
+def test_batch_norm_gets_two_samples() -> None:
+    """Regression: the default tried one sample in a micro-batch, and torch refused it."""
+    made = nwise.plan(network(), X, Y, devices=2, rounds=1, report=None)
+    assert sorted(made.measured.pieces) == [1, 2, 4]
+
+
+def test_names_of_a_hugging_face_network_are_those_of_split() -> None:
+    """Regression: the first layer of a list was named by its parent, which only plain networks allow."""
+    pytest.importorskip("transformers")
+    model = tiny("ResNetForImageClassification")
+    made = nwise.plan(
+        model, torch.randn(4, 3, 16, 16), torch.arange(4) % 3, devices=4, microbatches=1, rounds=1, report=None
+    )
+    assert len(nwise.split(model, at=made.at)) == 4
+
+
+def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
+    """Regression: the pipeline chose its order without the plan's limits, and needed 1.4 times the memory."""
+    costs = Costs(1, 0, 1, 1, activation_bytes=10)
+    flows = flows_for(nwise.EndToEnd(), 2, 8)
+    free = choose("best", flows, (0, 1), (0, 0), costs)
+    limited = choose("best", flows, (0, 1), (0, 0), costs, (25.0, 100.0))
+    assert max(peak_bytes(free, costs)) > 25
+    assert peak_bytes(limited, costs)[0] <= 25
+    with pytest.warns(UserWarning, match="`memory` should be at least 10 bytes .* The pipeline runs the fastest order"):
+        choose("best", flows, (0, 1), (0, 0), costs, 5.0)
+
+
+def test_processes_that_disagree_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: processes with other arguments got other plans, and failed later with a KeyError."""
+    monkeypatch.setattr(prepare, "everyone", lambda facts: [facts, {**facts, "devices": [2, 1]}])
+    with pytest.raises(ValueError, match=r"the same in every process. Found \[1, 2\] in the first and \[2, 1\]"):
+        prepare.agree(devices=[1, 2], strategy="local")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "net"}, "`model` should be an nn.Module. Found str"),
+        ({"loss_fn": [nn.functional.mse_loss]}, "`loss_fn` should be a function"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "`loss_fn` should be a function"),
+        ({"optimizer": "adam"}, "`optimizer` should be a function"),
+        ({"optimizer": lambda parameters: None}, "`optimizer` should return an optimizer of torch. Found NoneType"),
+        ({"report": True}, "`report` should be a function. Found True"),
+    ],
+)
+def test_wrong_kinds_of_arguments_raise(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        quiet(**{"model": network(), "devices": 2, **arguments})
+
+
+def test_targets_have_as_many_samples_as_inputs() -> None:
+    with pytest.raises(ValueError, match=r"a mini-batch along dimension 0. Found shapes \[8, 16\], \[7\]"):
+        nwise.plan(network(), X, Y[:7], devices=2)
 
 
 def test_pipeline_takes_a_plan() -> None:
@@ -230,7 +387,13 @@ def test_profiles_survive_json() -> None:
         ({"devices": 2, "rounds": 0}, "`rounds` should be an integer of at least 1. Found 0"),
         ({"devices": 2, "strategy": "local@3,2-wise"}, "`strategy` should be the same at every step"),
         ({"devices": 2, "optimizer": torch.optim.LBFGS}, "`optimizer` should update from `.grad` alone. Found LBFGS"),
-        ({"devices": 2, "heads": lambda stages: []}, "`heads` should return a head for every stage but the last"),
+        ({"devices": 2, "heads": lambda stages: []}, "`heads` should return a module or None for every stage but"),
+        (
+            {"devices": 2, "heads": lambda stages: ["x"] * (len(stages) - 1)},
+            "`heads` should return a module or None .* Found str",
+        ),
+        ({"devices": 2, "latency": -1.0}, "`latency` should be from 0"),
+        ({"devices": 2, "microbatches": 2.5}, "`microbatches` should be an integer of at least 1. Found 2.5"),
     ],
 )
 def test_invalid_options_of_a_plan_raise(options: dict[str, Any], message: str) -> None:

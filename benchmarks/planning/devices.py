@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.runtime.bench import Case, start_all  # noqa: E402
-from nwise.planning.devices import Cut, Search, as_devices  # noqa: E402
+from nwise.planning.devices import as_devices  # noqa: E402
+from nwise.planning.search import Cut, Search  # noqa: E402
 from nwise.schedule.costs import Costs  # noqa: E402
 from nwise.schedule.partition import Piece  # noqa: E402
 from nwise.strategies import strategy as parse  # noqa: E402

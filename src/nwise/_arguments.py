@@ -17,7 +17,10 @@ from nwise.models.carry import Carrier
 from nwise.models.chain import Chain
 from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
+from nwise.schedule.costs import Costs
+from nwise.schedule.orders import TYPICAL
 from nwise.schedule.schedule import Schedule
+from nwise.schedule.timed import Limit
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Input, Tensors, as_tuple, call, names
@@ -165,6 +168,13 @@ def placed(
             f"{', '.join(placement.at)}, and {found}; cut the network with `nwise.split(model, at=plan.at)`."
         )
     return placement, placement.placement, num_microbatches or placement.num_microbatches
+
+
+def prices(plan: Plan | None, processes: Processes) -> tuple[Costs, Limit]:
+    """Return the costs by which orders are compared, and the memory of every rank if the ranks are a plan's devices."""
+    if plan is None:
+        return TYPICAL, None
+    return plan.timed.costs, plan.limits if processes.num_ranks == len(plan.devices) else None
 
 
 def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:

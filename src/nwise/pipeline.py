@@ -32,7 +32,6 @@ from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.named import Order, check_order, choose
-from nwise.schedule.orders import TYPICAL
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
@@ -131,7 +130,7 @@ class Pipeline(nn.Module):
         self.warns_of_divergence = True
         self._divergence = Divergence()
         self._compared = False  # whether the targets of all ranks have been compared
-        self._costs, self._observer = plan.timed.costs if plan else TYPICAL, Observer(plan, self.processes)
+        self._observer, self._prices = Observer(plan, self.processes), arguments.prices(plan, self.processes)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = make_terms(losses)
         self._chosen: tuple[Any, Schedule] | None = None  # the last schedule, and what it was chosen for
@@ -142,8 +141,9 @@ class Pipeline(nn.Module):
         self._survey()
         arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
-        form = self.compress = fingerprint(self._compression)
-        self.processes.agree(strategy=rule.name, num_microbatches=num_microbatches, seed=self.seed, compress=form)
+        self.compress = fingerprint(self._compression)
+        facts = {"num_microbatches": num_microbatches, "seed": self.seed, "compress": self.compress}
+        self.processes.agree(strategy=rule.name, placement=list(self.processes.placement), **facts)
 
     @property
     def strategy(self) -> Strategy:
@@ -370,7 +370,7 @@ class Pipeline(nn.Module):
     def _schedule_for(self, now: Strategy) -> Schedule:
         """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
         flows = self._flows(now)
-        key = self._order, flows, self.processes.placement, weight_ages(now, flows), self._costs
+        key = self._order, flows, self.processes.placement, weight_ages(now, flows), *self._prices
         if self._chosen is None or self._chosen[0] != key:
             self._chosen = key, arguments.without_late_sharing(choose(*key), self._shared)
         return self._chosen[1]

@@ -89,7 +89,7 @@ def split(
     names = [] if isinstance(at, int) else at
     pieces = _pieces(model, names)
     groups = group_pieces(pieces, _even_starts(pieces, at) if isinstance(at, int) else at)
-    stages = huggingface.hf_stages(model, groups) if _is_hf(model) else [Chain(group) for group in groups]
+    stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
     kept = {name for stage in stages for name in stage.state_dict()}
     lost = sorted(set(model.state_dict()) - kept)
     if lost:
@@ -100,31 +100,25 @@ def split(
     _refuse_tied(stages, tied)
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
-    elif not _is_hf(model):
+    elif not is_hugging_face(model):
         _warn_of_custom_forward(model, names)
     return stages
 
 
 def cut_points(model: nn.Module) -> list[str]:
-    """Return the names of all modules at which `split` can begin a stage, without those that change their input in place.
+    """Return the names of all modules at which `split` can begin a stage.
 
-    >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
-    ['2.0', '2.1']
+    >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
+    ['1.0', '1.1']
     """
-    if _is_hf(model):
+    if is_hugging_face(model):
         return list(_pieces(model, ()))[1:]
-    pieces = _unroll(model, lambda _, child: type(child).forward in _RUNS_CHILDREN)
-    return [name for name, piece in list(pieces.items())[1:] if not _begins_in_place(piece)]
+    return list(_unroll(model, lambda _, child: type(child).forward in _RUNS_CHILDREN))[1:]
 
 
 def even_starts(model: nn.Module, num_stages: int) -> list[str]:
     """Return the names at which `split` begins the later ones of so many stages."""
     return _even_starts(_pieces(model, ()), num_stages)
-
-
-def _begins_in_place(module: nn.Module) -> bool:
-    first = next(inner for inner in module.modules() if not len(list(inner.children())))
-    return bool(getattr(first, "inplace", False))
 
 
 def untie(model: nn.Module) -> list[str]:
@@ -147,7 +141,7 @@ def untie(model: nn.Module) -> list[str]:
     new: list[str] = []
     _copy_second_places(model, "", set(), new)
     for part in model.modules():
-        if new and _is_hf(part):
+        if new and is_hugging_face(part):
             part.config.tie_word_embeddings = False  # type: ignore[union-attr]
             setattr(part, "all_tied_weights_keys", {})  # noqa: B010 - the names that save_pretrained omits
     return new
@@ -171,14 +165,14 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[
         _copy_second_places(child, f"{path}{name}.", seen, new)
 
 
-def _is_hf(model: nn.Module) -> bool:
+def is_hugging_face(model: nn.Module) -> bool:
     """Check for a model of transformers without importing the package: a model that exists has imported it."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _pieces(model: nn.Module, at: Sequence[str]) -> dict[str, nn.Module]:
-    if _is_hf(model):
+    if is_hugging_face(model):
         return huggingface.family_for(model).ordered_pieces(model)
     parents = {name.rpartition(".")[0] + "." for name in at}
     pieces = _unroll(model, lambda path, _: any(parent.startswith(path + ".") for parent in parents))
@@ -255,11 +249,11 @@ def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
 
 
 def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
-    rule = _HF_RULE if _is_hf(model) else _RULE
+    rule = _HF_RULE if is_hugging_face(model) else _RULE
     try:
         with evaluating(model, *stages):
             inputs = with_names((x.clone() for x in example), names(example))
-            output = huggingface.run_model(model, inputs) if _is_hf(model) else call(model, inputs)
+            output = huggingface.run_model(model, inputs) if is_hugging_face(model) else call(model, inputs)
             expected = as_tuple(output, "The output of `model`")
             hidden = with_names((x.clone() for x in example), names(example))
             for stage in stages:

@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import json
+import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch import nn
 
-from nwise._errors import check_at_least, check_optimizer
+from nwise._errors import check_at_least
 from nwise._summary import table
 from nwise.models.chain import Chain
-from nwise.models.split import cut_points, even_starts, split
-from nwise.planning.devices import Device, Search, as_devices, search
-from nwise.planning.profile import Network, Profile, profile
+from nwise.models.split import even_starts, is_hugging_face
+from nwise.planning.devices import Device, as_devices
+from nwise.planning.prepare import (
+    Heads,
+    Optimizers,
+    agree,
+    batch_size,
+    check_functions,
+    everyone,
+    network_in_pieces,
+    numbers_to_try,
+)
+from nwise.planning.profile import Profile, profile
+from nwise.planning.search import Search, limits, search
 from nwise.randomness import preserved
-from nwise.runtime.launch import launched, start
+from nwise.runtime.launch import launched, variable
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
+from nwise.schedule.costs import Costs
+from nwise.schedule.partition import check_enough
 from nwise.schedule.timed import Timed
 from nwise.stage import LossFn
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
-from nwise.tensors import Input, Tensors, as_argument, as_tuple, names, with_names
-
-Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from nwise.tensors import Input, Tensors, as_tuple
 
 _MIB = 2.0**20
-_numbers = itertools.count()  # numbers the exchanges, equally on every rank because all run the same script
+_NOISE = 0.1  # spread of the rounds above which a plan says so
 
 
 @dataclass(frozen=True)
@@ -91,21 +96,24 @@ class Plan:
         )
         if isfinite(self.equal):
             title += f", {self.equal / self.seconds:.2f} times as fast as stages with equal numbers of blocks"
+        if self.measured.spread > _NOISE:
+            title += f". Measurements differ by {100 * self.measured.spread:.0f} %: measure on a quiet machine, or more `rounds`"
         begins = ["the start", *self.at]
         rows = []
         for i, device in enumerate(self.devices):
             stages = [k for k, place in enumerate(self.placement) if place == i]
             row = [str(i), f"{device.speed:.3g}", ", ".join(f"{k} from {begins[k]}" for k in stages)]
             rows.append([*row, _milliseconds(self.busy[i]), *self._memory(i)])
-        heads = ["device", "speed", "stages", "busy", *(["memory"] if self._limited else [])]
+        heads = ["device", "speed", "stages", "busy", *(["memory"] if self.limits else [])]
         return "\n".join([title, *table([heads, *rows])])
 
     @property
-    def _limited(self) -> bool:
-        return any(isfinite(device.memory) for device in self.devices)
+    def limits(self) -> tuple[float, ...] | None:
+        """Bytes that each device may use; None without any limit."""
+        return limits(self.devices)
 
     def _memory(self, device: int) -> list[str]:
-        if not self._limited:
+        if not self.limits:
             return []
         limit = self.devices[device].memory
         most = f" of {limit / _MIB:,.0f}" if isfinite(limit) else ""
@@ -120,7 +128,7 @@ def plan(
     devices: int | Sequence[float | Device] | None = None,
     num_stages: int | None = None,
     strategy: str | Strategy = "2-wise",
-    heads: Callable[[list[Chain]], Sequence[nn.Module | None]] | None = None,
+    heads: Heads | None = None,
     loss_fn: LossFn = nn.functional.cross_entropy,
     optimizer: Optimizers | None = torch.optim.Adam,
     microbatches: int | Sequence[int] | None = None,
@@ -134,7 +142,8 @@ def plan(
     Every module at which `nwise.split` can cut runs alone, forward and backward, on a copy of the network; the network itself
     does not change. The search balances times over devices of different speed, under the memory of each.
 
-    ``torchrun`` starts one process for every device. All call this function, measure at the same time, and get the same plan.
+    ``torchrun`` starts one process for every device. All call this function with equal arguments, measure at the same time, and
+    get the same plan.
 
     Args:
         model: the network, as for `nwise.split`, on the device where it is measured.
@@ -145,9 +154,10 @@ def plan(
         num_stages: number of stages; default: one for each device.
         strategy: a strategy or its name.
         heads: function that makes the heads of stages, such as `nwise.heads.copied`; default: heads cost nothing.
-        loss_fn: the loss, as for `Pipeline`.
+        loss_fn: the loss of all heads, as for `Pipeline`.
         optimizer: function that makes the optimizer of some parameters; None to leave its time and memory out. Default: Adam.
-        microbatches: number of micro-batches, or numbers to try; default: powers of two up to 32 and the mini-batch.
+        microbatches: number of micro-batches, or numbers to try; default: powers of two up to 32 and the mini-batch, with two
+            samples or more in each if there is batch norm.
         latency: seconds of every message; default: 0.
         bandwidth: bytes a second of every link; default: no limit.
         rounds: number of measurements, of which the medians count; default: 3.
@@ -173,32 +183,44 @@ def plan(
     rule = parse(strategy)
     if isinstance(rule, Switch):
         raise ValueError(f"`strategy` should be the same at every step. Found {rule.name!r}; pass one of its parts.")
+    check_functions(model, loss_fn=loss_fn, heads=heads, optimizer=optimizer, report=report)
     check_at_least(1, rounds=rounds)
-    given = as_tuple(example, "`example`")
-    size = _batch_size(given)
-    ms = _microbatches(microbatches, size)
-    known = None if devices is None else as_devices(devices)
-    if known is None and not launched():
-        raise ValueError(
-            "`devices` should be a number, or speeds such as [1, 2, 4], unless torchrun starts a process for each. Found none."
-        )
-    limited = known is not None and any(isfinite(device.memory) for device in known)
-    with preserved(given[0].device):
-        network = _network(model, given, target, heads, loss_fn, optimizer, size)
-        measured = profile(network, ms, rounds=rounds, sizes=limited)
-    if launched():
-        measured, known = _agreed(measured, known)
-    assert known is not None, "given, or found by the processes"
     links = {"latency": latency, "bandwidth": bandwidth}
+    Costs(0, 0, 0, 0, **links)  # checks them
+    inputs = as_tuple(example, "`example`")
+    targets = None if target is None else as_tuple(target, "`target`")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
+    known, count = _known_devices(devices)
+    num_stages = count if num_stages is None else num_stages
+    check_at_least(count, num_stages=num_stages)
+    with preserved(inputs[0].device), torch.inference_mode(False), torch.enable_grad():
+        network = network_in_pieces(model, inputs, targets, heads, loss_fn, optimizer)
+        pieces = list(network.pieces)
+        check_enough(pieces, num_stages)
+        if launched():
+            agree(
+                devices=[[one.speed, one.memory] for one in known or ()],
+                strategy=rule.name,
+                num_stages=num_stages,
+                microbatches=ms,
+                example=[list(x.shape) for x in inputs],
+                model=pieces,
+            )
+        measured = profile(network, ms, rounds=rounds, sizes=known is not None and limits(known) is not None)
+    if launched():
+        first, *_ = found = everyone([measured.seconds, measured.as_json()])
+        measured = Profile.from_json(first[1])
+        known = known or tuple(Device(speed=round(first[0] / seconds, 3)) for seconds, _ in found)
+    known = known or (Device(),)
     cut = search(measured.pieces, rule, known, num_stages, **links)
-    pieces = list(network.pieces)
     result = Plan(
         _short(model, pieces, [pieces[i] for i in cut.starts[1:]]),
         cut.placement,
         known,
         rule.name,
         cut.timed,
-        _equal(model, pieces, measured, rule, known, len(cut.starts), links),
+        _equal(model, pieces, measured, rule, known, num_stages, links),
         measured,
         report,
     )
@@ -207,89 +229,20 @@ def plan(
     return result
 
 
-def _batch_size(inputs: Tensors) -> int:
-    if any(not x.dim() or len(x) != len(inputs[0]) for x in inputs) or not len(inputs[0]):
-        shapes = ", ".join(str(list(x.shape)) for x in inputs)
-        raise ValueError(f"`example` should have the samples of a mini-batch along dimension 0. Found shapes {shapes}.")
-    return len(inputs[0])
-
-
-def _microbatches(microbatches: int | Sequence[int] | None, size: int) -> list[int]:
-    if microbatches is None:
-        return [m for m in (1, 2, 4, 8, 16, 32) if m <= size]
-    ms = [microbatches] if isinstance(microbatches, int) else list(microbatches)
-    if not ms:
-        raise ValueError("`microbatches` should contain at least one number to try. Found none.")
-    for m in ms:
-        check_at_least(1, microbatches=m)
-        if m > size:
-            raise ValueError(f"`microbatches` should be at most the {size} samples of `example`. Found {m}.")
-    return ms
-
-
-def _network(
-    model: nn.Module,
-    example: Tensors,
-    target: Input | Tensors | None,
-    heads: Callable[[list[Chain]], Sequence[nn.Module | None]] | None,
-    loss_fn: LossFn,
-    optimizer: Optimizers | None,
-    size: int,
-) -> Network:
-    """Return a copy of the network in its smallest pieces, each with its head."""
-    one = with_names((x[:1] for x in example), names(example))
-    stages = split(copy.deepcopy(model).train(), cut_points(model), example=one)
-    sides = [None] * (len(stages) - 1) if heads is None else list(heads(stages))
-    if len(sides) != len(stages) - 1:
-        raise ValueError(
-            f"`heads` should return a head for every stage but the last: {len(stages) - 1} for {len(stages)}. Found {len(sides)}."
-        )
-    given = None if target is None else as_tuple(target, "`target`")
-    device = next((p.device for p in model.parameters()), example[0].device)
-
-    def batch(count: int) -> tuple[Tensors, Any]:
-        inputs = with_names((x[:count].to(device) for x in example), names(example))
-        if given is None:
-            return inputs, None
-        return inputs, as_argument(with_names((y[:count].to(device) for y in given), names(given)))
-
-    return Network(
-        {next(iter(stage.pieces())): stage for stage in stages},
-        [*sides, None],
-        batch,
-        size,
-        _mean_square if given is None else loss_fn,
-        None if optimizer is None else partial(_made, optimizer),
-        device,
-        autocast=nullcontext,
-    )
-
-
-def _made(optimizer: Optimizers, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    made = optimizer(parameters)
-    check_optimizer(made)
-    for group in made.param_groups:
-        group["lr"] = 0.0
-    return made
-
-
-def _mean_square(output: Any, target: object) -> Tensor:
-    del target
-    tensors = [y for y in as_tuple(output, "The output of a head") if y.is_floating_point()]
-    return torch.stack([y.float().square().mean() for y in tensors]).sum()
-
-
-def _agreed(measured: Profile, devices: tuple[Device, ...] | None) -> tuple[Profile, tuple[Device, ...]]:
-    """Exchange what the processes have measured: the costs of the first, and the speeds of all relative to it."""
-    start()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(f"nwise/plan/{next(_numbers)}", _get_default_store())
-    store.set(str(rank), json.dumps([measured.seconds, measured.as_json() if rank == 0 else None]))
-    everyone = [json.loads(store.get(str(other))) for other in range(size)]
-    speeds = [everyone[0][0] / seconds for seconds, _ in everyone]
-    if devices is not None and len(devices) > size:
-        raise ValueError(f"`devices` should be at most the {size} processes of torchrun. Found {len(devices)}.")
-    return Profile.from_json(everyone[0][1]), devices or tuple(Device(speed=round(v, 3)) for v in speeds)
+def _known_devices(devices: int | Sequence[float | Device] | None) -> tuple[tuple[Device, ...] | None, int]:
+    """Return the devices, None if the processes will measure them, and their number."""
+    size = dist.get_world_size() if dist.is_initialized() else variable("WORLD_SIZE", 1)
+    if devices is None:
+        if "RANK" not in os.environ and not dist.is_initialized():
+            raise ValueError(
+                "`devices` should be a number, or speeds such as [1, 2, 4], unless torchrun starts a process for each. Found "
+                "none."
+            )
+        return None, size
+    known = as_devices(devices)
+    if launched() and len(known) > size:
+        raise ValueError(f"`devices` should be at most the {size} processes of torchrun. Found {len(known)}.")
+    return known, len(known)
 
 
 def _equal(
@@ -323,7 +276,7 @@ def _equal(
 def _short(model: nn.Module, pieces: Sequence[str], at: Sequence[str]) -> tuple[str, ...]:
     """Name sequences in the place of their first modules, where no other cut goes through them."""
     chosen = list(at)
-    for i in range(len(chosen)):
+    for i in () if is_hugging_face(model) else range(len(chosen)):
         while parent := chosen[i].rpartition(".")[0]:
             first = next(piece for piece in pieces if piece.startswith(f"{parent}."))
             others = [name for name in chosen if name != chosen[i] and name.startswith(f"{parent}.")]

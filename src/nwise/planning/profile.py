@@ -163,9 +163,9 @@ class _Bench:
 
     def measure(self, i: int, size: int) -> dict[str, float]:
         """Run piece i in every way once, and return the seconds."""
-        piece, leaves = self._pieces[i], self._leaves(i, size, tracked=True)
+        piece, leaves = self._pieces[i], self._leaves(i, size, tracked=i > 0)
         weights: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
-        tracked = [x for x in leaves if x.requires_grad and i]
+        tracked = [x for x in leaves if x.requires_grad]
         with self._autocast():
             forward, outputs = self._timed(lambda: run_module(piece, leaves, _WHAT))
         seeds = [torch.randn_like(y) for y in outputs if y.requires_grad]
@@ -203,7 +203,7 @@ class _Bench:
         head = nn.Identity() if i == len(self._pieces) - 1 else self._network.heads[i]
         return head, lambda outputs: self._network.loss_fn(as_argument(outputs), target)
 
-    def sizes(self, i: int, size: int) -> dict[str, float]:
+    def sizes(self, i: int, size: int) -> dict[str, Any]:
         """Return the bytes, as `Piece` names them."""
         piece = self._pieces[i]
         learns = [p for p in piece.parameters() if p.requires_grad]
@@ -220,7 +220,7 @@ class _Bench:
         passes.pop("message_bytes")
         return {**passes, **sizes, "update_peak_bytes": float(update_peak)}
 
-    def fixed_sizes(self, i: int, size: int) -> dict[str, float]:
+    def fixed_sizes(self, i: int, size: int) -> dict[str, Any]:
         """Return the bytes of outputs, parameters and optimizer state; a head has state like the pieces, by parameter."""
         weights = [sum(p.nbytes for p in piece.parameters()) for piece in self._pieces]
         state = [0 if optimizer is None else _state_bytes(optimizer) for optimizer in self._optimizers]
@@ -228,6 +228,7 @@ class _Bench:
         head = self._head(i, 1)[0]
         beside = 0 if head is None else sum(p.nbytes for p in head.parameters())
         return {
+            "learns": any(p.requires_grad for p in self._pieces[i].parameters()),
             "message_bytes": float(sum(y.nbytes for y in self._input(i + 1, size))),
             "weight_bytes": float(weights[i]),
             "fixed_bytes": float(weights[i] + state[i]),

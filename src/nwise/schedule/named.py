@@ -12,6 +12,7 @@ The split keeps the cotangents of all layers between I and W (`nwise.kept`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +22,13 @@ from nwise._errors import current_name, hint
 from nwise.schedule import orders
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.ages import Flows, message_ages
-from nwise.schedule.best import best_order
+from nwise.schedule.best import DoesNotFit, best_order
 from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import Free
 from nwise.schedule.orders import TYPICAL, Rule, make_schedule
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, Word, merge
-from nwise.schedule.timed import Timed
+from nwise.schedule.timed import Limit, Timed
 from nwise.schedule.validate import validate
 
 Order: TypeAlias = "str | Schedule | Timed"
@@ -81,7 +82,12 @@ def check_order(order: Order) -> Order:
 
 
 def choose(
-    order: Order, flows: Flows, placement: Placement = (), ages: tuple[int, ...] = (), costs: Costs = TYPICAL
+    order: Order,
+    flows: Flows,
+    placement: Placement = (),
+    ages: tuple[int, ...] = (),
+    costs: Costs = TYPICAL,
+    memory: Limit = None,
 ) -> Schedule:
     """Return a schedule for the flows.
 
@@ -92,6 +98,8 @@ def choose(
         placement: rank of every stage; default: a rank for each.
         ages: age of every stage's weight gradients; default: 0.
         costs: costs by which orders are compared and lists are filled; default: typical ones, equal for all stages.
+        memory: limit in bytes for the ``"best"`` order, one for all ranks or one for each; default: none. If no order fits, a
+            warning says so, and the best of all is returned.
 
     Raises:
         ValueError: the order is unknown, or the schedule is for other flows or ranks or cannot run.
@@ -116,7 +124,11 @@ def choose(
         validate(order)
         return order
     if order == "best":
-        return best_order(flows, costs, placement, ages).schedule
+        try:
+            return best_order(flows, costs, placement, ages, memory=memory).schedule
+        except DoesNotFit as error:
+            warnings.warn(f"{error} The pipeline runs the fastest order, whatever its memory.", stacklevel=4)
+            return best_order(flows, costs, placement, ages).schedule
     return named_schedule(order, flows, placement, ages, costs)
 
 

@@ -39,6 +39,7 @@ class Piece:
         inner_weight_grad_peak_bytes, inner_both_peak_bytes: the same inside a stage, where nothing else holds the output, with
             the gradient to the output; default: 0.
         fresh_gradient_bytes: as in `Costs`; default: 0.
+        learns: whether it has parameters to train; default: True.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Piece:
     inner_both_peak_bytes: float = 0.0
     fresh_gradient_bytes: float = 0.0
     update_peak_bytes: float = 0.0
+    learns: bool = True
 
 
 def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
@@ -94,12 +96,12 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     return list(found[0])
 
 
-def check_enough(pieces: Sequence[Piece], num_stages: int) -> None:
+def check_enough(pieces: Sequence[object], num_stages: int) -> None:
     """Raise ValueError if there are fewer pieces than stages."""
     if len(pieces) < num_stages:
         raise ValueError(
             f"The network should have at least one piece for each of the {num_stages} stages. Found {len(pieces)}; "
-            "use fewer devices, or a deeper network."
+            "use fewer devices or stages, or a deeper network."
         )
 
 

@@ -1,0 +1,185 @@
+"""What a plan needs before it measures: checked arguments, a copy of the network in pieces, and one answer of all processes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from nwise._errors import check_at_least, check_optimizer
+from nwise.models.chain import Chain
+from nwise.models.split import cut_points, split
+from nwise.planning.profile import Network
+from nwise.runtime.launch import start
+from nwise.stage import LossFn
+from nwise.tensors import Tensors, as_argument, as_tuple, names, run_module, with_names
+
+Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
+Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_numbers = itertools.count()  # numbers the exchanges, equally on every rank because all run the same script
+
+
+def batch_size(inputs: Tensors, target: Tensors | None) -> int:
+    """Return the number of samples in a mini-batch.
+
+    Raises:
+        ValueError: a tensor has no samples, or another number of them.
+    """
+    given = (*inputs, *(target or ()))
+    if any(not x.dim() or len(x) != len(inputs[0]) for x in given if inputs[0].dim()) or not inputs[0].numel():
+        shapes = ", ".join(str(list(x.shape)) for x in given)
+        raise ValueError(
+            f"`example` and `target` should have the samples of a mini-batch along dimension 0. Found shapes {shapes}."
+        )
+    return len(inputs[0])
+
+
+def numbers_to_try(microbatches: Any, size: int, model: nn.Module) -> list[int]:
+    """Return numbers of micro-batches: those given, or powers of two up to 32 and the mini-batch.
+
+    Raises:
+        ValueError: there is none, or one is not from 1 to the mini-batch.
+    """
+    if microbatches is None:
+        least = (
+            2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+        )  # of samples: it needs two
+        return [m for m in (1, 2, 4, 8, 16, 32) if m == 1 or m * least <= size]
+    ms = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
+    if not ms:
+        raise ValueError("`microbatches` should contain at least one number to try. Found none.")
+    for m in ms:
+        check_at_least(1, microbatches=m)
+        if m > size:
+            raise ValueError(f"`microbatches` should be at most the {size} samples of `example`. Found {m}.")
+    return sorted({int(m) for m in ms})
+
+
+def check_functions(model: Any, **functions: Any) -> None:
+    """Raise TypeError unless the model is a module, and every function None or callable."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be an nn.Module. Found {type(model).__name__}.")
+    for name, function in functions.items():
+        if function is not None and (not callable(function) or (isinstance(function, type) and name == "loss_fn")):
+            raise TypeError(f"`{name}` should be a function. Found {function!r}.")
+
+
+def network_in_pieces(
+    model: nn.Module,
+    example: Tensors,
+    target: Tensors | None,
+    heads: Heads | None,
+    loss_fn: LossFn,
+    optimizer: Optimizers | None,
+) -> Network:
+    """Return a copy of a network in its smallest pieces, each with its head.
+
+    Raises:
+        ValueError, TypeError: the network cannot be cut, or the heads or the optimizer do not fit.
+    """
+    device = next((p.device for p in model.parameters()), example[0].device)
+    some = with_names((x[:2].to(device) for x in example), names(example))
+    own = copy.deepcopy(model).train()
+    at = _apart(split(own, cut_points(own), example=some), some)
+    stages = split(own, at)
+    given = None if heads is None else heads(stages)
+    sides = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
+
+    def batch(count: int) -> tuple[Tensors, Any]:
+        inputs = with_names((x[:count].to(device) for x in example), names(example))
+        if target is None:
+            return inputs, None
+        return inputs, as_argument(with_names((y[:count].to(device) for y in target), names(target)))
+
+    return Network(
+        {next(iter(stage.pieces())): stage for stage in stages},
+        [*sides, None],
+        batch,
+        len(example[0]),
+        _mean_square if target is None else loss_fn,
+        None if optimizer is None else partial(_made, optimizer),
+        device,
+    )
+
+
+def _apart(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
+    """Return the names of the pieces that do not change their inputs in place, so a stage may begin with them.
+
+    A piece that hands its input on, such as an identity, may be followed by one that changes it; so they are tried together.
+    """
+    given, pieces = [inputs], [stage.pieces() for stage in stages]
+    with torch.no_grad():
+        for stage in stages[:-1]:
+            given.append(run_module(copy.deepcopy(stage), _copies(given[-1]), "The output of a piece"))
+        at: list[str] = []
+        end = len(stages)
+        for i in reversed(range(1, len(stages))):
+            hidden = before = _copies(given[i])
+            versions = [x._version for x in before]
+            for stage in stages[i:end]:
+                hidden = run_module(copy.deepcopy(stage), hidden, "The output of a piece")
+            if versions == [x._version for x in before]:
+                at.append(next(iter(pieces[i])))
+                end = i
+    return at[::-1]
+
+
+def _copies(tensors: Tensors) -> Tensors:
+    return with_names((x.clone() for x in tensors), names(tensors))
+
+
+def _checked_heads(heads: Any, num_stages: int) -> list[nn.Module | None]:
+    found = list(heads) if isinstance(heads, Iterable) else [heads]
+    if len(found) != num_stages - 1 or not all(head is None or isinstance(head, nn.Module) for head in found):
+        kinds = ", ".join(type(head).__name__ for head in found) or "none"
+        raise ValueError(
+            f"`heads` should return a module or None for every stage but the last: {num_stages - 1} for {num_stages}. "
+            f"Found {kinds}."
+        )
+    return copy.deepcopy(found)  # those of the caller may be used elsewhere
+
+
+def _made(optimizer: Optimizers, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = optimizer(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"`optimizer` should return an optimizer of torch. Found {type(made).__name__}.")
+    check_optimizer(made)
+    for group in made.param_groups:
+        group["lr"] = 0.0
+    return made
+
+
+def _mean_square(output: Any, target: object) -> Tensor:
+    del target
+    tensors = [y for y in as_tuple(output, "The output of a head") if y.is_floating_point()]
+    return torch.stack([y.float().square().mean() for y in tensors]).sum()
+
+
+def everyone(value: Any) -> list[Any]:
+    """Exchange a value between all processes, before there is a pipeline; a call for all of them."""
+    start()
+    store = PrefixStore(f"nwise/plan/{next(_numbers)}", _get_default_store())
+    store.set(str(dist.get_rank()), json.dumps(value))
+    return [json.loads(store.get(str(rank))) for rank in range(dist.get_world_size())]
+
+
+def agree(**values: Any) -> None:
+    """Raise ValueError unless all processes have the same values; a call for all of them, which waits for the last."""
+    first, *others = everyone(values)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"`{name}` should be the same in every process. Found {value!r} in the first and {other[name]!r} in "
+                    f"process {rank}."
+                )

@@ -1,0 +1,354 @@
+"""The search for the cut and placement with the shortest step, with a number of micro-batches.
+
+first cuts      the work of the busiest device is smallest, for every order of the devices (`nwise.schedule.assign`); and others
+climbing        pieces and stages move to their neighbours while the period of one order of actions becomes shorter
+finalists       the best schedule of each; then climbing again, with the best schedule of every neighbour
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
+from math import isfinite
+
+import numpy as np
+
+from nwise._errors import check_at_least
+from nwise.flow import flows_for
+from nwise.planning.devices import Device
+from nwise.schedule.ages import Flows, weight_ages
+from nwise.schedule.assign import Assignment, Matrix, assign
+from nwise.schedule.best import DoesNotFit, best_order
+from nwise.schedule.bounds import resource_bound
+from nwise.schedule.costs import Costs
+from nwise.schedule.memory import peak_bytes
+from nwise.schedule.named import named_schedule
+from nwise.schedule.partition import Piece, check_enough, stage_costs, work
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import Schedule
+from nwise.schedule.timed import CLOSE, Timed, excess, timed
+from nwise.strategies import Strategy
+
+_MOST_ORDERS = 120  # of devices that are tried
+_STARTS = 6  # first cuts of a kind that are improved
+_FINALISTS = 3  # cuts whose best schedules are compared
+_MORE_FINALISTS = 8  # under a limit of memory, where the one order that climbing knows may mislead
+_TIMES = ("forward", "head", "input_grad", "weight_grad", "update")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A network cut into stages on devices.
+
+    Args:
+        starts: index of the first piece of every stage.
+        placement: index of every stage's device.
+        timed: the best schedule, with costs of one micro-batch in seconds on these devices.
+    """
+
+    starts: tuple[int, ...]
+    placement: Placement
+    timed: Timed
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches, M."""
+        return self.timed.schedule.num_microbatches
+
+
+class Search:
+    """The search with a number of micro-batches.
+
+    Args:
+        pieces: pieces of the network, with the costs of one micro-batch.
+        strategy: the strategy.
+        num_microbatches: number of micro-batches, M.
+        devices: the devices.
+        num_stages: number of stages, at least one for each device.
+        links: ``latency`` and ``bandwidth`` of `Costs`.
+
+    Raises:
+        ValueError: there are fewer pieces than stages.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        strategy: Strategy,
+        num_microbatches: int,
+        devices: Sequence[Device],
+        num_stages: int,
+        links: Mapping[str, float],
+    ) -> None:
+        check_enough(pieces, num_stages)
+        self._pieces, self._devices, self._links = pieces, devices, links
+        self._strategy, self._num_microbatches, self._num_stages = strategy, num_microbatches, num_stages
+        self._memory = limits(devices)
+        self._frozen = next((i for i, piece in enumerate(pieces) if piece.learns), len(pieces))
+        self._flows: dict[tuple[bool, ...], Flows] = {}
+        self._schedules: dict[tuple[Placement, tuple[bool, ...]], list[Schedule]] = {}
+        self._scores: dict[Assignment, tuple[float, float]] = {}
+        self._orders = _orders(devices)
+
+    # Cuts with their costs --------------------------------------------------------------------------
+
+    def bound(self, starts: Sequence[int], placement: Placement) -> float:
+        """Return the work of the busiest device or link per mini-batch."""
+        flows = self._flows_for(self._trainable(starts))
+        return resource_bound(flows, self.costs(starts, placement), placement) / len(flows)
+
+    def costs(self, starts: Sequence[int], placement: Placement) -> Costs:
+        """Return the costs of stages on their devices."""
+        turns = [batch[0] for batch in self._flows_for(self._trainable(starts))]
+        costs = stage_costs(self._pieces, starts, turns, **self._links)
+        speeds = [self._devices[rank].speed for rank in placement]
+        slower = {
+            name: [time / v for time, v in zip(costs.per_stage(name, len(speeds)), speeds, strict=True)]
+            for name in _TIMES
+        }
+        return replace(costs, **slower)  # type: ignore[arg-type]
+
+    def cut(self, starts: Sequence[int], placement: Placement) -> Cut:
+        """Return a cut with its best schedule.
+
+        Raises:
+            DoesNotFit: no order fits the devices' memory.
+        """
+        flows = self._flows_for(self._trainable(starts))
+        ages = weight_ages(self._strategy, flows)
+        result = best_order(flows, self.costs(starts, placement), placement, ages, memory=self._memory)
+        return Cut(tuple(starts), placement, result)
+
+    def _trainable(self, starts: Sequence[int]) -> tuple[bool, ...]:
+        ends = (*starts[1:], len(self._pieces))
+        return tuple(any(p.learns for p in self._pieces[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    def _flows_for(self, trainable: tuple[bool, ...]) -> Flows:
+        if trainable not in self._flows:
+            flows = flows_for(self._strategy, self._num_stages, self._num_microbatches, trainable=trainable)
+            self._flows[trainable] = flows
+        return self._flows[trainable]
+
+    # First cuts -------------------------------------------------------------------------------------
+
+    def assignments(self) -> list[Assignment]:
+        """Return balanced assignments for the orders of the devices along the network, the least busy one first."""
+        # Stages of frozen pieces alone pass no gradient on, which changes the work of all: every number of them is a case.
+        cases = range(self._num_stages if self._frozen else 1)
+        found = [one for frozen in cases for one in self._balanced(lambda d, f=frozen: self._times(d, f))]  # type: ignore[misc]
+        if self._memory is not None:
+            found += self._balanced(self._sizes)
+        return sorted(dict.fromkeys(found), key=lambda one: self.bound(*one))
+
+    def _balanced(self, tables_for: Callable[[Device], list[Matrix]]) -> list[Assignment]:
+        tables = {device: tables_for(device) for device in set(self._devices)}
+        results: list[Assignment] = []
+        for order in self._orders:
+            by_rank = [tables[self._devices[i]] for i in order]
+            found = assign(lambda rank, k, by_rank=by_rank: by_rank[rank][k], self._num_stages, len(order))  # type: ignore[misc]
+            if found is not None:
+                results.append((found[0], tuple(order[rank] for rank in found[1])))
+        return results
+
+    def _times(self, device: Device, frozen: int) -> list[Matrix]:
+        """Return the work of every stage on a device for every range of pieces; infinite for those that cannot be.
+
+        Args:
+            device: the device.
+            frozen: number of stages at the begin that have frozen pieces alone.
+        """
+        flows = self._flows_for(tuple(k >= frozen for k in range(self._num_stages)))
+        updates = self._sums("update") / self._num_microbatches
+        ends = np.arange(len(self._pieces) + 1)[None, :]
+        tables = []
+        for k in range(self._num_stages):
+            table = work(self._pieces, [batch[0].stages[k] for batch in flows])
+            possible = ends <= self._frozen if k < frozen else True
+            tables.append(np.where(possible, (table + updates) / device.speed, np.inf))
+        return tables
+
+    def _sizes(self, device: Device) -> list[Matrix]:
+        """Return the share of a device's memory that every range of pieces needs at least."""
+        needed = np.maximum(self._sums("gradient_bytes"), self._sums("activation_bytes")) + self._sums("fixed_bytes")
+        some = np.triu(np.ones_like(needed), 1) > 0
+        return [np.where(some, needed / device.memory, np.inf)] * self._num_stages
+
+    def _sums(self, name: str) -> Matrix:
+        sums = np.concatenate([[0.0], np.cumsum([getattr(piece, name) for piece in self._pieces])])
+        return np.asarray(sums[None, :] - sums[:, None])
+
+    def _first(self) -> list[Assignment]:
+        """Return cuts to start from: balanced ones, and those that give a fast device all that others need not have."""
+        known = self.assignments()
+        balanced = known[:_STARTS]
+        if self._memory is not None:
+            balanced += sorted(known, key=self._score)[:_STARTS]
+        speeds = [device.speed for device in self._devices]
+        if min(speeds) == max(speeds):
+            return balanced
+        # With few micro-batches a step is a chain of messages, and one fast device is better than three that wait.
+        size, stages = len(self._pieces), self._num_stages
+        lopsided = []
+        for _, placement in balanced:
+            k = max(range(stages), key=lambda k: speeds[placement[k]])
+            lopsided.append(((*range(k + 1), *range(size - stages + k + 1, size)), placement))
+        return balanced + lopsided
+
+    # Climbing ---------------------------------------------------------------------------------------
+
+    def improved(self) -> Cut:
+        """Move pieces and stages to their neighbours, from several first cuts, as long as that makes a step shorter.
+
+        Raises:
+            DoesNotFit: no cut on the way fits the devices' memory.
+        """
+        ends = sorted(dict.fromkeys(map(self._climbed, dict.fromkeys(self._first()))), key=self._score)
+        finalists = ends[: _FINALISTS if self._memory is None else _MORE_FINALISTS]
+        cuts = [cut for cut in map(self._fitting, finalists) if cut is not None]
+        if not cuts:
+            raise self._misfit(ends[0])
+        best = sorted(cuts, key=lambda cut: cut.timed.rank)[:_FINALISTS]
+        return min(map(self._polished, best), key=lambda cut: cut.timed.rank)
+
+    def _misfit(self, assignment: Assignment) -> DoesNotFit:
+        costs = self.costs(*assignment)
+        sizes = [excess(peak_bytes(s, costs), self._memory) for s in self._known_schedules(assignment, costs)]
+        return DoesNotFit("the smallest cut that was found, on its tightest device,", *min(sizes)[1:])
+
+    def _fitting(self, assignment: Assignment) -> Cut | None:
+        try:
+            return self.cut(*assignment)
+        except DoesNotFit:
+            return None
+
+    def _polished(self, cut: Cut) -> Cut:
+        """Climb with the best schedule of every neighbour that may be better, where `_climbed` knows one order only."""
+        while True:
+            limit = cut.timed.period * (1 - CLOSE)
+            near = [one for one in self._neighbours((cut.starts, cut.placement)) if self.bound(*one) < limit]
+            options = [one for one in map(self._fitting, near) if one is not None and one.timed.period < limit]
+            if not options:
+                return cut
+            cut = min(options, key=lambda one: one.timed.rank)
+
+    def _climbed(self, assignment: Assignment) -> Assignment:
+        known, best = self._score(assignment), assignment
+        while True:
+            options = [(self._score(option), option) for option in self._neighbours(best)]
+            score, option = min(options, default=(known, best))
+            if score >= (known[0], known[1] * (1 - CLOSE)):
+                return best
+            known, best = score, option
+
+    def _score(self, assignment: Assignment) -> tuple[float, float]:
+        """Return how far a cut exceeds the memory (1 or less: not at all), and its period, with the best order that is known."""
+        if assignment not in self._scores:
+            costs = self.costs(*assignment)
+            self._scores[assignment] = min(
+                (max(1.0, excess(peak_bytes(schedule, costs), self._memory)[0]), timed(schedule, costs).period)
+                for schedule in self._known_schedules(assignment, costs)
+            )
+        return self._scores[assignment]
+
+    def _known_schedules(self, assignment: Assignment, costs: Costs) -> list[Schedule]:
+        """Return the best order for the first cut of this placement, and under a limit the one with the least memory."""
+        starts, placement = assignment
+        key = placement, self._trainable(starts)
+        if key not in self._schedules:
+            flows = self._flows_for(key[1])
+            ages = weight_ages(self._strategy, flows)
+            self._schedules[key] = [best_order(flows, costs, placement, ages).schedule]
+            if self._memory is not None:
+                self._schedules[key].append(named_schedule("depth-first", flows, placement, ages, costs))
+        return self._schedules[key]
+
+    def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
+        starts, placement = assignment
+        for k in range(1, len(starts)):
+            for step in (-2, -1, 1, 2):
+                moved = (*starts[:k], starts[k] + step, *starts[k + 1 :])
+                if all(a < b for a, b in pairwise((*moved, len(self._pieces)))):
+                    yield moved, placement
+        for k, (below, above) in enumerate(pairwise(placement), 1):
+            for ranks in ((*placement[:k], below, *placement[k + 1 :]), (*placement[: k - 1], above, *placement[k:])):
+                if below != above and set(ranks) == set(placement):
+                    yield starts, ranks
+        if len(self._orders) == _MOST_ORDERS:  # not all are known
+            for a, b in pairwise(dict.fromkeys(placement)):
+                if self._devices[a] != self._devices[b]:
+                    yield starts, tuple({a: b, b: a}.get(rank, rank) for rank in placement)
+
+
+def limits(devices: Sequence[Device]) -> tuple[float, ...] | None:
+    """Return the memory of every device; None if none is limited."""
+    memory = tuple(device.memory for device in devices)
+    return memory if any(map(isfinite, memory)) else None
+
+
+def search(
+    pieces: Mapping[int, Sequence[Piece]],
+    strategy: Strategy,
+    devices: Sequence[Device],
+    num_stages: int | None = None,
+    **links: float,
+) -> Cut:
+    """Find the cut, placement and number of micro-batches with the shortest step.
+
+    Args:
+        pieces: pieces of the network with the costs of one micro-batch, by the number of micro-batches.
+        strategy: the strategy, the same at every step.
+        devices: the devices.
+        num_stages: number of stages; default: one for each device.
+        links: ``latency`` and ``bandwidth`` of `Costs`.
+
+    Raises:
+        ValueError: there are fewer pieces than stages, or fewer stages than devices.
+        DoesNotFit: no cut that was tried fits the devices' memory; a ValueError too.
+
+    >>> from nwise import NWise
+    >>> from nwise.planning.devices import as_devices
+    >>> pieces = [Piece(f"block {i}", 1, 1, 1, 0, 0) for i in range(12)]
+    >>> search({4: pieces}, NWise(2), as_devices([1, 2, 4])).starts
+    (0, 2, 5)
+    """
+    size = len(devices) if num_stages is None else num_stages
+    check_at_least(len(devices), num_stages=size)
+    best: Cut | None = None
+    failures: list[DoesNotFit] = []
+    for m in sorted(pieces):
+        one = Search(pieces[m], strategy, m, devices, size, links)
+        if best is not None and one.bound(*one.assignments()[0]) > best.timed.period * (1 + CLOSE):
+            continue
+        try:
+            cut = one.improved()
+        except DoesNotFit as error:
+            failures.append(error)
+            continue
+        if best is None or cut.timed.period < best.timed.period * (1 - CLOSE):
+            best = cut
+    if best is None:
+        raise min(failures, key=lambda error: error.least / error.memory)
+    return best
+
+
+def _orders(devices: Sequence[Device]) -> list[tuple[int, ...]]:
+    """Return orders of the devices along the network, without those that only exchange equal ones; the given one first."""
+    given = tuple(range(len(devices)))
+    keys: list[Callable[[int], float]] = [
+        lambda i: devices[i].speed,
+        lambda i: -devices[i].speed,
+        lambda i: devices[i].memory,
+        lambda i: -devices[i].memory,
+    ]
+    likely = (tuple(sorted(given, key=key)) for key in keys)
+    orders = dict.fromkeys(islice(chain([given], likely, _distinct(given, devices)), _MOST_ORDERS + len(keys) + 1))
+    return list(orders)[:_MOST_ORDERS]
+
+
+def _distinct(left: tuple[int, ...], devices: Sequence[Device]) -> Iterator[tuple[int, ...]]:
+    if not left:
+        yield ()
+    for first in {devices[i]: i for i in reversed(left)}.values():  # of equal devices the one with the smallest index
+        for rest in _distinct(tuple(i for i in left if i != first), devices):
+            yield (first, *rest)
