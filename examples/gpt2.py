@@ -63,7 +63,7 @@ def main(folder: Path = Path("runs/gpt2"), steps: int = 60) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         history.append(losses[-1].item())
-        if pipe.steps % 20 == 0:
+        if pipe.steps % 10 == 0:
             print(f"step {pipe.steps:3d}  losses {[round(loss, 2) for loss in losses.tolist()]}", flush=True)
             checkpoints.save()
 
