@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -334,3 +336,55 @@ def test_fitting_heads_match_stage_size_and_norm(norm: Any, kind: Any) -> None:
 def test_heads_are_never_wider_than_the_papers() -> None:
     [head] = nwise.heads.fitting([nn.Conv2d(3, 512, 1), nn.Identity()], torch.zeros(2, 3, 4, 4), 5)
     assert [m.out_channels for m in head.modules() if isinstance(m, nn.Conv2d)] == [128, 64]
+
+
+class TorchvisionLike(nn.Module):
+    """Named as torchvision's ResNets are: a stem, four layers, and a flatten that only the forward knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()
+        for i in range(1, 5):
+            self.add_module(f"layer{i}", nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1)))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(2), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.conv1(x))
+        for i in range(1, 5):
+            x = self.get_submodule(f"layer{i}")(x)
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def flat(x: Tensor) -> Tensor:
+    return torch.flatten(x, 1)
+
+
+@pytest.mark.parametrize("function", [flat, nn.Flatten()])
+def test_functions_between_modules(function: Callable[..., Any]) -> None:
+    model, x, y = TorchvisionLike(), torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    stages = nwise.split(model, at=3, example=x, before={"fc": function})
+    assert list(stages[-1].pieces())[-2:] == ["before_fc", "fc"]
+    assert {name for stage in stages for name in stage.state_dict()} == set(model.state_dict())
+    twin = copy.deepcopy(model)
+    nn.functional.cross_entropy(twin(x), y).backward()
+    nwise.Pipeline(stages, strategy="end-to-end").step(x, target=y)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0)
+    made = nwise.plan(model, x, y, devices=2, before={"fc": function}, microbatches=1, rounds=1, report=None)
+    assert len(nwise.split(model, at=made.at, example=x, before={"fc": function})) == 2
+    inner = nwise.split(model, at=["layer2.1", "fc"], example=x, before={"fc": function, "layer2": nn.Identity()})
+    assert list(inner[0].pieces())[-2:] == ["before_layer2", "layer2.0"]
+
+
+def test_invalid_functions_between_modules_raise() -> None:
+    model, x = TorchvisionLike(), torch.randn(2, 3, 8, 8)
+    with pytest.raises(ValueError, match="give the functions between them by `before=`"):
+        nwise.split(model, at=2, example=x)
+    with pytest.raises(
+        ValueError, match="`before` should name pieces of the network: .* Found 'fcc'. Did you mean 'fc'"
+    ):
+        nwise.split(model, at=2, before={"fcc": flat})
+    with pytest.raises(
+        ValueError, match="`before` should have functions without parameters. Found Linear.* before 'fc'"
+    ):
+        nwise.split(model, at=2, before={"fc": nn.Linear(2, 2)})

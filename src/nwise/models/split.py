@@ -7,9 +7,10 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nwise._compiled import is_compiled
 from nwise._errors import hint
@@ -43,8 +44,28 @@ def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
     return [name for name, piece in pieces.items() if type(piece) is kind]
 
 
+class Function(nn.Module):
+    """A function that a network's forward calls between two modules.
+
+    Args:
+        function: function of the output of the module before.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        return self._function(*inputs, **named)
+
+
 def split(
-    model: nn.Module, at: Sequence[str] | int, *, example: Input | Tensors | None = None, tied: str = "refuse"
+    model: nn.Module,
+    at: Sequence[str] | int,
+    *,
+    example: Input | Tensors | None = None,
+    tied: str = "refuse",
+    before: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[Chain]:
     """Split an `nn.Sequential`, a module whose children run in order, or a Hugging Face network into stages.
 
@@ -59,6 +80,8 @@ def split(
         example: an input, or a tuple or dictionary of them, to compare the stages with the model on, once, in eval mode without
             gradients. Give it for a module with a custom ``forward``; without it, splitting such a module warns.
         tied: ``"sum"`` if the first and the last stage may share parameters, as for `Pipeline`; default: ``"refuse"``.
+        before: functions without parameters that a custom ``forward`` calls between its modules, by the name of the module that
+            follows, such as ``{"fc": nn.Flatten()}`` for torchvision's networks.
 
     Returns:
         ``len(at) + 1`` stages, or `at` of them; parameters keep the names that they have in `model`.
@@ -87,7 +110,7 @@ def split(
             stacklevel=2,
         )
     names = [] if isinstance(at, int) else at
-    pieces = _pieces(model, names)
+    pieces = _pieces(model, names, before)
     groups = group_pieces(pieces, _even_starts(pieces, at) if isinstance(at, int) else at)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
     kept = {name for stage in stages for name in stage.state_dict()}
@@ -100,25 +123,26 @@ def split(
     _refuse_tied(stages, tied)
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
-    elif not is_hugging_face(model):
+    elif not is_hugging_face(model) and not before:
         _warn_of_custom_forward(model, names)
     return stages
 
 
-def cut_points(model: nn.Module) -> list[str]:
+def cut_points(model: nn.Module, before: Mapping[str, Callable[..., Any]] | None = None) -> list[str]:
     """Return the names of all modules at which `split` can begin a stage.
 
     >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
     ['1.0', '1.1']
     """
     if is_hugging_face(model):
-        return list(_pieces(model, ()))[1:]
-    return list(_unroll(model, lambda _, child: type(child).forward in _RUNS_CHILDREN))[1:]
+        return list(_pieces(model, (), before))[1:]
+    pieces = _unroll(model, lambda _, child: type(child).forward in _RUNS_CHILDREN)
+    return list(_with_functions(pieces, before or {}))[1:]
 
 
 def even_starts(model: nn.Module, num_stages: int) -> list[str]:
     """Return the names at which `split` begins the later ones of so many stages."""
-    return _even_starts(_pieces(model, ()), num_stages)
+    return _even_starts(_pieces(model, (), None), num_stages)
 
 
 def untie(model: nn.Module) -> list[str]:
@@ -171,8 +195,14 @@ def is_hugging_face(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def _pieces(model: nn.Module, at: Sequence[str]) -> dict[str, nn.Module]:
+def _pieces(
+    model: nn.Module, at: Sequence[str], before: Mapping[str, Callable[..., Any]] | None
+) -> dict[str, nn.Module]:
     if is_hugging_face(model):
+        if before:
+            raise ValueError(
+                "`before` should be left out for a Hugging Face model, which knows its functions. Found some."
+            )
         return huggingface.family_for(model).ordered_pieces(model)
     parents = {name.rpartition(".")[0] + "." for name in at}
     pieces = _unroll(model, lambda path, _: any(parent.startswith(path + ".") for parent in parents))
@@ -180,7 +210,35 @@ def _pieces(model: nn.Module, at: Sequence[str]) -> dict[str, nn.Module]:
         raise ValueError(
             "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
         )
-    return pieces
+    return _with_functions(pieces, before or {})
+
+
+def _with_functions(
+    pieces: Mapping[str, nn.Module], functions: Mapping[str, Callable[..., Any]]
+) -> dict[str, nn.Module]:
+    """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
+    result: dict[str, nn.Module] = {}
+    for name, piece in pieces.items():
+        # A function before a sequence that is cut goes before its first module.
+        for owner, function in functions.items():
+            if f"{name}.".startswith(f"{owner}.") and not any(f"{other}.".startswith(f"{owner}.") for other in result):
+                path, _, last = owner.rpartition(".")
+                result[f"{path}.before_{last}".removeprefix(".")] = _as_function(owner, function)
+        result[name] = piece
+    if unknown := [owner for owner in functions if not any(f"{name}.".startswith(f"{owner}.") for name in pieces)]:
+        raise ValueError(
+            f"`before` should name pieces of the network: {', '.join(pieces)}. Found {unknown[0]!r}.{hint(unknown[0], pieces)}"
+        )
+    return result
+
+
+def _as_function(owner: str, function: Callable[..., Any]) -> nn.Module:
+    if not callable(function) or (isinstance(function, nn.Module) and list(function.parameters())):
+        raise ValueError(
+            f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with parameters "
+            "belongs to the network."
+        )
+    return function if isinstance(function, nn.Module) else Function(function)
 
 
 def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
@@ -214,7 +272,7 @@ def _warn_of_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
             warnings.warn(
                 f"{what} has a custom forward, but its children run in the order they were registered instead: sums, reshapes "
                 "and functions of that forward would be lost. Give `example=`, an input, to compare the stages with the model, "
-                "or write the stages yourself.",
+                "and functions by `before=`, or write the stages yourself.",
                 stacklevel=3,
             )
             return
@@ -270,7 +328,7 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
 _RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
 _RULE = (
     "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
-    "write the stages yourself."
+    "give the functions between them by `before=`, or write the stages yourself."
 )
 _HF_RULE = (
     "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."

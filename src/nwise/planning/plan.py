@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,7 @@ def plan(
     microbatches: int | Sequence[int] | None = None,
     latency: float = 0.0,
     bandwidth: float = float("inf"),
+    before: Mapping[str, Callable[..., Any]] | None = None,
     rounds: int = 3,
     report: Callable[[str], object] | None = print,
 ) -> Plan:
@@ -160,6 +162,7 @@ def plan(
             samples or more in each if there is batch norm.
         latency: seconds of every message; default: 0.
         bandwidth: bytes a second of every link; default: no limit.
+        before: functions between the modules, as for `nwise.split`; default: none.
         rounds: number of measurements, of which the medians count; default: 3.
         report: function that gets the plan as a text, and, from a pipeline on these devices, times after the first steps;
             None for silence. Default: print, in the first process only.
@@ -195,7 +198,7 @@ def plan(
     num_stages = count if num_stages is None else num_stages
     check_at_least(count, num_stages=num_stages)
     with preserved(inputs[0].device), torch.inference_mode(False), torch.enable_grad():
-        network = network_in_pieces(model, inputs, targets, heads, loss_fn, optimizer)
+        network = network_in_pieces(model, inputs, targets, heads, loss_fn, optimizer, before)
         pieces = list(network.pieces)
         check_enough(pieces, num_stages)
         if launched():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ def network_in_pieces(
     heads: Heads | None,
     loss_fn: LossFn,
     optimizer: Optimizers | None,
+    before: Mapping[str, Callable[..., Any]] | None,
 ) -> Network:
     """Return a copy of a network in its smallest pieces, each with its head.
 
@@ -90,8 +91,8 @@ def network_in_pieces(
     device = next((p.device for p in model.parameters()), example[0].device)
     some = with_names((x[:2].to(device) for x in example), names(example))
     own = copy.deepcopy(model).train()
-    at = _apart(split(own, cut_points(own), example=some), some)
-    stages = split(own, at)
+    at = _apart(split(own, cut_points(own, before), example=some, before=before), some)
+    stages = split(own, at, example=some, before=before)
     given = None if heads is None else heads(stages)
     sides = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
 
