@@ -24,9 +24,9 @@ from nwise.schedule import Costs, baseline, best
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER
+from nwise.schedule.methods import Methods, time_methods
 from nwise.schedule.partition import Piece, partition, stage_costs
 from nwise.schedule.placement import balanced
-from nwise.schedule.plan import Plan, plan
 from nwise.training.build import measurable
 
 POWERS = (1, 2, 4, 8, 16, 32)
@@ -41,11 +41,11 @@ TABLE = {
 }  # fmt: skip
 
 
-def transformer(num_stages: int, **options: object) -> Plan:
+def transformer(num_stages: int, **options: object) -> Methods:
     costs = options.pop("costs", TRANSFORMER)
     assert isinstance(costs, Costs)
     options = {"microbatches": POWERS, **options}
-    return plan(lambda flows, m: costs.split_in(m), num_stages, **options)  # type: ignore[arg-type]
+    return time_methods(lambda flows, m: costs.split_in(m), num_stages, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_stages", "winner"), [(4, "zero-bubble"), (8, "zero-bubble"), (16, "2-wise")])
@@ -106,9 +106,9 @@ def test_plan_skips_options_beyond_memory() -> None:
     assert found.skipped["gpipe"] == 90
     with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a stage, which .* needs. Found 11"):
         transformer(8, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
-    assert "No end-to-end" in verdict(Plan(8, POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
+    assert "No end-to-end" in verdict(Methods(8, POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
-        plan(lambda flows, m: TRANSFORMER, 4, microbatches=())
+        time_methods(lambda flows, m: TRANSFORMER, 4, microbatches=())
 
 
 # Cutting --------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_plan_with_zero_costs_and_ties(capsys: pytest.CaptureFixture[str]) -> No
     free = Costs(1, 0, 1, 0)
     assert transformer(4, costs=free, strategies=()).recommended.name == "1f1b"
     for order in ((1, 2, 4), (4, 2, 1)):
-        found = plan(lambda flows, m: free.split_in(m), 4, microbatches=order, strategies=("local",))
+        found = time_methods(lambda flows, m: free.split_in(m), 4, microbatches=order, strategies=("local",))
         assert next(o.num_microbatches for o in found.options if o.name == "local") == 1
 
 

@@ -26,7 +26,7 @@ from benchmarks.runtime.bench import Case, start_all
 from nwise._machine import processor
 from nwise.schedule import TRANSFORMER, Costs
 from nwise.schedule.baselines import BASELINES, stages_on
-from nwise.schedule.plan import Option, plan
+from nwise.schedule.methods import Option, time_methods
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -62,7 +62,7 @@ def options(network: Network, devices: int) -> Iterator[tuple[Option, Costs]]:
     def costs(size: int, m: int) -> Costs:
         return base.split_in(m).cut_in(size // devices)
 
-    result = plan(
+    result = time_methods(
         lambda flows, m: costs(len(flows[0].stages), m), devices, microbatches=MICROBATCHES, strategies=STRATEGIES
     )
     for option in result.options:

@@ -17,16 +17,16 @@ import tyro
 from rich.progress import track
 
 from nwise.schedule import TRANSFORMER, validate
-from nwise.schedule.plan import STRATEGIES, Plan, plan
+from nwise.schedule.methods import STRATEGIES, Methods, time_methods
 
 HERE = Path(__file__).parent
 METHODS = (*STRATEGIES, "2-wise-delay-1", "end-to-end-delay-2", "hogwild")
 
 
-def planned(devices: int, latency: float) -> Plan:
+def planned(devices: int, latency: float) -> Methods:
     """All methods at their best M, at the prices of `TRANSFORMER`."""
     costs = replace(TRANSFORMER, latency=latency)
-    return plan(
+    return time_methods(
         lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // devices),
         devices,
         microbatches=(1, 2, 4, 8, 16, 32),

@@ -21,8 +21,7 @@ from nwise.flow import Flow
 from nwise.planning.profile import Profile, profile
 from nwise.recipes import recipe
 from nwise.report.verdict import verdict
-from nwise.schedule import Costs
-from nwise.schedule import plan as planner
+from nwise.schedule import Costs, methods
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
@@ -52,7 +51,7 @@ class PlanCommand:
     """Latency of every message: seconds; with `--costs`, in their unit of time."""
     bandwidth: float | None = None
     """Bandwidth of every link: GB per second; with `--costs`, bytes per their unit of time."""
-    strategies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategy"])] = planner.STRATEGIES
+    strategies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategy"])] = methods.STRATEGIES
     """Strategies to try, separated by spaces."""
     microbatches: tuple[int, ...] = ()
     """Numbers of micro-batches M to try; default: powers of two up to 32 and the batch size."""
@@ -80,7 +79,7 @@ class PlanCommand:
         seconds = self.recipe is not None
         costs, measured, size = self._measure() if seconds else self._parse_costs()
         try:
-            plan = planner.plan(
+            plan = methods.time_methods(
                 costs,
                 self.devices,
                 microbatches=self._microbatches(size),
@@ -119,7 +118,7 @@ class PlanCommand:
             links["bandwidth"] = self.bandwidth * (1e9 if base is None else 1)
         return links
 
-    def _parse_costs(self) -> tuple[planner.CostsOf, None, int | None]:
+    def _parse_costs(self) -> tuple[methods.CostsOf, None, int | None]:
         assert self.costs is not None
         costs = costs_of_text(self.costs)
         costs = dataclasses.replace(costs, **self._links(costs))
@@ -130,7 +129,7 @@ class PlanCommand:
             )
         return (lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // self.devices)), None, self.batch_size
 
-    def _measure(self) -> tuple[planner.CostsOf, Profile, int]:
+    def _measure(self) -> tuple[methods.CostsOf, Profile, int]:
         assert self.recipe is not None
         config = recipe(self.recipe)
         changes: dict[str, Any] = {"device": self.device, "microbatches": 1}
@@ -157,7 +156,7 @@ class PlanCommand:
 
         return show
 
-    def _table(self, plan: planner.Plan, seconds: bool, *, narrow: bool) -> Table:
+    def _table(self, plan: methods.Methods, seconds: bool, *, narrow: bool) -> Table:
         unit = "ms" if seconds else "time"
         plural = "s" if self.devices > 1 else ""
         table = Table(title=f"{self.devices} device{plural}, each method at its best M", title_justify="left")
@@ -168,7 +167,7 @@ class PlanCommand:
             table.add_column(heading, justify="right", no_wrap=True)
         for option in plan.options:
             speed = plan.speedup(option)
-            over = planner.ratio(option.period, option.timed.lower_bound) - 1
+            over = methods.ratio(option.period, option.timed.lower_bound) - 1
             chosen = option == plan.recommended
             row = [
                 f"{'*' if chosen else ' '} {option.name}",
@@ -185,7 +184,7 @@ class PlanCommand:
             table.add_row(*row, style="bold" if chosen else None)
         return table
 
-    def _print_cut(self, console: Output, plan: planner.Plan, measured: Profile) -> None:
+    def _print_cut(self, console: Output, plan: methods.Methods, measured: Profile) -> None:
         chosen = plan.recommended
         pieces = measured.pieces[chosen.num_microbatches]
         starts = partition(pieces, [flow for batch in chosen.timed.schedule.flows for flow in batch[:1]])
@@ -205,7 +204,7 @@ class PlanCommand:
                 f"Or keep the recipe's {len(measured.starts)} stages, balanced over the devices: --placement {placement}"
             )
 
-    def _placement(self, plan: planner.Plan, measured: Profile) -> str | None:
+    def _placement(self, plan: methods.Methods, measured: Profile) -> str | None:
         """Return the placement by work of the recipe's own stages; None if these are too few."""
         if not 1 < self.devices < len(measured.starts):
             return None
@@ -214,7 +213,7 @@ class PlanCommand:
         costs = stage_costs(measured.pieces[m], measured.starts, [batch[0] for batch in flows])
         return ",".join(map(str, balanced(stage_work(flows, costs), self.devices)))
 
-    def _as_json(self, plan: planner.Plan, measured: Profile | None) -> dict[str, Any]:
+    def _as_json(self, plan: methods.Methods, measured: Profile | None) -> dict[str, Any]:
         record: dict[str, Any] = {
             "devices": self.devices,
             "recommended": plan.recommended.name,

@@ -19,7 +19,7 @@ from nwise.report.html import write_page
 from nwise.schedule import Timed
 from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
 from nwise.schedule.costs import Costs, prices
-from nwise.schedule.plan import is_late
+from nwise.schedule.methods import is_late
 from nwise.strategies import NWise, Switch, strategy
 
 METHODS = (

@@ -9,25 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from nwise.schedule.plan import Option, Plan, ratio
+from nwise.schedule.methods import Methods, Option, ratio
 
 Show = Callable[[float], str]
 
 
-def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
+def verdict(methods: Methods, show: Show = "{:.4g}".format) -> list[str]:
     """Describe the recommended method, its advantage, and the conditions under which the others save time.
 
     Args:
-        plan: result of `nwise.schedule.plan.plan`.
+        methods: result of `nwise.schedule.methods.time_methods`.
         show: function that formats a time; default: four digits.
 
     >>> from nwise.schedule import TRANSFORMER
-    >>> from nwise.schedule.plan import plan
-    >>> result = plan(lambda flows, m: TRANSFORMER.split_in(m), 8, microbatches=(1, 2, 4, 8, 16), strategies=("2-wise",))
+    >>> from nwise.schedule.methods import time_methods
+    >>> result = time_methods(lambda flows, m: TRANSFORMER.split_in(m), 8, microbatches=(1, 2, 4, 8, 16), strategies=("2-wise",))
     >>> print(verdict(result)[0])
     Use zero-bubble with M = 16: 4.46 a step. No strategy between local and end-to-end has a shorter one.
     """
-    baseline, chosen = plan.baseline, plan.recommended
+    baseline, chosen = methods.baseline, methods.recommended
     if baseline is None:
         return [f"No end-to-end pipeline fits the memory; of the methods that fit, {_named(chosen)} is the fastest."]
     if chosen.end_to_end:
@@ -40,19 +40,19 @@ def verdict(plan: Plan, show: Show = "{:.4g}".format) -> list[str]:
             f"{_faster(ratio(baseline.period, chosen.period))} the best end-to-end pipeline, {_named(baseline)} "
             f"({show(baseline.period)})."
         ]
-    largest = max(plan.microbatches)
+    largest = max(methods.microbatches)
     lines += [
         f"M = {largest} is the largest M that was tried for {option.name}; a larger one may be faster."
         for option in dict.fromkeys((chosen, baseline))
         if option.num_microbatches == largest > 1
     ]
-    return lines + [_worth(plan, option) for option in plan.options if not option.end_to_end]
+    return lines + [_worth(methods, option) for option in methods.options if not option.end_to_end]
 
 
-def _worth(plan: Plan, option: Option) -> str:
+def _worth(methods: Methods, option: Option) -> str:
     """Compare a strategy with the best end-to-end pipeline."""
-    assert plan.baseline is not None
-    speed, name = ratio(plan.baseline.period, option.period), plan.baseline.name
+    assert methods.baseline is not None
+    speed, name = ratio(methods.baseline.period, option.period), methods.baseline.name
     worth = f"worth it if it reaches your quality in fewer than {speed:.2f} times the steps"
     return (
         f"{option.name}: a step is {_faster(speed)} {name}; {worth if speed >= 1.005 else 'not worth its time here'}."

@@ -17,7 +17,7 @@ Read the folder in this order:
     best, named             the best of several orders, and orders by name
     simulate, validate      times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
-    partition, plan         stages of equal work; all methods compared
+    partition, methods      stages of equal work; all methods compared
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
 costs: one column per slot, two mini-batches, the first from an empty pipeline. A head costs nothing and comes right after its

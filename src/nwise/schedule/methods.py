@@ -1,4 +1,4 @@
-"""Plan: the fastest strategy and number of micro-batches, compared with the best end-to-end pipelines."""
+"""Methods compared: every strategy at its best number of micro-batches, beside the best end-to-end pipelines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Methods:
     """The compared methods, and the recommended one.
 
     Args:
@@ -109,7 +109,7 @@ def ratio(time: float, other: float) -> float:
     return time / other if other else 1.0 if not time else float("inf")
 
 
-def plan(
+def time_methods(
     stage_costs: CostsOf,
     num_stages: int,
     *,
@@ -117,7 +117,7 @@ def plan(
     strategies: Sequence[str] = STRATEGIES,
     memory: float | None = None,
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
-) -> Plan:
+) -> Methods:
     """Time every method with every number of micro-batches.
 
     Args:
@@ -133,7 +133,7 @@ def plan(
         DoesNotFit: no method fits the memory; a ValueError too.
 
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
-    >>> result = plan(lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // 8), 8, microbatches=(1, 8, 16))
+    >>> result = time_methods(lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // 8), 8, microbatches=(1, 8, 16))
     >>> result.recommended.name, result.recommended.num_microbatches
     ('rotating-2-microbatch', 8)
     """
@@ -168,7 +168,7 @@ def plan(
     fastest = [min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for group in options.values()]
     ranked = sorted(fastest, key=_preference)
     skipped = {name: size for name, size in least.items() if not any(option.name == name for option in ranked)}
-    return Plan(num_stages, tuple(microbatches), tuple(ranked), skipped)
+    return Methods(num_stages, tuple(microbatches), tuple(ranked), skipped)
 
 
 def _methods(strategies: Sequence[str], num_stages: int) -> list[str]:
