@@ -1,7 +1,4 @@
-"""GPT-2 through Hugging Face's Trainer: its data, schedule, logs, evaluation and checkpoints, with the gradients of 2-wise.
-
-pip install 'nwise[hf]' accelerate; python examples/hf_trainer.py
-"""
+"""GPT-2 through Hugging Face's Trainer, with the gradients of 2-wise: pip install 'nwise[hf]' accelerate."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +20,17 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.pipe = pipe.to(self.args.device)
 
     def create_optimizer(self, model: Any = None) -> None:
-        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), self.args.learning_rate)  # those of heads, too
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+        self.optimizer = kind(self.pipe.parameters(), weight_decay=self.args.weight_decay, **options)
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.pipe.train().zero_grad()  # the Trainer's own call leaves out the heads
         self.pipe.steps, inputs = self.state.global_step, self._prepare_inputs(inputs)  # dropout depends on the step
         target = nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)  # the next tokens
         with self.compute_loss_context_manager():
-            return self.pipe.step(inputs, target=target)[-1].to(self.args.device)
+            losses = self.pipe.step(inputs, target=target)
+        nn.utils.clip_grad_norm_(self.pipe.heads.parameters(), self.args.max_grad_norm)  # the Trainer clips the network
+        return losses[-1].to(self.args.device)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -49,11 +49,10 @@ def main(folder: Path = Path("runs/hf_trainer"), *, resume: bool = False, **opti
     heads = nwise.heads.copied(stages := nwise.split(model, at=4))
     pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise", num_microbatches=2, seed=0)
     counts = [{"input_ids": (x := (torch.arange(16) + 5 * i) % 64), "labels": x} for i in range(64)]
-    options = {"max_steps": 30, "learning_rate": 1e-2, "per_device_train_batch_size": 16, "report_to": []} | options
-    arguments = TrainingArguments(str(folder), **options)
+    arguments = TrainingArguments(str(folder), learning_rate=1e-2, report_to=[], **{"max_steps": 40, **options})
     trainer = PipelineTrainer(pipe, model, arguments, train_dataset=counts[:48], eval_dataset=counts[48:])
     trainer.train(resume_from_checkpoint=resume)
-    return float(trainer.evaluate()["eval_loss"])
+    return trainer.evaluate()["eval_loss"]
 
 
 if __name__ == "__main__":

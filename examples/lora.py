@@ -1,6 +1,6 @@
-"""LoRA on a Llama-like network over devices of any speed: only adapters are trained, the rest stays frozen.
+"""LoRA on a tiny Llama over devices of any speed: only adapters are trained, the rest stays frozen.
 
-pip install 'nwise[hf]' peft; python examples/lora.py; torchrun --nproc-per-node 2 examples/lora.py
+pip install 'nwise[hf]' peft; python examples/lora.py; torchrun --nproc-per-node 3 examples/lora.py
 """
 
 from pathlib import Path
@@ -27,9 +27,9 @@ def main(folder: Path = Path("runs/lora"), steps: int = 40) -> list[float]:
     tokens = (torch.arange(17) + 5 * torch.arange(32)[:, None]) % 64  # counting, from other numbers
     x, y = tokens[:, :-1], tokens[:, 1:]
 
-    # Under torchrun the processes measure how fast they are; alone, the plan is for two equal devices.
+    # Under torchrun the processes measure how fast they are; alone, the plan is for three equal devices.
     plan = nwise.plan(
-        network, x, y, devices=None if launched() else 2, heads=nwise.heads.copied, loss_fn=TokenCrossEntropy()
+        network, x, y, devices=None if launched() else 3, heads=nwise.heads.copied, loss_fn=TokenCrossEntropy()
     )
     stages = nwise.split(network, at=plan.at)
     heads = nwise.heads.copied(stages)  # copies of the final norm and the frozen output matrix

@@ -88,17 +88,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     **{f"{name}ForCausalLM": _EXPERTS for name in ("Mixtral", "Qwen2Moe")},
 }
 NOT_CUT = {
-    "BartForConditionalGeneration": "an encoder and a decoder as in T5, whose calls differ; not tried",
+    "BartForConditionalGeneration": "not tried: an encoder and a decoder as in T5, called differently",
     "OPTForCausalLM": "positions are computed from the mask, and small sizes have projections between modules; stages by hand",
     "BloomForCausalLM": "attention biases are computed from the mask for all blocks; stages by hand",
     "FalconForCausalLM": "attention biases are computed from the mask for all blocks; stages by hand",
-    "DeepseekV3ForCausalLM": "attention of another kind (latent), whose rotary positions are part of the heads; not tried",
-    "Llama4ForCausalLM": "a mask for chunks of the text; not tried",
-    "MambaForCausalLM": "a state-space network without attention; not tried",
-    "AlbertForMaskedLM": "all blocks share their parameters, which would have as many credits",
+    "DeepseekV3ForCausalLM": "not tried: latent attention, whose rotary positions belong to parts of the attention heads",
+    "Llama4ForCausalLM": "not tried: masks for chunks of the text",
+    "MambaForCausalLM": "not tried: a state-space network without attention",
+    "AlbertForMaskedLM": "all blocks share their parameters, so one parameter would belong to several stages",
     "DistilBertForMaskedLM": "the forward has functions between modules; stages by hand",
-    "SwinForImageClassification": "windows need the height and width of the image, which no tensor has; stages by hand",
-    "Wav2Vec2ForCTC": "layers are left out at random, and masks are made inside the forward; not tried",
+    "SwinForImageClassification": "windows need the height and width of the image, which are passed as integers; stages by hand",
+    "Wav2Vec2ForCTC": "not tried: layers are left out at random, and masks are made inside the forward",
     "CLIPModel": "two networks and a loss over pairs of samples, which micro-batches would cut; its image tower alone is cut",
 }
 
@@ -131,16 +131,16 @@ def table() -> str:
     lines = [
         "# Architectures",
         "",
-        "`nwise.split` cuts these classes of `transformers` by the names of their modules. For each of them a test of a tiny",
-        "network compares the outputs of the stages and all gradients with the class's own forward and backward, trains it,",
-        "saves it, and loads it back equal. Other sizes of a class have the same modules. Version 5.23 was tested.",
+        "`nwise.split` cuts these classes of `transformers` by the names of their modules. A test of each class, with a tiny",
+        "network, compares outputs and gradients with the original, trains the network, and saves and loads it bit for bit.",
+        "Other sizes of a class have the same modules. Version 5.23 was tested.",
         "",
         "| class | cut at | trained | exported equal |",
         "|---|---|---|---|",
     ]
     for name in sorted(FAMILIES):
-        blocks = next(pattern for pattern in FAMILIES[name].pieces if "*" in pattern)
-        lines.append(f"| `{name}` | `{blocks}` | yes | yes |")
+        blocks = ", ".join(f"`{pattern}`" for pattern in FAMILIES[name].pieces if "*" in pattern)
+        lines.append(f"| `{name}` | {blocks} | yes | yes |")
     lines += ["", "Not cut by name:", "", "| class | why not |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in sorted(NOT_CUT.items())]
     lines += [

@@ -218,14 +218,16 @@ def test_plan_in_words() -> None:
     made = quiet(network(), devices=limited, report=texts.append)
     assert texts == [str(made)]
     lines = texts[0].splitlines()
-    assert lines[0].startswith(f"2 devices, 2-wise, M = {made.num_microbatches}: ")
+    assert lines[0].startswith(
+        f"2 devices, 2-wise (with these stages the same as end-to-end), M = {made.num_microbatches}: "
+    )
     assert lines[0].endswith(" times as fast as stages with equal numbers of blocks")
     assert lines[1].split() == ["device", "speed", "stages", "busy", "memory"]
     assert "0 from the start" in texts[0]
     assert " of 95 MiB" in texts[0]
     said = compared(made, 0.5, [0.25, 0.125])
     assert said.startswith(f"A step takes 500 ms, where {1e3 * made.seconds:.4g} ms were expected.")
-    assert said.splitlines()[-1].endswith("  125 ms")
+    assert said.splitlines()[-2].endswith("  125 ms")
 
 
 class Passes(nn.Module):
@@ -309,7 +311,8 @@ def test_processes_that_disagree_are_told_apart(monkeypatch: pytest.MonkeyPatch)
         ({"loss_fn": nn.CrossEntropyLoss}, "`loss_fn` should be a function"),
         ({"optimizer": "adam"}, "`optimizer` should be a function"),
         ({"optimizer": lambda parameters: None}, "`optimizer` should return an optimizer of torch. Found NoneType"),
-        ({"report": True}, "`report` should be a function. Found True"),
+        ({"heads": [nn.Linear(2, 2)]}, "`heads` should be a function. Found list"),
+        ({"report": True}, "`report` should be a function. Found bool"),
     ],
 )
 def test_wrong_kinds_of_arguments_raise(arguments: dict[str, Any], message: str) -> None:
@@ -415,7 +418,7 @@ def test_processes_of_unequal_speed_make_one_plan(tmp_path: Path) -> None:
     assert blocks[0] > blocks[1]
     assert second["texts"] == []
     [expected, measured] = first["texts"]
-    assert expected.startswith("2 devices, 2-wise, M = 2: ")
+    assert expected.startswith("2 devices, 2-wise (with these stages the same as end-to-end), M = 2: ")
     assert measured.startswith("A step takes ")
     alone = planned.case(tuple(first["at"]), "contiguous")
     assert {**first["digests"], **second["digests"]} == alone

@@ -98,14 +98,14 @@ def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     lora = example("lora")
     history = lora.main(tmp_path, steps=10)
     assert history[-1] < history[0]
-    assert "2 devices, 2-wise" in capsys.readouterr().out
+    assert "3 devices, 2-wise" in capsys.readouterr().out
     check_adapters(tmp_path, lora)
 
 
 @pytest.mark.slow
-def test_lora_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_on_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = forked(2, [str(EXAMPLES / "lora.py")], tmp_path)
+    done = forked(3, [str(EXAMPLES / "lora.py")], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "A step takes " in done.stdout
     check_adapters(tmp_path / "runs" / "lora", example("lora"))

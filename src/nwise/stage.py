@@ -166,7 +166,7 @@ class Stage:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
                 loss = self.loss_fn(output, None if target is None else as_argument(target))
             except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
-                _explain(error, self.index, leaves, target)
+                explain(error, f"stage {self.index}", leaves, target)
                 raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -300,17 +300,24 @@ class unchanged:
             ) from error
 
 
-def _explain(error: Exception, index: int, inputs: Tensors, target: Tensors | None) -> None:
-    """Add to an error of a head or loss the stage that it comes from; raise TypeError if a target is missing."""
+def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | None) -> None:
+    """Add to an error of a head or loss the place that it comes from; raise TypeError if a target is missing."""
     if target is None and isinstance(error, TypeError | AttributeError):
         raise TypeError(
-            f"The loss of stage {index} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
+            f"The loss of {where} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
         ) from error
     if names(inputs) and isinstance(error, TypeError):
         known = ", ".join(names(inputs))
         error.add_note(f"nwise: it gets {known} by name; `nwise.heads.OnFirstOutput` takes the hidden state alone")
+    if (
+        target is not None
+        and inputs[0].dim() == 3
+        and target[0].dim() == 2
+        and isinstance(error, RuntimeError | ValueError)
+    ):
+        error.add_note("nwise: `nwise.losses.TokenCrossEntropy()` is the loss of logits for every token")
     given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
-    error.add_note(f"nwise: in the head or loss of stage {index}, given {given}, with a target of {wanted}")
+    error.add_note(f"nwise: in the head or loss of {where}, given {given}, with a target of {wanted}")
 
 
 def _versions(tensors: Tensors) -> list[int]:

@@ -101,6 +101,10 @@ def split(
         raise TypeError(
             f"`at` should be a list of module names, such as ['2', 'blocks.4'], or a number of stages. Found {at!r}."
         )
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"`model` should be the network inside a PEFT model, `model.get_base_model()`. Found {type(model).__name__}."
+        )
     compiled = is_compiled(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if compiled:

@@ -78,4 +78,5 @@ def compared(plan: Plan, seconds: float, busy: list[float]) -> str:
     ]
     if plan.measured.device.startswith("cuda"):  # the host does not wait for its kernels
         return title
-    return "\n".join([title, *table([["device", "busy, expected", "measured"], *rows])])
+    rest = "The rest of a step is waiting, messages and the optimizer."
+    return "\n".join([title, *table([["device", "busy, expected", "measured"], *rows]), rest])

@@ -20,12 +20,15 @@ from nwise.planning.devices import Device, as_devices
 from nwise.planning.prepare import (
     Heads,
     Optimizers,
+    action_overhead,
     agree,
     batch_size,
     check_functions,
     everyone,
+    message_latency,
     network_in_pieces,
     numbers_to_try,
+    speeds,
 )
 from nwise.planning.profile import Profile, profile
 from nwise.planning.search import Search, limits, search
@@ -37,7 +40,7 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.partition import check_enough
 from nwise.schedule.timed import Timed
 from nwise.stage import LossFn
-from nwise.strategies import Strategy, Switch
+from nwise.strategies import EndToEnd, Strategy, Switch
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_tuple
 
@@ -91,8 +94,9 @@ class Plan:
 
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
+        same = " (with these stages the same as end-to-end)" if self._is_end_to_end else ""
         title = (
-            f"{len(self.devices)} device{several}, {self.strategy}, M = {self.num_microbatches}: "
+            f"{len(self.devices)} device{several}, {self.strategy}{same}, M = {self.num_microbatches}: "
             f"{_milliseconds(self.seconds)} a step expected"
         )
         if isfinite(self.equal):
@@ -107,6 +111,12 @@ class Plan:
             rows.append([*row, _milliseconds(self.busy[i]), *self._memory(i)])
         heads = ["device", "speed", "stages", "busy", *(["memory"] if self.limits else [])]
         return "\n".join([title, *table([heads, *rows])])
+
+    @property
+    def _is_end_to_end(self) -> bool:
+        rule, size = parse(self.strategy), len(self.placement)
+        exact = EndToEnd().credit(size)
+        return self.strategy != "end-to-end" and rule.turns == 1 and torch.equal(rule.credit(size), exact)
 
     @property
     def limits(self) -> tuple[float, ...] | None:
@@ -133,7 +143,7 @@ def plan(
     loss_fn: LossFn = nn.functional.cross_entropy,
     optimizer: Optimizers | None = torch.optim.Adam,
     microbatches: int | Sequence[int] | None = None,
-    latency: float = 0.0,
+    latency: float | None = None,
     bandwidth: float = float("inf"),
     before: Mapping[str, Callable[..., Any]] | None = None,
     rounds: int = 3,
@@ -160,7 +170,7 @@ def plan(
         optimizer: function that makes the optimizer of some parameters; None to leave its time and memory out. Default: Adam.
         microbatches: number of micro-batches, or numbers to try; default: powers of two up to 32 and the mini-batch, with two
             samples or more in each if there is batch norm.
-        latency: seconds of every message; default: 0.
+        latency: seconds of every message; default: measured between the processes of ``torchrun``, else 0.
         bandwidth: bytes a second of every link; default: no limit.
         before: functions between the modules, as for `nwise.split`; default: none.
         rounds: number of measurements, of which the medians count; default: 3.
@@ -188,7 +198,7 @@ def plan(
         raise ValueError(f"`strategy` should be the same at every step. Found {rule.name!r}; pass one of its parts.")
     check_functions(model, loss_fn=loss_fn, heads=heads, optimizer=optimizer, report=report)
     check_at_least(1, rounds=rounds)
-    links = {"latency": latency, "bandwidth": bandwidth}
+    links = {"latency": latency or 0.0, "bandwidth": bandwidth}
     Costs(0, 0, 0, 0, **links)  # checks them
     inputs = as_tuple(example, "`example`")
     targets = None if target is None else as_tuple(target, "`target`")
@@ -211,10 +221,20 @@ def plan(
                 model=pieces,
             )
         measured = profile(network, ms, rounds=rounds, sizes=known is not None and limits(known) is not None)
+        links["overhead"] = action_overhead()
     if launched():
-        first, *_ = found = everyone([measured.seconds, measured.as_json()])
-        measured = Profile.from_json(first[1])
-        known = known or tuple(Device(speed=round(first[0] / seconds, 3)) for seconds, _ in found)
+        facts = (
+            measured.seconds,
+            measured.spread,
+            links["overhead"],
+            message_latency(network.device),
+            measured.as_json(),
+        )
+        first, *_ = found = everyone(facts)
+        measured = Profile.from_json(first[4])
+        links["overhead"] = max(one[2] for one in found)
+        links["latency"] = first[3] if latency is None else latency
+        known = known or tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in found]))
     known = known or (Device(),)
     cut = search(measured.pieces, rule, known, num_stages, **links)
     result = Plan(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,16 +18,19 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nwise._errors import check_at_least, check_optimizer
+from nwise.flow import find_flow
 from nwise.models.chain import Chain
 from nwise.models.split import cut_points, split
 from nwise.planning.profile import Network
 from nwise.runtime.launch import start
-from nwise.stage import LossFn
+from nwise.stage import LossFn, Stage
+from nwise.strategies import EndToEnd
 from nwise.tensors import Tensors, as_argument, as_tuple, names, run_module, with_names
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
+_SAME = 0.15  # share by which times may differ on equal devices
 _numbers = itertools.count()  # numbers the exchanges, equally on every rank because all run the same script
 
 
@@ -71,7 +76,7 @@ def check_functions(model: Any, **functions: Any) -> None:
         raise TypeError(f"`model` should be an nn.Module. Found {type(model).__name__}.")
     for name, function in functions.items():
         if function is not None and (not callable(function) or (isinstance(function, type) and name == "loss_fn")):
-            raise TypeError(f"`{name}` should be a function. Found {function!r}.")
+            raise TypeError(f"`{name}` should be a function. Found {type(function).__name__}.")
 
 
 def network_in_pieces(
@@ -164,6 +169,52 @@ def _mean_square(output: Any, target: object) -> Tensor:
     del target
     tensors = [y for y in as_tuple(output, "The output of a head") if y.is_floating_point()]
     return torch.stack([y.float().square().mean() for y in tensors]).sum()
+
+
+def action_overhead(rounds: int = 20) -> float:
+    """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
+    layer = nn.Linear(1, 1)
+    stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
+    stage.survey(layer, None)
+    flow = find_flow(EndToEnd().credit(1)).stages[0]
+    x = torch.zeros(1, 1)
+    times = []
+    for _ in range(rounds):
+        start_time = time.perf_counter()
+        tape, _ = stage.forward((x,), flow, flow.passes, 0)
+        stage.run_head(tape, (x,), flow, 0.0, 0)
+        assert flow.weights is not None
+        stage.backward(tape, flow.weights, [], inputs=False, weights=True)
+        times.append(time.perf_counter() - start_time)
+    return statistics.median(times) / 2
+
+
+def message_latency(device: torch.device, rounds: int = 20) -> float:
+    """Measure the seconds of a small message between the processes; a call for all of them."""
+    one = torch.zeros(1, device=device if dist.get_backend() == "nccl" else "cpu")
+    times = []
+    for _ in range(rounds):
+        start_time = time.perf_counter()
+        dist.all_reduce(one)  # there and back
+        one.item()
+        times.append(time.perf_counter() - start_time)
+    return statistics.median(times) / 2
+
+
+def speeds(measured: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the speeds of processes relative to the first; all 1 if they differ by no more than the noise.
+
+    Args:
+        measured: seconds and spread of every process.
+
+    >>> speeds([(1.0, 0.02), (2.0, 0.02)]), speeds([(1.0, 0.3), (1.2, 0.2)])
+    ([1.0, 0.5], [1.0, 1.0])
+    """
+    seconds = [one for one, _ in measured]
+    noise = max(_SAME, *(2 * spread for _, spread in measured if spread == spread), 0.0)
+    if max(seconds) <= (1 + noise) * min(seconds):
+        return [1.0] * len(seconds)
+    return [round(seconds[0] / one, 3) for one in seconds]
 
 
 def everyone(value: Any) -> list[Any]:

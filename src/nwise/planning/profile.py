@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from nwise._memory import allocated
 from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.partition import Piece
-from nwise.tensors import Tensors, as_argument, names, run_module, with_names
+from nwise.stage import explain
+from nwise.tensors import Tensors, as_argument, as_tuple, names, run_module, with_names
 
 _WHAT = "The output of a piece"
 
@@ -192,7 +193,13 @@ class _Bench:
 
         def whole() -> None:
             with self._autocast():
-                loss = loss_of(run_module(head, leaves, _WHAT) if head is not None else leaves)
+                try:
+                    loss = loss_of(run_module(head, leaves, _WHAT) if head is not None else leaves)
+                except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                    target = self._network.batch(size)[1]
+                    known = None if target is None else as_tuple(target, "`target`")
+                    explain(error, f"module {self.names[i]!r}", leaves, known)
+                    raise
             torch.autograd.grad(loss, wrt, allow_unused=True)
 
         return self._timed(whole)[0] if wrt else 0.0

@@ -24,23 +24,28 @@ unsplit one, without auxiliary heads.{% if tokenizer %} `tokenizer.json` has the
 
 ## Load
 
+`pip install nwise`, with the extra `train` for scikit-learn's digits or `data` for Hugging Face data sets.
+
 ```python
 import json
 from pathlib import Path
 
+import torch
 from nwise.recipes import from_json
 from safetensors.torch import load_file
 
 recipe = from_json(json.loads(Path("config.json").read_text()))
-data, _ = recipe.load()  # the shape of the network depends on the data
+data, test = recipe.load()  # the shape of the network depends on the data
 network = recipe.build(data).whole()
 network.load_state_dict(load_file("{{ weights }}"))
+x, y = test.batch(torch.arange(8))  # inputs as the network knows them: scaled, or tokens
+output = network.eval()(x)
 ```
 
 ## Scores
 
 After {{ last.step }} steps and {{ last.samples }} samples, on the test data of `{{ data }}`. The last row is the network's own
-output. The others are of heads, which are not in the file.
+output. The others are of heads, which are not in the file; a head without a row is not trained by this strategy.
 
 | stage | loss | {{ quality }} |
 |---|---|---|
@@ -51,7 +56,8 @@ These are the scores of one run with one seed. No other data were tried.
 
 ## Training
 
-- mini-batches of {{ recipe.batch_size }} samples, M = {{ recipe.microbatches }}, seed {{ recipe.seed }}, {{ recipe.precision }}
+- mini-batches of {{ recipe.batch_size }} samples, seed {{ recipe.seed }}, {{ recipe.precision }}
+- micro-batches in each: {{ recipe.microbatches }}
 - optimizer: {{ optimizer }}
 {% for note in history -%}
 - {{ note }}
