@@ -325,6 +325,15 @@ def test_targets_have_as_many_samples_as_inputs() -> None:
         nwise.plan(network(), X, Y[:7], devices=2)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [nwise.Credit([[1, 0, 0], [0.5, 1, 0], [0, 1, 1]]), "hogwild", "rotating-2", "end-to-end-delay-1", "geometric-0.5"],
+)
+def test_every_strategy_is_planned_and_printed(strategy: Any) -> None:
+    made = quiet(network(), devices=[1, 2, 1], strategy=strategy)
+    assert "the same as end-to-end" not in str(made)
+
+
 def test_pipeline_takes_a_plan() -> None:
     model = network()
     made = quiet(model, devices=2, strategy="end-to-end", microbatches=2)

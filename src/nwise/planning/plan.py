@@ -14,6 +14,7 @@ from torch import nn
 
 from nwise._errors import check_at_least
 from nwise._summary import table
+from nwise.flow import flows_for
 from nwise.models.chain import Chain
 from nwise.models.split import even_starts, is_hugging_face
 from nwise.planning.devices import Device, as_devices
@@ -114,9 +115,9 @@ class Plan:
 
     @property
     def _is_end_to_end(self) -> bool:
-        rule, size = parse(self.strategy), len(self.placement)
-        exact = EndToEnd().credit(size)
-        return self.strategy != "end-to-end" and rule.turns == 1 and torch.equal(rule.credit(size), exact)
+        schedule = self.timed.schedule
+        exact = flows_for(EndToEnd(), len(self.placement), self.num_microbatches)
+        return self.strategy != "end-to-end" and schedule.flows == exact and not any(schedule.ages)
 
     @property
     def limits(self) -> tuple[float, ...] | None:
