@@ -13,6 +13,7 @@ from launch import forked
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import exits
 import quickstart
 import unsupervised
 
@@ -20,6 +21,13 @@ import unsupervised
 def test_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert quickstart.main() > 0.9
     assert "test accuracy of the last head" in capsys.readouterr().out
+
+
+def test_network_with_exits_saves_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy, work = exits.main(tmp_path / "network.pt", steps=60)
+    assert accuracy > 0.8
+    assert work < 1.0
+    assert "eight digits leave: [" in capsys.readouterr().out
 
 
 def test_unsupervised_heads_learn() -> None:
