@@ -117,7 +117,8 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
         assert seconds < 60, (kind, rank, after)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+# Eight processes on two cores take longer than all other tests of this file, and show nothing that four do not.
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, tmp_path: Path) -> None:
     """One process, or several stages on each of two, four or eight; with gradients of any age."""
     found = results(num_ranks, "placements.py", tmp_path, str(num_ranks))

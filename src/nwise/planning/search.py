@@ -32,8 +32,13 @@ from nwise.strategies import Strategy
 
 _MOST_ORDERS = 120  # of devices that are tried
 _STARTS = 6  # first cuts of a kind that are improved
+_FEW = 2  # micro-batches
+_FEW_STAGES = 4  # more have so many pairs that the search would take minutes
 _FINALISTS = 3  # cuts whose best schedules are compared
 _MORE_FINALISTS = 8  # under a limit of memory, where the one order that climbing knows may mislead
+# How far the begins of a stage and of the next one move together.
+_LAST_STEPS = ((-2, 0), (-1, 0), (1, 0), (2, 0))
+_STEPS = (*_LAST_STEPS, (-2, -2), (-1, -1), (1, 1), (2, 2), (-1, 1), (1, -1), (-1, -2), (1, 2))
 _TIMES = ("forward", "head", "input_grad", "weight_grad", "update")
 
 
@@ -179,21 +184,22 @@ class Search:
         return np.asarray(sums[None, :] - sums[:, None])
 
     def _first(self) -> list[Assignment]:
-        """Return cuts to start from: balanced ones, and those that give a fast device all that others need not have."""
+        """Return cuts to start from: balanced ones, and those in which one stage has all that the others need not have."""
         known = self.assignments()
         balanced = known[:_STARTS]
         if self._memory is not None:
             balanced += sorted(known, key=self._score)[:_STARTS]
+        # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait.
+        size, stages, lopsided = len(self._pieces), self._num_stages, list[Assignment]()
         speeds = [device.speed for device in self._devices]
-        if min(speeds) == max(speeds):
-            return balanced
-        # With few micro-batches a step is a chain of messages, and one fast device is better than three that wait.
-        size, stages = len(self._pieces), self._num_stages
-        lopsided = []
-        for _, placement in balanced:
-            k = max(range(stages), key=lambda k: speeds[placement[k]])
-            lopsided.append(((*range(k + 1), *range(size - stages + k + 1, size)), placement))
-        return balanced + lopsided
+        few = self._num_microbatches <= _FEW
+        for _, placement in balanced if few or min(speeds) < max(speeds) else ():
+            by_speed = sorted(range(stages), key=lambda k: -speeds[placement[k]])
+            same = [k for k in by_speed if speeds[placement[k]] == speeds[placement[by_speed[0]]]]
+            lopsided += [
+                ((*range(k + 1), *range(size - stages + k + 1, size)), placement) for k in (same if few else same[:1])
+            ]
+        return balanced + lopsided[: 2 * _STARTS]
 
     # Climbing ---------------------------------------------------------------------------------------
 
@@ -266,8 +272,13 @@ class Search:
     def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
         starts, placement = assignment
         for k in range(1, len(starts)):
-            for step in (-2, -1, 1, 2):
-                moved = (*starts[:k], starts[k] + step, *starts[k + 1 :])
+            for first, second in _STEPS if k + 1 < len(starts) <= _FEW_STAGES else _LAST_STEPS:
+                moved = (
+                    *starts[:k],
+                    starts[k] + first,
+                    *(start + second for start in starts[k + 1 : k + 2]),
+                    *starts[k + 2 :],
+                )
                 if all(a < b for a, b in pairwise((*moved, len(self._pieces)))):
                     yield moved, placement
         for k, (below, above) in enumerate(pairwise(placement), 1):
