@@ -26,7 +26,7 @@ def main(mixed_precision: str = "bf16", epochs: int = 6) -> float:
     for _ in range(epochs):
         for inputs, target in loader:
             with accelerator.autocast():
-                losses = pipe.step(inputs, target=target)  # in the place of `accelerator.backward`
+                losses = pipe.step(inputs, target=target)  # instead of `accelerator.backward`
             accelerator.clip_grad_norm_(pipe.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

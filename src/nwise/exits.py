@@ -24,7 +24,7 @@ from nwise._arguments import HeadDict
 from nwise.microbatch import batch_size
 from nwise.runtime.processes import Alone, Processes
 from nwise.stage import unchanged
-from nwise.tensors import Tensors, as_inputs, call, names, run_module, with_names
+from nwise.tensors import Tensors, as_inputs, call, each, names, run_module, with_names
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
@@ -208,7 +208,7 @@ def _select(hidden: Tensors, stays: Tensor, stage: int) -> Tensors:
     if any(not x.dim() or len(x) != len(stays) for x in hidden):
         shapes = [list(x.shape) for x in hidden]
         raise ValueError(f"Stage {stage} should return {len(stays)} samples along dimension 0. Found {shapes}.")
-    return with_names((x[stays] for x in hidden), names(hidden))
+    return each(hidden, lambda x: x[stays])
 
 
 def _to_bytes(names: Sequence[str]) -> Tensor:

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from nwise._autograd import add_gradients
 from nwise.flow import Cotangent, StageFlow
 from nwise.kept import Kept, gradient_to_inputs
-from nwise.tensors import Tensors, as_argument, as_tuple, call, names, with_names
+from nwise.tensors import Tensors, as_argument, as_tuple, call, each, names
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -115,8 +115,7 @@ class Stage:
                 pass.
             continued: whether a pass follows before any other work of this rank (`Schedule.continued`). Default: True.
         """
-        known = names(inputs)
-        leaves = with_names((x.detach().requires_grad_(bool(flow.messages) and _carries(x)) for x in inputs), known)
+        leaves = each(inputs, lambda x: x.detach().requires_grad_(bool(flow.messages) and _carries(x)))
         has_graph = passes > 0 and (continued or not self.recompute)
         rerun = None
         if passes and self.recompute:
@@ -131,7 +130,7 @@ class Stage:
             outputs = self._call(leaves, seed, versions)
         kept = outputs if has_graph or flow.head else ()
         tape = Tape(leaves, kept, passes, versions, rerun, has_graph, flow.head)
-        return tape, with_names((y.detach() for y in outputs), names(outputs))
+        return tape, each(outputs, torch.Tensor.detach)
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
         if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
@@ -158,8 +157,7 @@ class Stage:
             weight: share of this micro-batch in the mini-batch.
             seed: seed of every random number drawn here.
         """
-        apart = (y.detach().requires_grad_(flow.own and _carries(y)) for y in tape.outputs)
-        leaves = with_names(apart, names(tape.outputs))
+        leaves = each(tape.outputs, lambda y: y.detach().requires_grad_(flow.own and _carries(y)))
         _draw_from(seed, leaves[0].device)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:
@@ -248,7 +246,7 @@ class Stage:
         if weights and tape.versions is not None:
             self._move_gradients(tape.versions)
         if again and tape.rerun is not None and not continued and tape.kept is None:
-            kept = with_names((y.detach() for y in tape.outputs), names(tape.outputs)) if tape.head_left else ()
+            kept = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
             tape.outputs = kept
             tape.has_graph = False
         return gradients

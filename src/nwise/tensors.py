@@ -55,6 +55,16 @@ def with_names(tensors: Iterable[Tensor], names: Sequence[str]) -> Tensors:
     return Named(dict(zip(names, tensors, strict=True))) if names else tuple(tensors)
 
 
+def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
+    """Return what a function makes of every tensor, under the same names.
+
+    >>> import torch
+    >>> each(Named({"x": torch.zeros(2)}), torch.exp).names
+    ('x',)
+    """
+    return with_names(map(function, tensors), names(tensors))
+
+
 def as_tuple(value: Any, what: str) -> Tensors:
     """Return a tensor, a sequence of tensors or a mapping from names to tensors as a tuple.
 

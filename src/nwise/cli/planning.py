@@ -222,9 +222,8 @@ class PlanCommand:
             "verdict": verdict(plan, _milliseconds if measured else "{:.4g}".format),
         }
         if measured is not None:
-            pieces = {m: list(map(dataclasses.asdict, pieces)) for m, pieces in measured.pieces.items()}
             record["placement"] = self._placement(plan, measured)
-            record["profile"] = {**dataclasses.asdict(measured), "pieces": pieces}
+            record["profile"] = measured.as_json()
         return record
 
 

@@ -14,21 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
-from nwise.models.family import CallContext, Family
+from nwise.models.family import CallContext, Family, run, skip
 
 _ENCODED = "encoder_hidden_states"
 _BIAS = "position_bias"
-
-
-def _call(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
-    return piece(x)
-
-
-def _skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    """Return the hidden state as it is: an untied network does not use the embedding that its halves used to share."""
-    del piece, context
-    return x
 
 
 def _begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -65,15 +54,15 @@ T5 = Family(
     ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"),
     ("attention_mask", "decoder_input_ids", "decoder_attention_mask", _ENCODED, _BIAS),
     {
-        "shared": _skip,
-        "encoder.embed_tokens": _call,
-        "encoder.dropout": _call,
+        "shared": skip,  # an untied network does not use the embedding that its halves used to share
+        "encoder.embed_tokens": run,
+        "encoder.dropout": run,
         "encoder.block.*": _t5_encoder_block,
-        "encoder.final_layer_norm": _call,
+        "encoder.final_layer_norm": run,
         "decoder.embed_tokens": _t5_begin_decoder,
-        "decoder.dropout": _call,
+        "decoder.dropout": run,
         "decoder.block.*": _t5_decoder_block,
-        "decoder.final_layer_norm": _call,
+        "decoder.final_layer_norm": run,
         "lm_head": _t5_logits,
     },
 )
@@ -114,11 +103,11 @@ WHISPER = Family(
         "model.encoder.conv2": _convolve,
         "model.encoder.embed_positions": _add_frame_positions,
         "model.encoder.layers.*": _whisper_encoder_block,
-        "model.encoder.layer_norm": _call,
+        "model.encoder.layer_norm": run,
         "model.decoder.embed_tokens": _begin_decoder,
         "model.decoder.embed_positions": _add_text_positions,
         "model.decoder.layers.*": _whisper_decoder_block,
-        "model.decoder.layer_norm": _call,
-        "proj_out": _call,
+        "model.decoder.layer_norm": run,
+        "proj_out": run,
     },
 )

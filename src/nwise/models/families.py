@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.models.encoder_decoder import T5, WHISPER
-from nwise.models.family import Call, CallContext, Family
-
-
-def _call(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
-    return piece(x)
+from nwise.models.family import Call, CallContext, Family, run, skip
 
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -44,12 +39,6 @@ def _call_on_first_and_mean(piece: nn.Module, x: Tensor, context: CallContext) -
 def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     del context
     return piece(x.mean([-2, -1]))
-
-
-def _skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    """Return the hidden state as it is: the forward of this class does not use the module, whose weights belong to its file."""
-    del piece, context
-    return x
 
 
 def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -116,30 +105,30 @@ _GPT2 = Family(
     _TEXT,
     _CARRIED,
     {
-        "transformer.wte": _call,
+        "transformer.wte": run,
         "transformer.wpe": _add_positions,
-        "transformer.drop": _call,
+        "transformer.drop": run,
         "transformer.h.*": _gpt2_block,
-        "transformer.ln_f": _call,
-        "lm_head": _call,
+        "transformer.ln_f": run,
+        "lm_head": run,
     },
 )
 _ROTARY = ("model.rotary_emb",)
 _LLAMA = Family(
     _TEXT,
     _CARRIED,
-    {"model.embed_tokens": _embed, "model.layers.*": _rotary_block, "model.norm": _call, "lm_head": _logits},
+    {"model.embed_tokens": _embed, "model.layers.*": _rotary_block, "model.norm": run, "lm_head": _logits},
     _ROTARY,
 )
 _PHI = Family(
     _TEXT,
     _CARRIED,
     {
-        "model.embed_tokens": _call,
-        "model.embed_dropout": _call,
+        "model.embed_tokens": run,
+        "model.embed_dropout": run,
         "model.layers.*": _rotary_block,
-        "model.final_layernorm": _call,
-        "lm_head": _call,
+        "model.final_layernorm": run,
+        "lm_head": run,
     },
     _ROTARY,
 )
@@ -147,11 +136,11 @@ _GPT_NEOX = Family(
     _TEXT,
     _CARRIED,
     {
-        "gpt_neox.embed_in": _call,
-        "gpt_neox.emb_dropout": _call,
+        "gpt_neox.embed_in": run,
+        "gpt_neox.emb_dropout": run,
         "gpt_neox.layers.*": _rotary_block,
-        "gpt_neox.final_layer_norm": _call,
-        "lm_head": _call,
+        "gpt_neox.final_layer_norm": run,
+        "lm_head": run,
     },
     ("gpt_neox.rotary_emb",),
 )
@@ -193,7 +182,7 @@ def _bert(prefix: str, ends: Mapping[str, Call]) -> Family:
     """Return a family of encoders with BERT's names; the mask of attention is needed in every block."""
     body = {
         f"{prefix}.embeddings": _bert_embeddings,
-        f"{prefix}.embeddings_project": _call,  # of ELECTRA
+        f"{prefix}.embeddings_project": run,  # of ELECTRA
         f"{prefix}.encoder.layer.*": _encoder_block,
     }
     return Family(("input_ids", "attention_mask", "token_type_ids"), ("attention_mask",), {**body, **ends})
@@ -205,7 +194,7 @@ def _vision(pieces: Mapping[str, Call]) -> Family:
 
 def _vit(prefix: str) -> Family:
     pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": _vision_block}
-    return _vision({**pieces, f"{prefix}.layernorm": _call, "classifier": _call_on_first_token})
+    return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": _call_on_first_token})
 
 
 FAMILIES: dict[str, Family] = {
@@ -215,29 +204,29 @@ FAMILIES: dict[str, Family] = {
     "T5ForConditionalGeneration": T5,
     "WhisperForConditionalGeneration": WHISPER,
     "GPTNeoXForCausalLM": _GPT_NEOX,
-    "BertForSequenceClassification": _bert("bert", {"bert.pooler": _call, "dropout": _call, "classifier": _call}),
-    "BertForMaskedLM": _bert("bert", {"cls": _call}),
-    "RobertaForSequenceClassification": _bert("roberta", {"classifier": _call}),
-    "RobertaForMaskedLM": _bert("roberta", {"lm_head": _call}),
-    "XLMRobertaForSequenceClassification": _bert("roberta", {"classifier": _call}),
-    "XLMRobertaForMaskedLM": _bert("roberta", {"lm_head": _call}),
-    "ElectraForSequenceClassification": _bert("electra", {"classifier": _call}),
+    "BertForSequenceClassification": _bert("bert", {"bert.pooler": run, "dropout": run, "classifier": run}),
+    "BertForMaskedLM": _bert("bert", {"cls": run}),
+    "RobertaForSequenceClassification": _bert("roberta", {"classifier": run}),
+    "RobertaForMaskedLM": _bert("roberta", {"lm_head": run}),
+    "XLMRobertaForSequenceClassification": _bert("roberta", {"classifier": run}),
+    "XLMRobertaForMaskedLM": _bert("roberta", {"lm_head": run}),
+    "ElectraForSequenceClassification": _bert("electra", {"classifier": run}),
     "ViTForImageClassification": _vit("vit"),
     "DeiTForImageClassification": _vit("deit"),
     "Dinov2ForImageClassification": _vision(
         {
             "dinov2.embeddings": _image_embeddings,
             "dinov2.encoder.layer.*": _vision_block,
-            "dinov2.layernorm": _call,
+            "dinov2.layernorm": run,
             "classifier": _call_on_first_and_mean,
         }
     ),
     "CLIPForImageClassification": _vision(
         {
             "vision_model.embeddings": _image_embeddings,
-            "vision_model.pre_layrnorm": _call,
+            "vision_model.pre_layrnorm": run,
             "vision_model.encoder.layers.*": _vision_block,
-            "vision_model.post_layernorm": _skip,
+            "vision_model.post_layernorm": skip,
             "classifier": _call_on_mean_patch,
         }
     ),
@@ -245,25 +234,25 @@ FAMILIES: dict[str, Family] = {
         {
             "vision_model.embeddings": _image_embeddings,
             "vision_model.encoder.layers.*": _vision_block,
-            "vision_model.post_layernorm": _call,
-            "vision_model.head": _skip,
+            "vision_model.post_layernorm": run,
+            "vision_model.head": skip,
             "classifier": _call_on_mean,
         }
     ),
     "ResNetForImageClassification": _vision(
         {
-            "resnet.embedder": _call,
-            "resnet.encoder.stages.*.layers.*": _call,
-            "resnet.pooler": _call,
-            "classifier": _call,
+            "resnet.embedder": run,
+            "resnet.encoder.stages.*.layers.*": run,
+            "resnet.pooler": run,
+            "classifier": run,
         }
     ),
     "ConvNextForImageClassification": _vision(
         {
-            "convnext.embeddings": _call,
-            "convnext.encoder.stages.*": _call,
+            "convnext.embeddings": run,
+            "convnext.encoder.stages.*": run,
             "convnext.layernorm": _call_on_pooled,
-            "classifier": _call,
+            "classifier": run,
         }
     ),
 }

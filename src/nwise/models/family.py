@@ -72,6 +72,18 @@ class CallContext:
 Call = Callable[[nn.Module, Tensor, CallContext], Tensor]
 
 
+def run(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a module with the hidden state alone."""
+    del context
+    return piece(x)
+
+
+def skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Return the hidden state as it is: the forward does not use the module, whose weights belong to the network's file."""
+    del piece, context
+    return x
+
+
 @dataclass(frozen=True)
 class Family:
     """The modules of a class of models in the order that its forward calls them, and how.

@@ -17,7 +17,7 @@ from nwise._errors import hint
 from nwise._modes import evaluating
 from nwise.models import huggingface
 from nwise.models.chain import Chain
-from nwise.tensors import Input, Tensors, as_tuple, call, names, run_module, with_names
+from nwise.tensors import Input, Tensors, as_tuple, call, each, names, run_module
 
 
 def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
@@ -314,15 +314,15 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
     rule = _HF_RULE if is_hugging_face(model) else _RULE
     try:
         with evaluating(model, *stages):
-            inputs = with_names((x.clone() for x in example), names(example))
+            inputs = each(example, torch.clone)
             output = huggingface.run_model(model, inputs) if is_hugging_face(model) else call(model, inputs)
             expected = as_tuple(output, "The output of `model`")
-            hidden = with_names((x.clone() for x in example), names(example))
+            hidden = each(example, torch.clone)
             for stage in stages:
                 hidden = run_module(stage, hidden, "The output of a stage")
     except Exception as error:
-        hint = " Give the example by position, unless the first piece has these names." if names(example) else ""
-        raise ValueError(f"{rule} Found that they cannot: {error}{hint}") from error
+        advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
+        raise ValueError(f"{rule} Found that they cannot: {error}{advice}") from error
     try:
         torch.testing.assert_close(hidden, expected)  # up to the rounding of their dtype
     except AssertionError as error:

@@ -41,7 +41,7 @@ class Device:
                 f"`speed` of a device should be from {1 / _EXTREME:g} to {_EXTREME:g}. Found {self.speed:.3g}."
             )
         for name in ("speed", "memory"):  # of numpy, too
-            object.__setattr__(self, name, float(min(getattr(self, name), inf)))
+            object.__setattr__(self, name, float(getattr(self, name)))
 
 
 def as_devices(devices: int | Sequence[Any]) -> tuple[Device, ...]:

@@ -298,7 +298,7 @@ def _equal(
 
 
 def _short(model: nn.Module, pieces: Sequence[str], at: Sequence[str]) -> tuple[str, ...]:
-    """Name sequences in the place of their first modules, where no other cut goes through them."""
+    """Name a sequence instead of its first module, where no other cut goes through it."""
     chosen = list(at)
     for i in () if is_hugging_face(model) else range(len(chosen)):
         while parent := chosen[i].rpartition(".")[0]:

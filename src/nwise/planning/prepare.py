@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nwise._errors import check_at_least, check_optimizer
@@ -22,10 +21,10 @@ from nwise.flow import find_flow
 from nwise.models.chain import Chain
 from nwise.models.split import cut_points, split
 from nwise.planning.profile import Network
-from nwise.runtime.launch import start
+from nwise.runtime.launch import exchange, start
 from nwise.stage import LossFn, Stage
 from nwise.strategies import EndToEnd
-from nwise.tensors import Tensors, as_argument, as_tuple, names, run_module, with_names
+from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -94,7 +93,7 @@ def network_in_pieces(
         ValueError, TypeError: the network cannot be cut, or the heads or the optimizer do not fit.
     """
     device = next((p.device for p in model.parameters()), example[0].device)
-    some = with_names((x[:2].to(device) for x in example), names(example))
+    some = each(example, lambda x: x[:2].to(device))
     own = copy.deepcopy(model).train()
     at = _apart(split(own, cut_points(own, before), example=some, before=before), some)
     stages = split(own, at, example=some, before=before)
@@ -102,10 +101,10 @@ def network_in_pieces(
     sides = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
 
     def batch(count: int) -> tuple[Tensors, Any]:
-        inputs = with_names((x[:count].to(device) for x in example), names(example))
+        inputs = each(example, lambda x: x[:count].to(device))
         if target is None:
             return inputs, None
-        return inputs, as_argument(with_names((y[:count].to(device) for y in target), names(target)))
+        return inputs, as_argument(each(target, lambda y: y[:count].to(device)))
 
     return Network(
         {next(iter(stage.pieces())): stage for stage in stages},
@@ -126,11 +125,11 @@ def _apart(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
     given, pieces = [inputs], [stage.pieces() for stage in stages]
     with torch.no_grad():
         for stage in stages[:-1]:
-            given.append(run_module(copy.deepcopy(stage), _copies(given[-1]), "The output of a piece"))
+            given.append(run_module(copy.deepcopy(stage), each(given[-1], torch.clone), "The output of a piece"))
         at: list[str] = []
         end = len(stages)
         for i in reversed(range(1, len(stages))):
-            hidden = before = _copies(given[i])
+            hidden = before = each(given[i], torch.clone)
             versions = [x._version for x in before]
             for stage in stages[i:end]:
                 hidden = run_module(copy.deepcopy(stage), hidden, "The output of a piece")
@@ -138,10 +137,6 @@ def _apart(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
                 at.append(next(iter(pieces[i])))
                 end = i
     return at[::-1]
-
-
-def _copies(tensors: Tensors) -> Tensors:
-    return with_names((x.clone() for x in tensors), names(tensors))
 
 
 def _checked_heads(heads: Any, num_stages: int) -> list[nn.Module | None]:
@@ -220,9 +215,8 @@ def speeds(measured: Sequence[tuple[float, float]]) -> list[float]:
 def everyone(value: Any) -> list[Any]:
     """Exchange a value between all processes, before there is a pipeline; a call for all of them."""
     start()
-    store = PrefixStore(f"nwise/plan/{next(_numbers)}", _get_default_store())
-    store.set(str(dist.get_rank()), json.dumps(value))
-    return [json.loads(store.get(str(rank))) for rank in range(dist.get_world_size())]
+    key = f"nwise/plan/{next(_numbers)}"
+    return exchange(_get_default_store(), key, dist.get_rank(), dist.get_world_size(), value)
 
 
 def agree(**values: Any) -> None:

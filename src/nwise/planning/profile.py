@@ -21,7 +21,7 @@ from nwise._memory import allocated
 from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.partition import Piece
 from nwise.stage import explain
-from nwise.tensors import Tensors, as_argument, as_tuple, names, run_module, with_names
+from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
 _WHAT = "The output of a piece"
 
@@ -79,7 +79,7 @@ class Profile:
 
     def as_json(self) -> dict[str, Any]:
         """Return the profile as plain values."""
-        return {**asdict(self), "pieces": {m: list(map(asdict, pieces)) for m, pieces in self.pieces.items()}}
+        return asdict(self)
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Profile:
@@ -186,7 +186,7 @@ class _Bench:
         return {"forward": forward, **passes, "head": head, "update": update}
 
     def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
-        leaves = with_names((y.detach().requires_grad_(y.is_floating_point()) for y in outputs), names(outputs))
+        leaves = each(outputs, lambda y: y.detach().requires_grad_(y.is_floating_point()))
         head, loss_of = self._head(i, size)
         parameters = [] if head is None else [p for p in head.parameters() if p.requires_grad]
         wrt: list[Tensor] = [] if head is None else [*parameters, *(y for y in leaves if y.requires_grad)]
@@ -224,7 +224,6 @@ class _Bench:
             sizes = {} if head is None else head_sizes(head, part.outputs, loss_of, self._device)
         for p, gradient in zip(learns, given, strict=True):
             p.grad = gradient
-        passes.pop("message_bytes")
         return {**passes, **sizes, "update_peak_bytes": float(update_peak)}
 
     def fixed_sizes(self, i: int, size: int) -> dict[str, Any]:
@@ -243,8 +242,7 @@ class _Bench:
         }
 
     def _leaves(self, i: int, size: int, *, tracked: bool) -> Tensors:
-        inputs = self._input(i, size)
-        return with_names((x.detach().requires_grad_(tracked and x.is_floating_point()) for x in inputs), names(inputs))
+        return each(self._input(i, size), lambda x: x.detach().requires_grad_(tracked and x.is_floating_point()))
 
     def _input(self, i: int, size: int) -> Tensors:
         """Return the input of piece i for a micro-batch of this size."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice, pairwise
 from math import isfinite
 
@@ -24,7 +25,7 @@ from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import named_schedule
-from nwise.schedule.partition import Piece, check_enough, stage_costs, work
+from nwise.schedule.partition import Piece, check_enough, stage_costs, sums, work
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.timed import CLOSE, Timed, excess, timed
@@ -137,8 +138,9 @@ class Search:
 
     # First cuts -------------------------------------------------------------------------------------
 
+    @cached_property
     def assignments(self) -> list[Assignment]:
-        """Return balanced assignments for the orders of the devices along the network, the least busy one first."""
+        """Balanced assignments for the orders of the devices along the network, the least busy one first."""
         # Stages of frozen pieces alone pass no gradient on, which changes the work of all: every number of them is a case.
         cases = range(self._num_stages if self._frozen else 1)
         found = [one for frozen in cases for one in self._balanced(lambda d, f=frozen: self._times(d, f))]  # type: ignore[misc]
@@ -164,7 +166,7 @@ class Search:
             frozen: number of stages at the begin that have frozen pieces alone.
         """
         flows = self._flows_for(tuple(k >= frozen for k in range(self._num_stages)))
-        updates = self._sums("update") / self._num_microbatches
+        updates = sums(self._pieces, "update") / self._num_microbatches
         ends = np.arange(len(self._pieces) + 1)[None, :]
         tables = []
         for k in range(self._num_stages):
@@ -175,17 +177,16 @@ class Search:
 
     def _sizes(self, device: Device) -> list[Matrix]:
         """Return the share of a device's memory that every range of pieces needs at least."""
-        needed = np.maximum(self._sums("gradient_bytes"), self._sums("activation_bytes")) + self._sums("fixed_bytes")
+        gradients, activations, fixed = (
+            sums(self._pieces, name) for name in ("gradient_bytes", "activation_bytes", "fixed_bytes")
+        )
+        needed = np.maximum(gradients, activations) + fixed
         some = np.triu(np.ones_like(needed), 1) > 0
         return [np.where(some, needed / device.memory, np.inf)] * self._num_stages
 
-    def _sums(self, name: str) -> Matrix:
-        sums = np.concatenate([[0.0], np.cumsum([getattr(piece, name) for piece in self._pieces])])
-        return np.asarray(sums[None, :] - sums[:, None])
-
     def _first(self) -> list[Assignment]:
         """Return cuts to start from: balanced ones, and those in which one stage has all that the others need not have."""
-        known = self.assignments()
+        known = self.assignments
         balanced = known[:_STARTS]
         if self._memory is not None:
             balanced += sorted(known, key=self._score)[:_STARTS]
@@ -329,7 +330,7 @@ def search(
     failures: list[DoesNotFit] = []
     for m in sorted(pieces):
         one = Search(pieces[m], strategy, m, devices, size, links)
-        if best is not None and one.bound(*one.assignments()[0]) > best.timed.period * (1 + CLOSE):
+        if best is not None and one.bound(*one.assignments[0]) > best.timed.period * (1 + CLOSE):
             continue
         try:
             cut = one.improved()

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nwise._autograd import add_gradients
 from nwise._memory import allocated
 from nwise.kept import gradient_to_inputs
-from nwise.tensors import Tensors, names, run_module, with_names
+from nwise.tensors import Tensors, each, run_module
 
 
 class PieceSizes:
@@ -38,7 +38,6 @@ class PieceSizes:
         given = {x.data_ptr() for x in self._inputs}  # a piece may pass an input on, such as a mask
         made = sum(y.nbytes for y in first.result if y.data_ptr() not in given)
         sizes = {
-            "message_bytes": made,
             "activation_bytes": max(0, first.kept - made),
             "held_bytes": max(0, graph.kept - first.kept + made),
             "released_bytes": max(0, sum(x.nbytes for x in self._tracked) - passing.kept + graph.kept),
@@ -57,8 +56,8 @@ class PieceSizes:
 
     def _forward(self, *, passing: bool = False) -> Tensors:
         """Run the piece; `passing`: on inputs that nothing else holds, as inside a stage."""
-        inputs = (x.clone() if passing and x.requires_grad else x for x in self._inputs)
-        return run_module(self._piece, with_names(inputs, names(self._inputs)), "The output of a piece")
+        inputs = each(self._inputs, lambda x: x.clone() if passing and x.requires_grad else x)
+        return run_module(self._piece, inputs, "The output of a piece")
 
     def _cotangents(self) -> int:
         """Return the bytes of the cotangents that an I keeps for a later W."""
@@ -102,7 +101,7 @@ def head_sizes(
         device: device of all.
     """
     learns: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
-    leaves = with_names((y.detach().requires_grad_(y.is_floating_point()) for y in inputs), names(inputs))
+    leaves = each(inputs, lambda y: y.detach().requires_grad_(y.is_floating_point()))
     wrt = [*learns, *(y for y in leaves if y.requires_grad)]
 
     def whole(_: None) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nwise._process import prepare_rank
@@ -67,6 +69,12 @@ def start(timeout: float = 300.0) -> bool:
         )
     atexit.register(dist.destroy_process_group)
     return True
+
+
+def exchange(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks."""
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
 
 
 def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

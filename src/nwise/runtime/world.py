@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
 from nwise.runtime.channel import Link, Receiver, Sender, Spec, introduce, make_spec
-from nwise.runtime.launch import launched, make_mesh, start, time_limit
+from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
 from nwise.runtime.shapes import from_json, to_json
 from nwise.runtime.watch import Doing, RankError, Watch
@@ -198,9 +198,7 @@ class World(Processes):
         return tuple(sorted({self.placement[k] for k in stages}))
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        key = self._key(name)
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)]
+        return exchange(self.store, self._key(name), self.rank, self.size, value)
 
     def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
         key = f"{self._key(name)}/{self._columns_index()}"

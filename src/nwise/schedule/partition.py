@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nwise.flow import Flow, StageFlow
 from nwise.schedule.assign import Matrix, assign
@@ -117,8 +116,7 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> Matrix:
     """
     # r is the number of messages, rho that of all passes (`StageFlow.passes`): one more than r if W is not fused, and then
     # W walks the chain itself: through all pieces but the first, and through part of that.
-    ends = {name: _sums(pieces, name) for name in ("forward", "input_grad", "weight_grad")}
-    forward, through, weights = (sums[None, :] - sums[:, None] for sums in ends.values())
+    forward, through, weights = (sums(pieces, name) for name in ("forward", "input_grad", "weight_grad"))
     head = np.array([0.0, *(piece.head for piece in pieces)])[None, :]
     rest = np.array([*(piece.chain - piece.input_grad for piece in pieces), 0.0])[:, None]
     turns = [
@@ -132,8 +130,10 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> Matrix:
     return np.where(np.triu(np.ones((size, size), bool), 1), np.max(turns, axis=0), np.inf)
 
 
-def _sums(pieces: Sequence[Piece], name: str) -> NDArray[np.float64]:
-    return np.concatenate([[0.0], np.cumsum([getattr(piece, name) for piece in pieces])])
+def sums(pieces: Sequence[Piece], name: str) -> Matrix:
+    """Return the sum of a cost over every range of pieces, ``[P + 1, P + 1]``: row a and column b for a, ..., b - 1."""
+    before = np.concatenate([[0.0], np.cumsum([getattr(piece, name) for piece in pieces])])
+    return np.asarray(before[None, :] - before[:, None])
 
 
 def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[Flow], **links: float) -> Costs:
