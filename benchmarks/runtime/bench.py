@@ -141,8 +141,8 @@ def measure(world: World, case: Case) -> Measured:
     device = Device(slot)
     world.placement = case.placement
     links = _links(timed.costs, case.placement, slot)
-    stages = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in world.here]
-    engine = Engine(world, stages, lambda k, specs: specs, _CPU)
+    stages: Any = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in world.here]
+    engine = Engine(world, stages, _CPU)
     size = range(case.microbatches)
     inputs = [(case.message,) for _ in size]
     share = 1 / case.microbatches

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nwise.flow import Cotangent, StageFlow
 from nwise.schedule.actions import Action, Kind
@@ -107,8 +107,13 @@ class VirtualStage:
 
     def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link, Link]) -> None:
         self.index = index
+        self.module = nn.Identity()  # an output has the shape of the input
         self._price, self._device, self._links = price, device, links
         self._own: Tensor | None = None
+
+    def copy_parameters(self) -> dict[str, Tensor]:
+        """It has none."""
+        return {}
 
     def _work(self, kind: Kind, flow: StageFlow, due: float = 0.0) -> None:
         self._device.work(self._price.time(Action(kind, self.index, 0), flow), received=due)

@@ -29,7 +29,6 @@ class Batch:
         targets: the targets, per micro-batch; None without a target.
         weights: share of each micro-batch in each stage's loss, ``[M][A]``.
         seed: seed of the step, from which every action derives its own.
-        versions: parameters to use instead of the current ones, by (stage, micro-batch).
         first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
         losses: the results, by (stage, micro-batch); filled by the workers.
     """
@@ -38,7 +37,6 @@ class Batch:
     targets: Sequence[Tensors | None]
     weights: Sequence[Sequence[float]]
     seed: int
-    versions: Mapping[tuple[int, int], Mapping[str, Tensor]] = field(default_factory=dict)
     first: int = 0
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 

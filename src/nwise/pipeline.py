@@ -25,7 +25,7 @@ from nwise.planning.observe import Observer
 from nwise.planning.plan import Plan
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
-from nwise.runtime.engine import Engine, make_engine
+from nwise.runtime.engine import Engine
 from nwise.runtime.processes import build_modules
 from nwise.runtime.worker import stack_losses
 from nwise.runtime.world import join
@@ -380,7 +380,7 @@ class Pipeline(nn.Module):
         if self._engine is None:
             device = self._device(inputs[0]) or torch.device("cpu")
             stages = [self._stages[k] for k in self.processes.here]
-            self._engine = make_engine(self.processes, stages, device, self._compression)
+            self._engine = Engine(self.processes, stages, device, self._compression)
         return self._engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

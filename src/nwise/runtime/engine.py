@@ -6,7 +6,7 @@ One process is one rank with all stages. A rank waits only for messages: it begi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
 
@@ -19,9 +19,9 @@ from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, sp
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.script import Script, ScriptWriter, Shapes, Specs, Step
-from nwise.runtime.shapes import carrying, output_specs
-from nwise.runtime.worker import Workable, Worker
+from nwise.runtime.script import Script, ScriptWriter, Specs, Step
+from nwise.runtime.shapes import carrying
+from nwise.runtime.worker import Worker
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage import Cotangents, Stage
@@ -34,16 +34,12 @@ _NOTHING_ELSE = nullcontext()
 
 
 class Engine:
-    """Runs the stages of one rank.
+    """Runs the stages of one rank. With several processes all of them make their engines together.
 
     Args:
         processes: the processes.
         stages: this rank's stages.
-        shapes: function that returns the shapes of a stage's outputs.
         device: device of the stages' tensors.
-        kept: function that returns the tensors that may change before a message has left: parameters and buffers.
-        versions: function that returns copies of a stage's parameters.
-        replicas: sums of gradients over the replicas of each stage; default: no replicas.
         compression: compression of all messages between two stages; default: none.
 
     Attributes:
@@ -54,25 +50,21 @@ class Engine:
     def __init__(
         self,
         processes: Processes,
-        stages: Sequence[Workable],
-        shapes: Shapes,
+        stages: Sequence[Stage],
         device: torch.device,
-        *,
-        kept: Callable[[], Iterable[Tensor]] = tuple,
-        versions: Callable[[int], Mapping[str, Tensor]] = lambda stage: {},
-        replicas: Mapping[int, Replicas] | None = None,
         compression: Compression | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
         self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
-        self._kept, self._versions, self._replicas = kept, versions, replicas or {}
+        group = processes.replicas_group()
+        self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
+        for replicas in self._replicas.values():
+            replicas.make_equal()
         self._owned: set[int] = set()
         self._wire = Wire(compression)
-        self._scripts = ScriptWriter(
-            processes, sorted(self._stages), shapes, self._wire.specs, device, frozenset(self._replicas)
-        )
+        self._scripts = ScriptWriter(processes, self._stages, self._wire.specs, device, replicated=group is not None)
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
@@ -81,6 +73,7 @@ class Engine:
         self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
         self._first = self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step
+        processes.before_close(self.close)
 
     def run(
         self,
@@ -109,8 +102,10 @@ class Engine:
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         turn = step % len(schedule.flows)
+        # Passes that come after an update need the parameters of the forward.
         workers = {
-            k: Worker(stage, schedule, turn, batch, self._copy(schedule, k)) for k, stage in self._stages.items()
+            k: Worker(stage, schedule, turn, batch, stage.copy_parameters() if k in schedule.late_stages else None)
+            for k, stage in self._stages.items()
         }
         if 0 in workers:
             workers[0].inputs.update(enumerate(batch.inputs))
@@ -170,10 +165,6 @@ class Engine:
             self.forget()
             self._start(Script((), {}, {}, {}, {}), 0, ())
 
-    def _copy(self, schedule: Schedule, stage: int) -> Mapping[str, Tensor] | None:
-        """Return copies of the parameters for passes that come after an update; None if there are none."""
-        return self._versions(stage) if stage in schedule.late_stages else None
-
     def _call(
         self,
         schedule: Schedule,
@@ -223,7 +214,9 @@ class Engine:
         outgoing = [(sender, script.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
         start_all(outgoing, incoming, turn)
         # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch.
-        tensors = [*self._kept(), *(x for microbatch in inputs for x in microbatch)]
+        tensors = [x for microbatch in inputs for x in microbatch]
+        for stage in self._stages.values():
+            tensors += [*stage.module.parameters(), *stage.module.buffers()]
         self._owned = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
 
     def _post(self) -> None:
@@ -324,46 +317,6 @@ class Engine:
                 outputs = script.outputs[k, age][m]
                 gradients = self._wire.restore(tensors, carrying(outputs))
                 workers[k].messages.setdefault(m, {})[q] = unpacked(gradients, outputs)
-
-
-def make_engine(
-    processes: Processes, stages: Sequence[Stage], device: torch.device, compression: Compression | None = None
-) -> Engine:
-    """Return the engine of a process's stages; with several processes a call for all of them.
-
-    Args:
-        processes: the processes.
-        stages: the stages of this process.
-        device: device of the stages.
-        compression: compression of all messages between two stages; default: none.
-    """
-    here = {stage.index: stage for stage in stages}
-
-    def shapes(k: int, inputs: Specs) -> Specs:
-        return output_specs(here[k].module, inputs, device, k)
-
-    def kept() -> Iterator[Tensor]:
-        for stage in stages:
-            yield from stage.module.parameters()
-            yield from stage.module.buffers()
-
-    replicas: dict[int, Replicas] = {}
-    group = processes.replicas_group()
-    for stage in stages if group is not None else ():
-        replicas[stage.index] = Replicas(group, stage)  # type: ignore[arg-type]
-        replicas[stage.index].make_equal()
-    engine = Engine(
-        processes,
-        stages,
-        shapes,
-        device,
-        kept=kept,
-        versions=lambda k: here[k].copy_parameters(),
-        replicas=replicas,
-        compression=compression,
-    )
-    processes.before_close(engine.close)
-    return engine
 
 
 def _check_names(stage: int, made: Cotangents, specs: Specs) -> None:

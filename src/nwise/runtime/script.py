@@ -10,13 +10,12 @@ import torch
 
 from nwise.runtime.channel import Key, MessagePlan, Spec
 from nwise.runtime.processes import Processes
-from nwise.runtime.shapes import carrying, from_json, to_json
+from nwise.runtime.shapes import carrying, from_json, output_specs, to_json
 from nwise.schedule.actions import SENDS, Action, Kind, counterpart
 from nwise.schedule.schedule import Schedule, Word
+from nwise.stage import Stage
 
 Specs = tuple[Spec, ...]
-# A function from a stage's index and the shapes of its inputs to the shapes of its outputs.
-Shapes = Callable[[int, Specs], Specs]
 
 _MOST_SCRIPTS = 256  # every shape of a batch needs a script
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
@@ -63,23 +62,22 @@ class ScriptWriter:
 
     Args:
         processes: the processes.
-        stages: indices of this rank's stages, in order.
-        shapes: function that returns the shapes of a stage's outputs.
+        stages: this rank's stages, by index.
         wire: function from the shapes of a training step's message to those of what travels instead.
         device: device of the stages' tensors.
-        replicated: stages whose gradients are summed over replicas.
+        replicated: whether gradients are summed over replicas.
     """
 
     def __init__(
         self,
         processes: Processes,
-        stages: Sequence[int],
-        shapes: Shapes,
+        stages: Mapping[int, Stage],
         wire: Callable[[Specs], Specs],
         device: torch.device,
-        replicated: frozenset[int],
+        *,
+        replicated: bool,
     ) -> None:
-        self._processes, self._stages, self._shapes, self._wire = processes, stages, shapes, wire
+        self._processes, self._stages, self._wire = processes, stages, wire
         self._device, self._replicated = device, replicated
         self._known: dict[Hashable, Script] = {}
 
@@ -133,7 +131,7 @@ class ScriptWriter:
         word = lists[rank] if schedule is None else schedule.calls[rank][turn]
         # The last head action and the last W or B of every stage: later places replace earlier ones.
         final = {(a.stage, a.kind is Kind.HEAD): i for i, a in enumerate(word) if a.kind in _LEARNING}
-        last = {i for (k, _), i in final.items() if k in self._replicated}
+        last = set(final.values()) if self._replicated else ()
         alone = self._processes.num_ranks == 1 and not self._replicated
         steps = [
             self._step(a, schedule, last=i in last) for i, a in enumerate(word) if not (alone and a.kind is Kind.UPDATE)
@@ -167,12 +165,13 @@ class ScriptWriter:
             given = window if before is None else [tuple(map(from_json, shapes)) for shapes in before["shapes"]]
             for age, shapes in enumerate(given):
                 inputs[k, age] = tuple(shapes)
-                made = {specs: self._shapes(k, specs) for specs in dict.fromkeys(shapes)}
+                module = self._stages[k].module
+                made = {specs: output_specs(module, specs, self._device, k) for specs in dict.fromkeys(shapes)}
                 outputs[k, age] = tuple(made[specs] for specs in shapes)
             return {"lists": digest, "shapes": [[to_json(s) for s in outputs[k, age]] for age in range(len(given))]}
 
         if window:
-            self._processes.hand_on("shapes", self._stages, known)
+            self._processes.hand_on("shapes", sorted(self._stages), known)
         return inputs, outputs
 
 

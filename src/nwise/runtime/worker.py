@@ -11,53 +11,16 @@ The runtime brings a worker its inputs and messages, names the next action, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch
 from nwise.randomness import derive
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Cotangents
+from nwise.stage import Cotangents, Stage, Tape
 from nwise.tensors import Tensors
-
-
-class Workable(Protocol):
-    """A stage as a runtime sees it: `nwise.stage.Stage`, or a timed wait instead of it; a tape is of its own type."""
-
-    @property
-    def index(self) -> int:
-        """The stage's index, from 0."""
-
-    def forward(
-        self,
-        inputs: Tensors,
-        flow: StageFlow,
-        passes: int,
-        seed: int,
-        versions: Mapping[str, Tensor] | None = None,
-        continued: bool = True,
-    ) -> tuple[Any, Tensors]:
-        """F."""
-
-    def run_head(self, tape: Any, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
-        """H."""
-
-    def backward(
-        self,
-        tape: Any,
-        cotangent: Cotangent,
-        received: Sequence[Cotangents],
-        *,
-        inputs: bool,
-        weights: bool,
-        shared: bool = False,
-        continued: bool = True,
-    ) -> Cotangents:
-        """I, W or B."""
 
 
 class Worker:
@@ -73,7 +36,7 @@ class Worker:
 
     def __init__(
         self,
-        stage: Workable,
+        stage: Stage,
         schedule: Schedule,
         turn: int,
         batch: Batch,
@@ -85,7 +48,7 @@ class Worker:
         self._flows, self._batch, self._versions = schedule.flows[turn], batch, versions
         self._continued = schedule.continued
         self._left = {m: schedule.passes[turn][stage.index, m] for m in range(len(self._flows))}
-        self._tapes: dict[int, Any] = {}
+        self._tapes: dict[int, Tape] = {}
         self._losses: list[tuple[float, Tensor]] = []
 
     def run(self, action: Action) -> Tensors | Cotangents:
