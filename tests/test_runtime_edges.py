@@ -20,8 +20,7 @@ from launch import RANKS, forked, results
 from nwise.cli import run
 from nwise.report.measured import Comparison
 from nwise.runtime.channel import Spec
-from nwise.runtime.engine import packed, unpacked
-from nwise.runtime.shapes import from_json, output_specs, to_json
+from nwise.runtime.shapes import from_json, output_specs, packed, to_json, unpacked
 from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs
@@ -270,9 +269,10 @@ def test_gradient_messages_leave_out_integer_tensors() -> None:
     specs = (Spec((2, 3), torch.float32), Spec((2,), torch.int64), Spec((2, 1), torch.bfloat16))
     assert from_json(to_json(specs)) == specs
     gradient = torch.ones(2, 3)
-    sent = packed((gradient, None, None), specs, torch.device("cpu"))
+    sent, absent = packed((gradient, None, None), specs, torch.device("cpu"))
     assert sent[0] is gradient
     assert torch.equal(sent[1], torch.zeros(2, 1, dtype=torch.bfloat16))
+    assert absent == [1]
     assert [g is None for g in unpacked(sent, specs)] == [False, True, False]
 
 

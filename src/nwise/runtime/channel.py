@@ -59,6 +59,11 @@ class Spec:
         """Size of the values, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def carries(self) -> bool:
+        """Whether a gradient can travel through the tensor."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def empty(self, device: torch.device) -> Tensor:
         """Allocate the tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from nwise.runtime.channel import Spec, make_spec
 from nwise.stage import Cotangents
-from nwise.tensors import Tensors
+from nwise.tensors import Tensors, names, with_names
 
 
 class Compression(Protocol):
@@ -184,11 +184,14 @@ class Wire:
 
     Args:
         compression: the compression; None to send tensors as they are.
+
+    Attributes:
+        errors: what the messages so far have left out, by sender.
     """
 
     def __init__(self, compression: Compression | None) -> None:
         self.compression = compression
-        self._errors: dict[Hashable, Tensor] = {}
+        self.errors: dict[Hashable, Tensor] = {}
 
     def specs(self, specs: Sequence[Spec]) -> tuple[Spec, ...]:
         """Return the shapes and dtypes that travel instead of tensors."""
@@ -221,12 +224,12 @@ class Wire:
             return (tensor,)
         if not rule.feedback or key is None:
             return rule.compress(tensor)
-        error = self._errors.get(key)
+        error = self.errors.get(key)
         if error is not None and make_spec(error) == spec:
             tensor = tensor + error
         parts = rule.compress(tensor)
         # Without `nan_to_num` a single value that is not a number would stay for ever.
-        self._errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
+        self.errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
         return parts
 
     def restore(self, parts: Sequence[Tensor], specs: Sequence[Spec]) -> Tensors:
@@ -240,26 +243,12 @@ class Wire:
         )
 
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
-        """Return what arrives at a stage of the same process; None stays None."""
+        """Return what arrives at a stage of the same process, under the same names; None stays None."""
         rule = self.compression
         if rule is None:
             return tensors
-        return tuple(
-            None
-            if t is None
-            else self.restore(self._parts(rule, None if sender is None else (sender, i), t), [make_spec(t)])[0]
-            for i, t in enumerate(tensors)
-        )
-
-    @property
-    def errors(self) -> Mapping[Hashable, Tensor]:
-        """What the messages so far have left out, by sender; may be set to an earlier value."""
-        return dict(self._errors)
-
-    @errors.setter
-    def errors(self, errors: Mapping[Hashable, Tensor]) -> None:
-        self._errors = dict(errors)
-
-    def forget(self) -> None:
-        """Drop all errors."""
-        self._errors.clear()
+        arrived: list[Tensor | None] = []
+        for i, t in enumerate(tensors):
+            key = None if sender is None else (sender, i)
+            arrived.append(None if t is None else self.restore(self._parts(rule, key, t), [make_spec(t)])[0])
+        return with_names(cast(Tensors, arrived), names(cast(Tensors, tensors)))

@@ -20,7 +20,7 @@ from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Specs, Step
-from nwise.runtime.shapes import carrying
+from nwise.runtime.shapes import carrying, packed, unpacked
 from nwise.runtime.worker import Worker
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -127,7 +127,7 @@ class Engine:
     def forget(self) -> None:
         """Drop the mini-batches that wait for their delay, and the errors of compressed messages."""
         self._workers.clear()
-        self._wire.forget()
+        self._wire.errors.clear()
         self._schedule = None
         for receiver in self._receivers.values():
             receiver.catch_up()
@@ -173,7 +173,7 @@ class Engine:
         on_action: Callable[[Action], None] | None,
     ) -> None:
         """Run the list of one call."""
-        self._next, errors = step + 1, self._wire.errors
+        self._next, errors = step + 1, dict(self._wire.errors)
         try:
             with self._processes.watched(), torch.enable_grad():
                 turn = step % len(schedule.flows)
@@ -265,7 +265,7 @@ class Engine:
                     made = workers[k].run(action)
                 if kind is Kind.FORWARD:
                     if k + 1 in workers:
-                        workers[k + 1].inputs[m] = _renamed(wire.through(None, made), made)
+                        workers[k + 1].inputs[m] = cast(Tensors, wire.through(None, made))
                     elif k + 1 < len(placement):
                         _check_names(k, made, script.outputs[k, age][m])
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
@@ -276,8 +276,8 @@ class Engine:
                         workers[k - 1].messages.setdefault(m, {})[q] = wire.through(action, made)
                     else:
                         specs = script.inputs[k, age][m]
-                        absent = [i for i, g in enumerate(carried(made, specs)) if g is None]
-                        outbox[action] = wire.compress(action, packed(made, specs, self.device), absent)
+                        gradients, absent = packed(made, specs, self.device)
+                        outbox[action] = wire.compress(action, gradients, absent)
             if workers is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
@@ -326,25 +326,3 @@ def _check_names(stage: int, made: Cotangents, specs: Specs) -> None:
             f"Stage {stage} should return the same names for equal shapes. Found {names(cast(Tensors, made))} after "
             f"{spec_names(specs)}."
         )
-
-
-def _renamed(tensors: Cotangents, like: Cotangents) -> Tensors:
-    """Return outputs that have passed the wire, under the names that they had."""
-    return with_names(cast(Tensors, tensors), names(cast(Tensors, like)))
-
-
-def packed(message: Cotangents, inputs: Specs, device: torch.device) -> Tensors:
-    """Return the tensors to send back: a gradient for every input that can carry one, zeros where there is none."""
-    pairs = zip(carried(message, inputs), carrying(inputs), strict=True)
-    return tuple(g if g is not None else torch.zeros(s.shape, dtype=s.dtype, device=device) for g, s in pairs)
-
-
-def carried(message: Cotangents, inputs: Specs) -> Cotangents:
-    """Return the gradients of the inputs that can carry one."""
-    return tuple(g for g, s in zip(message, inputs, strict=True) if carrying((s,)))
-
-
-def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:
-    """Return the received gradient of each output, None for outputs that carry none."""
-    parts = iter(tensors)
-    return tuple(next(parts) if carrying((spec,)) else None for spec in outputs)

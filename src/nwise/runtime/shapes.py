@@ -1,4 +1,4 @@
-"""Shapes and dtypes of a stage's outputs, inferred on fake tensors: nothing is computed, and no live buffer changes."""
+"""Shapes of messages: of a stage's outputs, inferred on fake tensors without computing, and of the gradients that come back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwise.randomness import seeded
 from nwise.runtime.channel import Spec, make_specs, spec_names
-from nwise.tensors import run_module, with_names
+from nwise.stage import Cotangents
+from nwise.tensors import Tensors, run_module, with_names
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
@@ -49,7 +50,21 @@ def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.devi
 
 def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     """Select the tensors of an activation that can have a gradient; a message back has exactly these."""
-    return tuple(s for s in specs if s.dtype.is_floating_point or s.dtype.is_complex)
+    return tuple(s for s in specs if s.carries)
+
+
+def packed(message: Cotangents, inputs: tuple[Spec, ...], device: torch.device) -> tuple[Tensors, list[int]]:
+    """Return the tensors to send back, with zeros where there is no gradient, and the indices of these zeros."""
+    gradients = [g for g, s in zip(message, inputs, strict=True) if s.carries]
+    absent = [i for i, g in enumerate(gradients) if g is None]
+    pairs = zip(gradients, carrying(inputs), strict=True)
+    return tuple(torch.zeros(s.shape, dtype=s.dtype, device=device) if g is None else g for g, s in pairs), absent
+
+
+def unpacked(tensors: Tensors, outputs: tuple[Spec, ...]) -> Cotangents:
+    """Return the received gradient of each output, None for outputs that carry none."""
+    parts = iter(tensors)
+    return tuple(next(parts) if spec.carries else None for spec in outputs)
 
 
 def to_json(specs: tuple[Spec, ...]) -> Any:
