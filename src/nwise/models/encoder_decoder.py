@@ -72,7 +72,6 @@ T5 = Family(
 
 
 def _convolve(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return gelu(piece(x))
 
 
@@ -87,7 +86,6 @@ def _add_text_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Te
 
 
 def _whisper_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x, None)
 
 

@@ -17,27 +17,22 @@ from nwise.models.family import Call, CallContext, Family, run, skip
 
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x[:, 0])
 
 
 def _call_on_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x.mean(dim=1))
 
 
 def _call_on_mean_patch(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x[:, 1:].mean(dim=1))
 
 
 def _call_on_first_and_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(torch.cat([x[:, 0], x[:, 1:].mean(dim=1)], dim=1))
 
 
 def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x.mean([-2, -1]))
 
 
@@ -86,7 +81,6 @@ def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
 
 
 def _vision_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x, attention_mask=None)
 
 
@@ -95,7 +89,6 @@ def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tenso
 
 
 def _image_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    del context
     return piece(x.to(next(piece.parameters()).dtype))
 
 
@@ -146,36 +139,11 @@ _GPT_NEOX = Family(
 )
 # Decoders whose modules have Llama's names, whatever is in their blocks.
 _LIKE_LLAMA = (
-    *(
-        "Apertus",
-        "Arcee",
-        "BitNet",
-        "Cohere",
-        "Cohere2",
-        "Ernie4_5",
-        "Exaone4",
-        "Gemma",
-        "Gemma2",
-        "Gemma3",
-        "Glm",
-        "Glm4",
-    ),
-    *(
-        "GptOss",
-        "Granite",
-        "Helium",
-        "Llama",
-        "Ministral",
-        "Mistral",
-        "Mixtral",
-        "Nemotron",
-        "Olmo",
-        "Olmo2",
-        "Olmo3",
-        "Phi3",
-    ),
-    *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2", "VaultGemma"),
-)
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm",
+    "Glm4", "GptOss", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "Olmo3", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+    "VaultGemma",
+)  # fmt: skip
 
 
 def _bert(prefix: str, ends: Mapping[str, Call]) -> Family:

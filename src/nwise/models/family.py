@@ -74,13 +74,11 @@ Call = Callable[[nn.Module, Tensor, CallContext], Tensor]
 
 def run(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     """Call a module with the hidden state alone."""
-    del context
     return piece(x)
 
 
 def skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     """Return the hidden state as it is: the forward does not use the module, whose weights belong to the network's file."""
-    del piece, context
     return x
 
 
@@ -103,17 +101,14 @@ class Family:
 
     def call_for(self, name: str) -> Call:
         """Return the function that calls the module of that name."""
-        patterns = {re.escape(piece).replace(r"\*", r"\d+"): call for piece, call in self.pieces.items()}
-        return next(call for pattern, call in patterns.items() if re.fullmatch(pattern, name))
+        return next(call for pattern, call in self.pieces.items() if _matches(pattern, name))
 
     def ordered_pieces(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the model's modules by name, in the order they run."""
-        return dict(item for pattern in self.pieces for item in _match(model, "", pattern.split(".")))
+        # Some configurations leave modules out. Others have one module in two places, such as T5's embedding.
+        modules = list(model.named_modules(remove_duplicate=False))
+        return {name: module for pattern in self.pieces for name, module in modules if _matches(pattern, name)}
 
 
-def _match(module: nn.Module, prefix: str, parts: list[str]) -> list[tuple[str, nn.Module]]:
-    if not parts:
-        return [(prefix.removesuffix("."), module)]
-    part, *rest = parts
-    names = [name for name in module._modules if part in ("*", name)]  # some configurations leave modules out
-    return [item for name in names for item in _match(module.get_submodule(name), f"{prefix}{name}.", rest)]
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
