@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -58,3 +58,8 @@ class Chain(nn.Module):
             inputs = () if by_name else tuple(output) if isinstance(output, tuple | list) else (output,)
             named = dict(output) if by_name else {}
         return output
+
+
+def join(chains: Iterable[Chain]) -> Chain:
+    """Make one chain of the pieces of several."""
+    return Chain({name: piece for chain in chains for name, piece in chain.pieces().items()})

@@ -12,7 +12,7 @@ from math import prod
 from torch import Tensor, nn
 
 from nwise._modes import evaluating
-from nwise.models.chain import Chain
+from nwise.models.chain import Chain, join
 from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
 from nwise.models.split import repeated_blocks
 from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
@@ -155,7 +155,7 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
     """Return the last blocks of a network and everything behind them, by name."""
     if not all(isinstance(stage, Chain) for stage in stages):
         raise TypeError("`stages` should be `nwise.Chain`s, as from `nwise.split`. Found others.")
-    pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
+    pieces = join(stages).pieces()
     names, repeated = list(pieces), repeated_blocks(pieces)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(repeated):
         raise ValueError(

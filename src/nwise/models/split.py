@@ -113,9 +113,9 @@ def split(
             "`nwise.compile_module`, or compile modules inside the model before you split it.",
             stacklevel=2,
         )
-    names = [] if isinstance(at, int) else at
-    pieces = _pieces(model, names, before)
-    groups = group_pieces(pieces, _even_starts(pieces, at) if isinstance(at, int) else at)
+    names = even_starts(model, at, before) if isinstance(at, int) else at
+    pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
+    groups = group_pieces(pieces, names)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
     kept = {name for stage in stages for name in stage.state_dict()}
     lost = sorted(set(model.state_dict()) - kept)
@@ -138,15 +138,19 @@ def cut_points(model: nn.Module, before: Mapping[str, Callable[..., Any]] | None
     >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
     ['1.0', '1.1']
     """
-    if is_hugging_face(model):
-        return list(_pieces(model, (), before))[1:]
-    pieces = _unroll(model, lambda _, child: type(child).forward in _RUNS_CHILDREN)
-    return list(_with_functions(pieces, before or {}))[1:]
+    return list(_pieces(model, lambda _, child: type(child).forward in _RUNS_CHILDREN, before))[1:]
 
 
-def even_starts(model: nn.Module, num_stages: int) -> list[str]:
-    """Return the names at which `split` begins the later ones of so many stages."""
-    return _even_starts(_pieces(model, (), None), num_stages)
+def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable[..., Any]] | None = None) -> list[str]:
+    """Name the first piece of each later stage, for numbers of blocks that differ by at most one."""
+    pieces = _pieces(model, lambda path, child: False, before)
+    blocks = repeated_blocks(pieces)
+    if not 1 <= num_stages <= len(blocks):
+        raise ValueError(
+            f"`at` should be from 1 to the network's {len(blocks)} {type(pieces[blocks[0]]).__name__} modules, or name the "
+            f"modules at which stages begin. Found {num_stages}."
+        )
+    return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
 
 
 def untie(model: nn.Module) -> list[str]:
@@ -200,16 +204,16 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def _pieces(
-    model: nn.Module, at: Sequence[str], before: Mapping[str, Callable[..., Any]] | None
+    model: nn.Module, opens: Callable[[str, nn.Module], bool], before: Mapping[str, Callable[..., Any]] | None
 ) -> dict[str, nn.Module]:
+    """Return the pieces of a network; `opens` tells from the name of a sequence and itself whether a cut goes through it."""
     if is_hugging_face(model):
         if before:
             raise ValueError(
                 "`before` should be left out for a Hugging Face model, which knows its functions. Found some."
             )
         return huggingface.family_for(model).ordered_pieces(model)
-    parents = {name.rpartition(".")[0] + "." for name in at}
-    pieces = _unroll(model, lambda path, _: any(parent.startswith(path + ".") for parent in parents))
+    pieces = _unroll(model, opens)
     if not pieces:
         raise ValueError(
             "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
@@ -246,13 +250,7 @@ def _as_function(owner: str, function: Callable[..., Any]) -> nn.Module:
 
 
 def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
-    """Return the children in order; replace lists, and the sequences that a cut goes through, by their own children.
-
-    Args:
-        model: the module.
-        opens: function from the name of a sequence and itself to whether a cut goes through it.
-        prefix: begin of the names.
-    """
+    """Return the children in order; replace lists, and the sequences that a cut goes through, by their own children."""
     pieces: dict[str, nn.Module] = {}
     for name, child in model._modules.items():  # named_children() omits a module's second place
         if child is None:
@@ -280,17 +278,6 @@ def _warn_of_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
                 stacklevel=3,
             )
             return
-
-
-def _even_starts(pieces: Mapping[str, nn.Module], num_stages: int) -> list[str]:
-    """Name the first piece of each later stage, for numbers of blocks that differ by at most one."""
-    blocks = repeated_blocks(pieces)
-    if not 1 <= num_stages <= len(blocks):
-        raise ValueError(
-            f"`at` should be from 1 to the network's {len(blocks)} {type(pieces[blocks[0]]).__name__} modules, or name the "
-            f"modules at which stages begin. Found {num_stages}."
-        )
-    return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
 
 
 def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nwise.models.chain import Chain
+from nwise.models.chain import Chain, join
 from nwise.models.split import group_pieces
 from nwise.randomness import derive, seeded
 
@@ -34,7 +34,7 @@ class StagedModel:
         >>> sorted(mlp(2).whole().state_dict())[0]
         'blocks.0.1.bias'
         """
-        return Chain({name: piece for stage in self.stages for name, piece in stage.pieces().items()})
+        return join(self.stages)
 
 
 def build(
@@ -69,7 +69,7 @@ def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
         )
     ends = list(itertools.accumulate(counts))
     groups = [model.stages[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    stages = [Chain({name: piece for stage in group for name, piece in stage.pieces().items()}) for group in groups]
+    stages = [join(group) for group in groups]
     heads = [model.heads[end - 1] for end in ends[:-1]]
     for k, head in enumerate(heads):
         initialize(head, seed, f"heads.{k}")
