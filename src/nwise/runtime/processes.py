@@ -87,7 +87,6 @@ class Processes(ABC):
         all_values = {k: value for part in parts for k, value in part}
         return [all_values[k] for k in range(len(self.placement))]
 
-    @abstractmethod
     def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
         """Pass a value from stage to stage; each stage computes its own from the one before.
 
@@ -97,6 +96,7 @@ class Processes(ABC):
             value_of: function from a stage and the value of the stage before (None at stage 0) to its own; the values are
                 serialisable as JSON.
         """
+        raise AssertionError("one process has no other to hand a value to")
 
     @abstractmethod
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
@@ -177,7 +177,6 @@ class Processes(ABC):
         Args:
             closing: whether the body closes channels instead of running a step or forward of all ranks; default: False.
         """
-        del closing
         return nullcontext()
 
     def telling(self) -> AbstractContextManager[None]:
@@ -211,14 +210,7 @@ class Alone(Processes):
         self.placement = (0,) * num_stages
 
     def everyone(self, name: str, value: Any) -> list[Any]:
-        del name
         return [value]
-
-    def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
-        del name
-        value = None
-        for k in stages:
-            value = value_of(k, value)
 
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
         return torch.stack([rows[k] for k in self.here])

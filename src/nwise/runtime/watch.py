@@ -168,16 +168,18 @@ class Watch:
             end_stalled(kill)
         # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too.
         with suppress(RuntimeError):
-            told, deadline = store.add("told", int(first)), time.monotonic() + _GRACE
-            while told < self._size and time.monotonic() < deadline:
+            reports, deadline = store.add("reports", int(first)), time.monotonic() + _GRACE
+            while reports < self._size and time.monotonic() < deadline:
                 time.sleep(0.02)
-                told = store.add("told", 0)
+                reports = store.add("reports", 0)
 
     def _report(self) -> bool:
         """Print the failure, once; return whether this call did."""
         first = self._reported.acquire(blocking=False)
         if first:
-            _say(f"nwise: {self._name} stops: {self._failure}")
+            # In one piece, because all ranks write at once.
+            sys.stderr.write(f"nwise: {self._name} stops: {self._failure}\n")
+            sys.stderr.flush()
         return first
 
     def _last_seen(self, rank: int) -> str:
@@ -199,7 +201,7 @@ class Watch:
             self._failure = failure
             if self._report():
                 with suppress(RuntimeError):
-                    self._error_store.add("told", 1)
+                    self._error_store.add("reports", 1)
         # The main thread may be blocked on a rank that has ended.
         if not self._closed.wait(_GRACE):
             exit_at_once()
@@ -274,9 +276,3 @@ def _last_beat(store: Any, rank: int) -> dict[str, Any]:
     key = f"beat/{rank}"
     beat: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return beat
-
-
-def _say(sentence: str) -> None:
-    """Write a line to stderr in one piece, because all ranks write at once."""
-    sys.stderr.write(sentence + "\n")
-    sys.stderr.flush()

@@ -86,7 +86,6 @@ class World(Processes):
         mesh: the mesh.
         store: store in which the ranks exchange facts.
         watch: the watch over this rank and the next.
-        calls: number of steps and forwards that this rank has begun.
 
     Raises:
         ValueError: the number of processes, the mesh or the placement does not fit the stages.
@@ -120,7 +119,6 @@ class World(Processes):
         self.watch = Watch(self.store, self.rank, self.size, self.here, limit)
         self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
         self._on_close: list[Callable[[], None]] = []
-        self._is_open = True
         _open.append(self)
         _report_crashes()
         atexit.register(self._close_at_exit)
@@ -201,14 +199,11 @@ class World(Processes):
         return exchange(self.store, self._key(name), self.rank, self.size, value)
 
     def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
-        key = f"{self._key(name)}/{self._columns_index()}"
+        pipeline = next(i for i, column in enumerate(self._columns()) if self.rank in column)
+        key = f"{self._key(name)}/{pipeline}"
         for k in stages:
             before = json.loads(self.store.get(f"{key}/{k - 1}")) if k else None
             self.store.set(f"{key}/{k}", json.dumps(value_of(k, before)))
-
-    def _columns_index(self) -> int:
-        """Return the index of this rank's pipeline, among those of all replicas and parts."""
-        return next(i for i, column in enumerate(self._columns()) if self.rank in column)
 
     def _key(self, name: str) -> str:
         # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.
@@ -309,9 +304,8 @@ class World(Processes):
         self._on_close.append(action)
 
     def close(self) -> None:
-        if not self._is_open or self.watch.has_failed:
+        if self not in _open or self.watch.has_failed:
             return
-        self._is_open = False
         _open.remove(self)
         # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
         calls = self.watch.left = self.watch.calls
