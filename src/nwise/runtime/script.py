@@ -16,6 +16,8 @@ from nwise.schedule.schedule import Schedule, Word
 from nwise.stage import Stage
 
 Specs = tuple[Spec, ...]
+# Shapes of the inputs or outputs of a rank's stages by (stage, age), for every micro-batch.
+StageShapes = Mapping[tuple[int, int], Sequence[Specs]]
 
 _MOST_SCRIPTS = 256  # every shape of a batch needs a script
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
@@ -53,8 +55,8 @@ class Script:
     steps: tuple[Step, ...]
     outgoing: Mapping[int, MessagePlan]
     incoming: Mapping[int, MessagePlan]
-    inputs: Mapping[tuple[int, int], tuple[Specs, ...]]
-    outputs: Mapping[tuple[int, int], tuple[Specs, ...]]
+    inputs: StageShapes
+    outputs: StageShapes
 
 
 class ScriptWriter:
@@ -82,7 +84,7 @@ class ScriptWriter:
         self._known: dict[Hashable, Script] = {}
 
     def script(self, schedule: Schedule | None, turn: int, window: Sequence[tuple[Specs, ...]]) -> Script:
-        """Return the script of a call, made once per schedule, turn and shapes, on all ranks at the same step.
+        """Return the script of a call, made once per schedule, turn, shapes and autocast, on all ranks at the same step.
 
         Args:
             schedule: the schedule; None for forwards alone.
@@ -101,31 +103,30 @@ class ScriptWriter:
     def _new_script(self, schedule: Schedule | None, turn: int, window: Sequence[tuple[Specs, ...]]) -> Script:
         rank, placement = self._processes.place, self._processes.placement
         lists = _forwards(placement) if schedule is None else schedule.lists
-        ages = range(len(window))
+        turns = 1 if schedule is None else len(schedule.flows)
         inputs, outputs = self._all_shapes("" if schedule is None else schedule.digest, window)
 
         def plan(sender: int, receiver: int) -> MessagePlan:
             sends = [a for a in lists[sender] if a.kind in SENDS and placement[counterpart(a).stage] == receiver]
-            calls = [a.turn + a.age for a in sends]
             specs = []
             for a in sends:
-                here = sender == rank
-                if a.kind is Kind.SEND_ACTIVATION:
-                    specs.append(
-                        outputs[a.stage, a.age][a.microbatch] if here else inputs[a.stage + 1, a.age][a.microbatch]
-                    )
-                else:
-                    back = inputs[a.stage, a.age] if here else outputs[a.stage - 1, a.age]
-                    specs.append(carrying(back[a.microbatch]))
-            late = max((a.age for a in lists[receiver]), default=0)
+                # This rank knows the shapes of its own stage, at one of the ends:
+                #
+                #     stage k    outputs -- activation --> inputs     stage k + 1
+                #                outputs <-- gradient ---- inputs
+                forward = a.kind is Kind.SEND_ACTIVATION
+                stage = a.stage if sender == rank else counterpart(a).stage
+                shapes = outputs if forward == (sender == rank) else inputs
+                one = shapes[stage, a.age][a.microbatch]
+                specs.append(one if forward else carrying(one))
             return MessagePlan(
                 tuple(counterpart(a)._replace(age=0) for a in sends),
-                tuple(call % (1 if schedule is None else len(schedule.flows)) for call in calls),
+                tuple((a.turn + a.age) % turns for a in sends),
                 tuple(specs if schedule is None else map(self._wire, specs)),
-                late,
+                travel=max((a.age for a in lists[receiver]), default=0),
             )
 
-        peers = [r for r in range(self._processes.num_ranks) if r != rank] if ages else []
+        peers = [r for r in range(self._processes.num_ranks) if r != rank] if window else []
         outgoing = {r: p for r in peers if (p := plan(rank, r)).keys}
         incoming = {r: p for r in peers if (p := plan(r, rank)).keys}
         word = lists[rank] if schedule is None else schedule.calls[rank][turn]
@@ -149,12 +150,10 @@ class ScriptWriter:
             return Step(action, action._replace(age=0), placement[other], travel)
         return Step(action, last=last)
 
-    def _all_shapes(
-        self, digest: str, window: Sequence[tuple[Specs, ...]]
-    ) -> tuple[dict[tuple[int, int], tuple[Specs, ...]], dict[tuple[int, int], tuple[Specs, ...]]]:
+    def _all_shapes(self, digest: str, window: Sequence[tuple[Specs, ...]]) -> tuple[StageShapes, StageShapes]:
         """Return the shapes of all inputs and outputs of this rank's stages; every stage gets its own from the one before."""
-        inputs: dict[tuple[int, int], tuple[Specs, ...]] = {}
-        outputs: dict[tuple[int, int], tuple[Specs, ...]] = {}
+        inputs: dict[tuple[int, int], Sequence[Specs]] = {}
+        outputs: dict[tuple[int, int], Sequence[Specs]] = {}
 
         def known(k: int, before: Any) -> Any:
             if before is not None and before["lists"] != digest:
@@ -162,12 +161,12 @@ class ScriptWriter:
                     "Every rank should have the same schedule. Found other lists than on the rank before; were they made from "
                     "costs that each rank has measured separately?"
                 )
-            given = window if before is None else [tuple(map(from_json, shapes)) for shapes in before["shapes"]]
+            given = window if before is None else [list(map(from_json, shapes)) for shapes in before["shapes"]]
             for age, shapes in enumerate(given):
-                inputs[k, age] = tuple(shapes)
+                inputs[k, age] = shapes
                 module = self._stages[k].module
                 made = {specs: output_specs(module, specs, self._device, k) for specs in dict.fromkeys(shapes)}
-                outputs[k, age] = tuple(made[specs] for specs in shapes)
+                outputs[k, age] = [made[specs] for specs in shapes]
             return {"lists": digest, "shapes": [[to_json(s) for s in outputs[k, age]] for age in range(len(given))]}
 
         if window:
