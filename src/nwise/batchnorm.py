@@ -45,12 +45,9 @@ class DeferredBatchNorm(_BatchNorm):
             self.register_buffer(name, zeros[:1].clone() if name == "_count" else zeros, persistent=False)
         self.train(original.training)
 
-    def _check_input_dim(self, input: Tensor) -> None:
+    def forward(self, input: Tensor) -> Tensor:
         if input.ndim < 2:
             raise ValueError(f"The input of a batch norm should have at least 2 dimensions. Found {input.ndim}.")
-
-    def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
         if not self.training:
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps

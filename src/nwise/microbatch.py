@@ -151,7 +151,10 @@ class Terms:
             ValueError: the loss's own count is invalid.
         """
         if self._count is not None:
-            return self._checked(float(self._count(as_argument(target))))
+            count = float(self._count(as_argument(target)))
+            if not 0 <= count < math.inf:
+                raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
+            return count
         labels = target[0]
         for tensor in target if self._unknown else ():
             self._warn_of_ignored(tensor)
@@ -162,11 +165,6 @@ class Terms:
         kept = labels[labels != self._options["ignore_index"]]
         weight = self._options.get("weight")
         return float(kept.numel() if weight is None else weight[kept].sum())
-
-    def _checked(self, count: float) -> float:
-        if not 0 <= count < math.inf:
-            raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
-        return count
 
     def _warn_of_ignored(self, labels: Tensor) -> None:
         """Warn once that an unknown loss may ignore some targets."""

@@ -154,16 +154,7 @@ class LostPeer(RuntimeError):
         super().__init__(f"lost rank {peer}: {why}")
 
 
-class _End:
-    """The state of both kinds of ends: the plan and the place in it."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._plan = NOTHING
-        self._place = 0  # place of the next message in the plan
-
-
-class Sender(_End):
+class Sender:
     """The end that sends.
 
     Args:
@@ -174,7 +165,8 @@ class Sender(_End):
     """
 
     def __init__(self, link: Link) -> None:
-        super().__init__(link)
+        self._link = link
+        self._plan, self._place = NOTHING, 0  # the plan, and the place of the next message in it
         self.num_bytes = dict.fromkeys(SENDS.values(), 0)
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
 
@@ -227,11 +219,12 @@ class Sender(_End):
         self._plan, self._place = NOTHING, 0
 
 
-class Receiver(_End):
+class Receiver:
     """The end that receives."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(link)
+        self._link = link
+        self._plan, self._place = NOTHING, 0  # the plan, and the place of the next message in it
         self._posted: deque[tuple[Tensors, list[Any]]] = deque()
         self._arrived: defaultdict[Key, deque[Tensors]] = defaultdict(deque)
         self._missing = 0  # number of messages of the calls so far that are still to be taken from the transport
