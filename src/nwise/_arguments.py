@@ -51,22 +51,9 @@ class HeadDict(nn.ModuleDict):
 
 
 def checked(
-    mains: list[Given], heads: Sequence[Given | None] | None, loss_fn: LossFn | Sequence[LossFn]
-) -> tuple[list[Given], list[Given | None], list[LossFn]]:
-    """Check the modules and losses of a pipeline, and complete the lists of heads and losses.
-
-    Args:
-        mains: the stages.
-        heads: the heads, one for every stage but the last; None for no heads.
-        loss_fn: the loss function, or one per stage.
-
-    Returns:
-        The stages, the heads (None for the last stage) and the losses, one of each per stage.
-
-    Raises:
-        TypeError: an entry is not a module or a function.
-        ValueError: a list has the wrong length, or a loss function has parameters.
-    """
+    mains: Sequence[Given], heads: Sequence[Given | None] | None, loss_fn: LossFn | Sequence[LossFn]
+) -> tuple[list[Given | None], list[LossFn]]:
+    """Check the modules and losses of a pipeline; return the heads (None for the last stage) and the losses, one per stage."""
     if not mains or not all(callable(stage) for stage in mains):
         types = ", ".join(type(stage).__name__ for stage in mains) or "none"
         raise TypeError(f"`stages` should be one or more nn.Modules, or functions that make them. Found {types}.")
@@ -102,7 +89,7 @@ def checked(
             raise ValueError(
                 f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
             )
-    return mains, [*sides, None], losses
+    return [*sides, None], losses
 
 
 def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
@@ -126,15 +113,12 @@ def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:
 
 
 def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Tell for each stage whether it has a parameter to train; several processes exchange this only once.
+    """Tell for each stage whether it has a parameter to train; several processes exchange this once, and it must stay.
 
     Args:
         processes: the processes.
         here: the answer for the stages of this process.
         known: the earlier answer; empty if there is none.
-
-    Raises:
-        ValueError: the answer for a stage has changed.
     """
     if not known or processes.size == 1:
         return tuple(processes.by_stage(here))
@@ -150,11 +134,7 @@ def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple
 def placed(
     stages: Sequence[Given], placement: str | Sequence[int] | Plan, num_microbatches: int | None
 ) -> tuple[Plan | None, str | Sequence[int], int]:
-    """Return the plan, if the placement is one, the placement itself, and the number of micro-batches.
-
-    Raises:
-        ValueError: the plan is for other stages.
-    """
+    """Return the plan, if the placement is one, the placement itself, and the number of micro-batches."""
     if num_microbatches is not None:
         check_at_least(1, num_microbatches=num_microbatches)
     if not isinstance(placement, Plan):
@@ -207,15 +187,8 @@ def _takes(module: nn.Module, inputs: Tensors) -> bool:
     return True
 
 
-def refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse parameters and buffers without values: other stages, optimizers and processes need their shapes.
-
-    Args:
-        modules: names and modules.
-
-    Raises:
-        ValueError: a lazy module has not seen an input yet.
-    """
+def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse parameters and buffers without values: other stages, optimizers and processes need their shapes."""
     for owner, module in modules:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
@@ -253,7 +226,7 @@ def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[
         if (module := given if isinstance(given, nn.Module) else built) is not None
     ]
     allowed = {f"stages.{len(mains[0]) - 1}", *(["stages.0"] if tied == "sum" else [])}
-    refuse_lazy(owners)
+    _refuse_lazy(owners)
     shared = None
     for owner, module in owners:
         for name, parameter in module.named_parameters():

@@ -107,7 +107,7 @@ class Pipeline(nn.Module):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        given, given_heads, losses = arguments.checked(list(stages), heads, loss_fn)
+        given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         schedule = None if schedule is None else check_order(schedule)
         rule, self._compression = parse(strategy), parse_compression(compress)
@@ -142,8 +142,8 @@ class Pipeline(nn.Module):
         arguments.check_heads(self._flows_from(0), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
         self.compress = fingerprint(self._compression)
-        facts = {"num_microbatches": num_microbatches, "seed": self.seed, "compress": self.compress}
-        self.processes.agree(strategy=rule.name, placement=list(self.processes.placement), **facts)
+        self.processes.agree(strategy=rule.name, placement=list(self.processes.placement))
+        self.processes.agree(num_microbatches=num_microbatches, seed=self.seed, compress=self.compress)
 
     @property
     def strategy(self) -> Strategy:
