@@ -33,10 +33,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
-from nwise.runtime.channel import Link, Receiver, Sender, Spec, introduce, make_spec
+from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_spec
 from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
-from nwise.runtime.shapes import from_json, to_json
 from nwise.runtime.watch import Doing, RankError, Watch
 from nwise.schedule.actions import Action
 from nwise.schedule.placement import Placement, make_placement
@@ -248,24 +247,21 @@ class World(Processes):
         return collected
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        header = json.dumps(to_json(tuple(map(make_spec, tensors)))).encode()
-        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         with self.telling():
-            for tensor in (torch.tensor([len(text)]), text, *(t.detach().cpu().contiguous() for t in tensors)):
+            dist.send_object_list([tuple(map(make_spec, tensors))], rank, group=self.control)
+            for tensor in tensors:
                 if tensor.numel():
-                    dist.send(tensor, rank, group=self.control)
+                    dist.send(tensor.detach().cpu().contiguous(), rank, group=self.control)
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
+        header: list[Any] = [()]
         with self.telling():
-            size = self._received(Spec((1,), torch.int64), rank)
-            text = self._received(Spec((int(size),), torch.uint8), rank)
-            return tuple(self._received(spec, rank) for spec in from_json(json.loads(bytes(text.tolist()))))
-
-    def _received(self, spec: Spec, rank: int) -> Tensor:
-        tensor = spec.empty(torch.device("cpu"))
-        if tensor.numel():
-            dist.recv(tensor, rank, group=self.control)
-        return tensor
+            dist.recv_object_list(header, rank, group=self.control)
+            tensors = tuple(spec.empty(torch.device("cpu")) for spec in header[0])
+            for tensor in tensors:
+                if tensor.numel():
+                    dist.recv(tensor, rank, group=self.control)
+        return tensors
 
     def begin(self, step: int, action: Action, *, over: bool = False) -> None:
         self.watch.doing = Doing(step, action, time.perf_counter(), over)
