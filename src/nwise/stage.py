@@ -12,7 +12,7 @@ caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,8 @@ class Tape:
         outputs: outputs of the forward.
         passes_left: number of calls of `Stage.backward` that will follow.
         versions: parameters that the forward used instead of the current ones, by name.
-        rerun: function that runs the forward once more, with `recompute`; otherwise None.
+        seed: seed of the forward, for running it once more.
+        buffers: buffers as the forward saw them, with `recompute`; otherwise None.
         has_graph: whether `outputs` have their graph.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
@@ -51,7 +52,8 @@ class Tape:
     outputs: Tensors
     passes_left: int
     versions: Mapping[str, Tensor] | None
-    rerun: Callable[[], Tensors] | None
+    seed: int
+    buffers: Mapping[str, Tensor] | None
     has_graph: bool
     head_left: bool
     own: Cotangents = ()
@@ -117,20 +119,19 @@ class Stage:
         """
         leaves = each(inputs, lambda x: x.detach().requires_grad_(bool(flow.messages) and _carries(x)))
         has_graph = passes > 0 and (continued or not self.recompute)
-        rerun = None
-        if passes and self.recompute:
-            # Another run must see the same buffers as the first, and must not update the real ones again.
-            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-
-            def rerun() -> Tensors:
-                copies = {name: buffer.clone() for name, buffer in buffers.items()}
-                return self._call(leaves, seed, {**(versions or {}), **copies})
-
+        buffers = _copies(self.module.named_buffers()) if passes and self.recompute else None
         with nullcontext() if has_graph else torch.no_grad():
             outputs = self._call(leaves, seed, versions)
         kept = outputs if has_graph or flow.head else ()
-        tape = Tape(leaves, kept, passes, versions, rerun, has_graph, flow.head)
+        tape = Tape(leaves, kept, passes, versions, seed, buffers, has_graph, flow.head)
         return tape, each(outputs, torch.Tensor.detach)
+
+    def _rerun(self, tape: Tape) -> None:
+        """Run F once more, for its graph."""
+        # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
+        assert tape.buffers is not None
+        replaced = {**(tape.versions or {}), **_copies(tape.buffers.items())}
+        tape.outputs, tape.has_graph = self._call(tape.inputs, tape.seed, replaced), True
 
     def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
         if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
@@ -220,8 +221,7 @@ class Stage:
         # The graph can be walked again until the last pass, which frees it. With `recompute` it is also freed when the rank turns
         # to other work, and another forward makes it again.
         if not tape.has_graph:
-            assert tape.rerun is not None
-            tape.outputs, tape.has_graph = tape.rerun(), True
+            self._rerun(tape)
         tape.passes_left -= 1
         again = tape.passes_left > 0
         keeps = shared and inputs and not weights
@@ -245,9 +245,8 @@ class Stage:
                 x.grad = None
         if weights and tape.versions is not None:
             self._move_gradients(tape.versions)
-        if again and tape.rerun is not None and not continued and tape.kept is None:
-            kept = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
-            tape.outputs = kept
+        if again and tape.buffers is not None and not continued and tape.kept is None:
+            tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
             tape.has_graph = False
         return gradients
 
@@ -264,6 +263,10 @@ class Stage:
             if old.grad is not None and parameter.requires_grad:
                 parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad
                 old.grad = None
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors}
 
 
 def _draw_from(seed: int, device: torch.device) -> None:
