@@ -29,14 +29,7 @@ _RENAMED = {"zero-bubble-lean": "zb-h1"}
 
 
 def hint(text: str, names: Iterable[str]) -> str:
-    """Suggest the closest known name for an unknown one.
-
-    Args:
-        text: the unknown name.
-        names: the known names.
-
-    Returns:
-        The end of an error sentence, empty if no name is close.
+    """Suggest the closest known name for an unknown one: the end of an error sentence, empty if no name is close.
 
     >>> hint("digit", ["digits", "lm1b"]), hint("e2e", ["local", "end-to-end"])
     (" Did you mean 'digits'?", " Did you mean 'end-to-end'?")
@@ -78,12 +71,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that answers old names of version 0.1 with a warning.
-
-    Args:
-        module: the module's name.
-        renamed: the present name for every old one.
-    """
+    """Return a module's ``__getattr__`` that answers old names of version 0.1, the keys of `renamed`, with a warning."""
 
     def answer(name: str) -> Any:
         if name not in renamed:
@@ -96,13 +84,7 @@ def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str],
 
 
 def current_name(name: Any) -> Any:
-    """Return the current name for an old one; return every other value unchanged.
-
-    Args:
-        name: any value.
-
-    Warns:
-        DeprecationWarning: the name is an old one.
+    """Return the current name for an old one, with a warning; return every other value unchanged.
 
     >>> current_name("1f1b")
     '1f1b'
@@ -114,15 +96,7 @@ def current_name(name: Any) -> Any:
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import a module of an optional dependency.
-
-    Args:
-        module: dotted name of the module.
-        extra: extra of nwise that installs the package.
-        what: subject of the error message, such as "A figure".
-
-    Raises:
-        ImportError: the package is not installed.
+    """Import a module of an optional dependency, or raise ImportError that names the extra of nwise that installs it.
 
     >>> needed("json", "figures", "A figure").__name__
     'json'

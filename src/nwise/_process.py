@@ -37,12 +37,7 @@ from nwise._machine import num_cores
 
 
 def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
-    """Prepare this process to be one of several ranks.
-
-    Args:
-        local_ranks: number of ranks on this machine.
-        one_machine: whether they are all ranks.
-    """
+    """Prepare this process to be one of several ranks, `local_ranks` of them on this machine."""
     if one_machine:
         # The loopback device is always there; a name from the network may not even resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -134,12 +134,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
-    """Warn that batch norms with several micro-batches compute a different function than with the whole batch.
-
-    Args:
-        module: the pipeline's module.
-        num_microbatches: number of micro-batches, M.
-    """
+    """Warn that batch norms with several micro-batches compute a different function than with the whole batch."""
     plain = [name for name, child in module.named_modules() if _moves(child) or _is_scripted(child)]
     if plain and num_microbatches > 1:
         warnings.warn(

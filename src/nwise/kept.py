@@ -27,11 +27,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Kept:
-    """The cotangents that a pass has kept, each with the parameters that it trains.
-
-    Args:
-        parts: for each node of the graph its cotangents and its parameters.
-    """
+    """The cotangents that a pass has kept, with the parameters beyond each node of the graph."""
 
     def __init__(self, parts: Sequence[tuple[Node, Gradients, Sequence[Tensor]]]) -> None:
         self._parts = parts
@@ -43,11 +39,7 @@ class Kept:
         return sum(g.nbytes for g in tensors.values())
 
     def finish(self, *, retain_graph: bool) -> None:
-        """Add the gradients to every parameter's ``.grad``.
-
-        Args:
-            retain_graph: whether another pass through the graph will follow.
-        """
+        """Add the gradients to every parameter's ``.grad``."""
         for node, gradients, learns in self._parts:
             edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
             known = [g for g in gradients if g is not None]

@@ -145,11 +145,7 @@ class Terms:
             )
 
     def __call__(self, target: Tensors) -> float:
-        """Count the terms of a micro-batch's target.
-
-        Raises:
-            ValueError: the loss's own count is invalid.
-        """
+        """Count the terms of a micro-batch's target."""
         if self._count is not None:
             count = float(self._count(as_argument(target)))
             if not 0 <= count < math.inf:

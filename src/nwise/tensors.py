@@ -124,13 +124,7 @@ def call(function: Callable[..., Any], inputs: Tensors) -> Any:
 
 
 def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
-    """Call a module with tensors, and return its outputs as a tuple.
-
-    Args:
-        module: the module.
-        inputs: its inputs.
-        what: what its output is, for the message.
-    """
+    """Call a module with tensors, and return its outputs as a tuple; `what` names them in an error."""
     return as_tuple(call(module, inputs), what)
 
 

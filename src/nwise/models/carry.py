@@ -157,11 +157,7 @@ def _unwrapped(piece: nn.Module) -> nn.Module:
 
 
 def _reads(name: str, piece: nn.Module) -> _Reads:
-    """Return what a piece reads, from the signature of its forward.
-
-    Raises:
-        ValueError: its arguments have no names.
-    """
+    """Return what a piece reads, from the signature of its forward, whose arguments must have names."""
     signature = inspect.signature(_unwrapped(piece).forward)
     parameters = list(signature.parameters.values())
     names = [p.name for p in parameters if p.kind in _NAMED]
@@ -187,11 +183,7 @@ def _union(names: frozenset[str] | None, *others: _Reads) -> frozenset[str] | No
 
 
 def _by_name(name: str, output: Any) -> dict[str, Tensor]:
-    """Return what a piece writes; an entry that is None is not there.
-
-    Raises:
-        TypeError: it writes something else, or no hidden state.
-    """
+    """Return what a piece writes; an entry that is None is not there."""
     made = {HIDDEN: output} if isinstance(output, Tensor) else output
     if not isinstance(made, Mapping) or HIDDEN not in made:
         found = f"names {', '.join(made)}" if isinstance(made, Mapping) else type(made).__name__
@@ -204,11 +196,7 @@ def _kept(known: Mapping[str, Tensor], needed: frozenset[str] | None) -> dict[st
 
 
 def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor]) -> Any:
-    """Call a piece with what it reads.
-
-    Raises:
-        TypeError: it reads a name that nothing before it writes.
-    """
+    """Call a piece with what it reads."""
     given = {key: x for key, x in known.items() if key != HIDDEN and (reads.all or key in reads.names)}
     if missing := [key for key in reads.required if key not in given]:
         raise TypeError(

@@ -45,11 +45,7 @@ def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
 
 
 class Function(nn.Module):
-    """A function that a network's forward calls between two modules.
-
-    Args:
-        function: function of the output of the module before.
-    """
+    """A function that a network's forward calls between two modules, on the output of the first."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

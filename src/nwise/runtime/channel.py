@@ -142,12 +142,7 @@ class Link:
 
 
 class LostPeer(RuntimeError):
-    """The other end of a channel cannot be reached any more.
-
-    Args:
-        peer: rank of the other end.
-        why: error message of the transport.
-    """
+    """The other end of a channel, on rank `peer`, cannot be reached any more."""
 
     def __init__(self, peer: int, why: str) -> None:
         self.peer = peer
@@ -156,9 +151,6 @@ class LostPeer(RuntimeError):
 
 class Sender:
     """The end that sends.
-
-    Args:
-        link: the end's group, peer and device.
 
     Attributes:
         num_bytes: number of bytes sent so far, by kind of the receive.
@@ -307,14 +299,7 @@ def start_all(
 
 
 def introduce(group: ProcessGroup, links: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:
-    """Connect ranks by a number over each link.
-
-    Args:
-        group: process group of the links.
-        links: links as (sending rank, receiving rank), in the same order on all ranks.
-        rank: this process's rank.
-        device: device of the tensors that will be sent.
-    """
+    """Connect ranks by a number over each link (sending rank, receiving rank), in the same order on all ranks."""
     # nccl connects at the first use and waits for the other end. Two ranks that first use different links would wait for each
     # other forever.
     number = torch.zeros(1, device=device)

@@ -232,12 +232,7 @@ class Alone(Processes):
 
 
 class Elsewhere(nn.Module):
-    """Stands for a stage or head that another process holds.
-
-    Args:
-        what: name of the stage or head.
-        rank: rank of the process that holds it.
-    """
+    """Stands for a stage or head, named `what`, that the process of another rank holds."""
 
     def __init__(self, what: str, rank: int) -> None:
         super().__init__()

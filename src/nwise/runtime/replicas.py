@@ -54,9 +54,6 @@ class Replicas:
         """Begin to sum gradients, bucket after bucket, during the last pass of the main part or of the head.
 
         All replicas begin the sums in the same order, even if one of them lacks some gradients.
-
-        Args:
-            head: whether the pass is the head's.
         """
         # Autograd finishes the gradients of the last layer first, so the last parameters make the first bucket:
         #

@@ -87,7 +87,7 @@ class ScriptWriter:
         """Return the script of a call, made once per schedule, turn, shapes and autocast, on all ranks at the same step.
 
         Args:
-            schedule: the schedule; None for forwards alone.
+            schedule: None for forwards alone.
             turn: index of the call in the cycle.
             window: shapes of the model's inputs per micro-batch, for every age.
         """

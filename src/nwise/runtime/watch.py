@@ -124,14 +124,7 @@ class Watch:
             raise RankError(self._failure)
 
     def failed(self, error: BaseException) -> RankError:
-        """Report an error of this rank to all ranks, unless another came first.
-
-        Args:
-            error: the error.
-
-        Returns:
-            The first error of all ranks, for the caller to raise.
-        """
+        """Report an error of this rank to all ranks, unless another came first; return the first one to raise."""
         if not self._failure:
             what = f"failed {_where(self.doing)}: {type(error).__name__}: {error}"
             if isinstance(error, LostPeer):

@@ -58,12 +58,7 @@ def _report_crashes() -> None:
 
 
 def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:
-    """Return the processes that hold a pipeline's stages: this one alone, unless `torchrun` has started several.
-
-    Args:
-        num_stages, placement, mesh: see `World`.
-        timeout: limit of an action in seconds; None for the environment's ``NWISE_TIMEOUT``, else 300.
-    """
+    """Return the processes that hold a pipeline's stages: this one alone, unless `torchrun` has started several."""
     if launched():
         return World(num_stages, placement, mesh, time_limit(timeout))
     ranks = 1 if isinstance(placement, str) else 1 + max(placement, default=0)
