@@ -68,9 +68,16 @@ def cut(
     targets = None if target is None else as_tuple(target, "`target`")
     if targets is not None and batch_size(targets, "`target`") != size:
         raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
+    if not size:
+        raise ValueError("The mini-batch should have at least one sample. Found none.")
     num_parts = num_microbatches * num_replicas
-    parts = scatter(inputs, num_parts)
-    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts)
+    if num_parts > size:
+        raise ValueError(
+            f"`num_microbatches` should be at most the {size} samples of the mini-batch. Found {num_parts}; "
+            f"use {size} or fewer, or a larger batch."
+        )
+    parts = _scatter(inputs, num_parts)
+    target_parts = [None] * num_parts if targets is None else _scatter(targets, num_parts)
     weights = [[1.0] * len(terms)] if num_parts == 1 else _weights(parts, target_parts, terms)
     first = replica * num_microbatches
     mine = slice(first, first + num_microbatches)
@@ -99,16 +106,8 @@ def batch_size(tensors: Tensors, what: str) -> int:
     return sizes.pop()
 
 
-def scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
+def _scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
     """Cut tensors along dimension 0 into micro-batches whose sizes differ by at most one, larger ones first."""
-    size = batch_size(tensors, "The mini-batch")
-    if not size:
-        raise ValueError("The mini-batch should have at least one sample. Found none.")
-    if num_microbatches > size:
-        raise ValueError(
-            f"`num_microbatches` should be at most the {size} samples of the mini-batch. Found {num_microbatches}; "
-            f"use {size} or fewer, or a larger batch."
-        )
     if num_microbatches == 1:
         return [tensors]
     parts = zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in tensors), strict=True)

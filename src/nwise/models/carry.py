@@ -32,13 +32,13 @@ class _Reads:
     """What a piece reads.
 
     Args:
-        slot: argument that gets the output of the piece before; empty if it is given by position.
+        by_position: whether the output of the piece before is its first argument, not the one named `hidden`.
         names: arguments that are read by name.
         required: those of them, and others, that have no default.
         all: whether the piece takes any name.
     """
 
-    slot: str
+    by_position: bool
     names: frozenset[str]
     required: tuple[str, ...]
     all: bool
@@ -72,16 +72,16 @@ class Carrier(Chain):
         known: dict[str, Any] = dict(named)
         if not self._begins and inputs:
             known[HIDDEN] = inputs[0]
-        output: Any = None
         for i, (name, piece) in enumerate(self.pieces().items()):
             if i == 0 and self._begins:
                 known, output = self._first(name, piece, inputs, named)
             else:
                 output = _call(name, piece, self._reads[i], known)
-            last = self._ends and i + 1 == len(self._reads)
-            known = known if last else _kept({**known, **_by_name(name, output)}, self._needed[i])
-        if self._ends:
-            return output
+            if self._ends and i + 1 == len(self._reads):
+                return output
+            needed = self._needed[i]
+            known |= _by_name(name, output)
+            known = {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
         return known if len(known) > 1 else known[HIDDEN]
 
     def _first(
@@ -172,7 +172,7 @@ def _reads(name: str, piece: nn.Module) -> _Reads:
     given = (p for p in parameters if p.name != slot and p.kind in (*_NAMED, *_FIRST))
     required = tuple(p.name for p in given if p.default is inspect.Parameter.empty)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return _Reads("" if by_position else HIDDEN, frozenset(names) - {slot}, required, takes_all)
+    return _Reads(by_position, frozenset(names) - {slot}, required, takes_all)
 
 
 def _union(names: frozenset[str] | None, *others: _Reads) -> frozenset[str] | None:
@@ -191,10 +191,6 @@ def _by_name(name: str, output: Any) -> dict[str, Tensor]:
     return {key: x for key, x in made.items() if x is not None}
 
 
-def _kept(known: Mapping[str, Tensor], needed: frozenset[str] | None) -> dict[str, Tensor]:
-    return {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
-
-
 def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor]) -> Any:
     """Call a piece with what it reads."""
     given = {key: x for key, x in known.items() if key != HIDDEN and (reads.all or key in reads.names)}
@@ -203,4 +199,4 @@ def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor
             f"{name!r} should read names of the network's inputs, or of what pieces before it return. Found {', '.join(known)}: "
             f"missing a required argument: {missing[0]!r}."
         )
-    return piece(**given, **{reads.slot: known[HIDDEN]}) if reads.slot else piece(known[HIDDEN], **given)
+    return piece(known[HIDDEN], **given) if reads.by_position else piece(**given, **{HIDDEN: known[HIDDEN]})

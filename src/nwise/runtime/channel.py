@@ -266,7 +266,8 @@ class Receiver:
         self._arrived[due].append(tensors)
 
     def forget(self) -> None:
-        """Drop the messages that have arrived for a schedule that is over."""
+        """Take all messages that were sent for a schedule that is over, and drop them."""
+        self.catch_up()
         self._arrived.clear()
 
     def catch_up(self) -> None:

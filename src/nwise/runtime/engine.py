@@ -60,8 +60,6 @@ class Engine:
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         group = processes.replicas_group()
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
-        for replicas in self._replicas.values():
-            replicas.make_equal()
         self._owned: set[int] = set()
         self._wire = Wire(compression)
         self._scripts = ScriptWriter(processes, self._stages, self._wire.specs, device, replicated=group is not None)
@@ -130,7 +128,6 @@ class Engine:
         self._wire.errors.clear()
         self._schedule = None
         for receiver in self._receivers.values():
-            receiver.catch_up()
             receiver.forget()
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:

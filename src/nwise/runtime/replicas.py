@@ -33,13 +33,11 @@ class Replicas:
         self._group, self._stage = group, stage
         self._before: list[tuple[Tensor, Tensor]] = []
         self._begun: list[tuple[list[Tensor], Tensor, Any]] = []
-
-    def make_equal(self) -> None:
-        """Copy the first replica's values to all replicas, before the first step."""
-        first = dist.get_process_group_ranks(self._group)[0]
-        modules = [self._stage.module] + ([] if self._stage.head is None else [self._stage.head])
-        for tensor in (tensor for module in modules for tensor in module.state_dict().values()):
-            dist.broadcast(_local(tensor.detach()), first, group=self._group)
+        # All replicas begin with the first one's values.
+        first = dist.get_process_group_ranks(group)[0]
+        for module in (stage.module, stage.head):
+            for tensor in () if module is None else module.state_dict().values():
+                dist.broadcast(_local(tensor.detach()), first, group=group)
 
     def start(self) -> None:
         """Put aside the gradients of earlier steps, which are already summed."""
