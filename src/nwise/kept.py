@@ -72,6 +72,7 @@ def gradient_to_inputs(seeds: Seeds, inputs: Sequence[Tensor], learns: Sequence[
     edges = [get_gradient_edge(y) for y, _ in seeds]
     exits, ends = _exits([edge.node for edge in edges], inputs, learns)
     gradients: dict[Node, Gradients] = {}
+    # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
     handles = [node.register_prehook(partial(gradients.__setitem__, node)) for node in exits or ()]
     try:
         if inputs:
@@ -98,6 +99,14 @@ def _exits(
         The parameters beyond each of these nodes, or None if one is beyond several; and the parameters of every root from which
         no input can be reached.
     """
+    # Two layers, from the output to the leaves. Both products are exits: one way goes on to x, another ends at a parameter.
+    #
+    #     output --> product 2 --> relu --> product 1 --> x
+    #                    `--> w2                `--> w1
+    #
+    # The gradient of w2 depends only on the cotangent that arrives at product 2. A pass from there to w2 alone is short. But if
+    # w1 were w2, that pass would go on to product 1, and `Kept.finish` would count product 1 twice. So shared parameters have
+    # no exits.
     wanted, goals = set(learns), set(inputs)
     reaches: dict[Node, bool] = {}  # whether the way goes on to an input
     beyond: dict[Node, dict[Tensor, None]] = {}  # the parameters that a node without such a way leads to

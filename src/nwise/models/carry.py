@@ -82,6 +82,7 @@ class Carrier(Chain):
             needed = self._needed[i]
             known |= _by_name(name, output)
             known = {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
+        # A hidden state that travels alone needs no name, so a plain head fits.
         return known if len(known) > 1 else known[HIDDEN]
 
     def _first(
@@ -158,6 +159,10 @@ def _unwrapped(piece: nn.Module) -> nn.Module:
 
 def _reads(name: str, piece: nn.Module) -> _Reads:
     """Return what a piece reads, from the signature of its forward, whose arguments must have names."""
+    #     forward(self, x)                 x is the hidden state
+    #     forward(self, x, mask)           x is the hidden state; mask is read by name
+    #     forward(self, mask, hidden)      hidden is given by name, too
+    #     forward(self, x, **others)       every name is read
     signature = inspect.signature(_unwrapped(piece).forward)
     parameters = list(signature.parameters.values())
     names = [p.name for p in parameters if p.kind in _NAMED]

@@ -17,7 +17,7 @@ from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabula
 from nwise.models.split import repeated_blocks
 from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
 
-_WIDTHS = (128, 64)  # the paper's
+WIDTHS = (128, 64)  # the paper's
 
 
 def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
@@ -35,7 +35,7 @@ def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:
 
 
 def convolutional(
-    channels: int, num_classes: int, widths: Sequence[int] = _WIDTHS, norm: Norm | None = "batch"
+    channels: int, num_classes: int, widths: Sequence[int] = WIDTHS, norm: Norm | None = "batch"
 ) -> nn.Sequential:
     """Make convolutions (3x3, norm, ReLU), a global average pool and a linear layer (the paper's ResNets).
 
@@ -161,6 +161,9 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
         raise ValueError(
             f"`blocks` should be an integer from 0 to the network's {len(repeated)} blocks. Found {blocks!r}."
         )
+    #     embedding   block   block   block   norm   vocabulary
+    #                                         |--- blocks=0 ---|
+    #                                 |------- blocks=1 -------|
     first = names.index(repeated[-blocks]) if blocks else names.index(repeated[-1]) + 1
     end = {name: pieces[name] for name in names[first:]}
     if not end:
@@ -233,5 +236,5 @@ def _infer_head(output: Tensor, num_outputs: int, per_token: bool, stage: int, n
             "head yourself."
         )
     if len(shape) == 3:
-        return convolutional(shape[0], num_outputs, [min(width, shape[0]) for width in _WIDTHS], norm)
+        return convolutional(shape[0], num_outputs, [min(width, shape[0]) for width in WIDTHS], norm)
     return pooled_tokens(shape[1], num_outputs) if len(shape) == 2 else linear(shape, num_outputs)

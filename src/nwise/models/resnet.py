@@ -131,7 +131,7 @@ def resnet(
             widths[piece] = channels
         starts.append(f"groups.{group}.0")
     pieces["output"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
-    head_widths = tuple(max(1, round(width * width_factor)) for width in (128, 64))
+    head_widths = [max(1, round(width * width_factor)) for width in heads.WIDTHS]
     return build(pieces, starts[1:], lambda piece: heads.convolutional(widths[piece], num_classes, head_widths), seed)
 
 

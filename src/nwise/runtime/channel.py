@@ -228,6 +228,11 @@ class Receiver:
     @property
     def _sent(self) -> int:
         """Place in the plan after everything that the calls so far have sent."""
+        # Under a delay a call sends messages that a later call takes:
+        #
+        #     plan    0   1   2   3   4   5
+        #                     |_______|
+        #               `_place`     `_sent`      2 messages are `_missing`
         return (self._place + self._missing) % len(self._plan.keys)
 
     def start(self, plan: MessagePlan, call: int) -> None:

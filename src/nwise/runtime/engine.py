@@ -196,6 +196,8 @@ class Engine:
             return []
         if inputs:
             self._batch_shapes[step] = tuple(map(make_specs, inputs))
+        # A batch may have another size than the one before it. While the pipeline fills or drains, the messages of mini-batches
+        # that do not exist have the newest shapes: both ends must agree on the size of the zeros.
         newest = max(self._batch_shapes)
         for number in [n for n in self._batch_shapes if n < min(newest, step - schedule.oldest)]:
             del self._batch_shapes[number]
@@ -210,7 +212,8 @@ class Engine:
         incoming = [(receiver, script.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
         outgoing = [(sender, script.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
         start_all(outgoing, incoming, turn)
-        # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch.
+        # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch. A send returns
+        # before its message has left.
         tensors = [x for microbatch in inputs for x in microbatch]
         for stage in self._stages.values():
             tensors += [*stage.module.parameters(), *stage.module.buffers()]

@@ -169,8 +169,8 @@ class World(Processes):
 
     def _columns(self) -> list[list[int]]:
         """Return one list for each replica and each part of a stage: its ranks, by place."""
-        ranks = self.mesh.mesh.flatten(1) if self.mesh.mesh.ndim > 1 else self.mesh.mesh.unsqueeze(1)
-        return [list(map(int, column)) for column in ranks.T.tolist()]
+        columns: list[list[int]] = self.mesh.mesh.reshape(self.mesh.shape[0], -1).T.tolist()
+        return columns
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         columns = self._columns()
