@@ -21,10 +21,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm that collects statistics until `commit`; its state dict has the original's names.
+    """A batch norm that collects statistics until `commit`.
 
-    Args:
-        original: the batch norm to replace; its parameters and statistics are shared.
+    It shares the parameters and statistics of the batch norm that it replaces, and has the same names in the state dict.
     """
 
     _SUMS = ("_count", "_sum", "_sum_of_squares")

@@ -84,8 +84,7 @@ class Stage:
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
 
-        Returns:
-            All modules of the stage and its head, so callers need not walk through them again.
+        The result is all modules of the stage and its head, so callers need not walk through them again.
         """
         self.module, self.head = module, head
         main = _modules(self.module)
@@ -151,12 +150,7 @@ class Stage:
     def run_head(self, tape: Tape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """Run H: fill the ``.grad`` of the head's parameters, and return the micro-batch's mean loss, detached.
 
-        Args:
-            tape: tape of the micro-batch.
-            target: the second argument of `loss_fn`.
-            flow: this stage's work for the micro-batch.
-            weight: share of this micro-batch in the mini-batch.
-            seed: seed of every random number drawn here.
+        `weight` is the share of this micro-batch in the mini-batch.
         """
         leaves = each(tape.outputs, lambda y: y.detach().requires_grad_(flow.own and _carries(y)))
         _draw_from(seed, leaves[0].device)
@@ -200,7 +194,7 @@ class Stage:
         """Run I (``inputs``), W (``weights``) or B (both).
 
         Args:
-            tape: tape of the micro-batch.
+            tape: the micro-batch's tensors.
             cotangent: weights of the own cotangent and of the messages.
             received: the messages from the next stage; a message of weight 0 may be anything.
             inputs: whether to return the gradient to the inputs.

@@ -29,15 +29,7 @@ def launched() -> bool:
 
 
 def variable(name: str, default: int = 0) -> int:
-    """Return a whole number from the environment, as torchrun sets it.
-
-    Args:
-        name: name of the environment variable.
-        default: value if the variable is not set; default: 0.
-
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
+    """Return a whole number from the environment, as torchrun sets it; raise ValueError if it is something else."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(f"`{name}` in the environment should be a whole number, as torchrun sets it. Found {text!r}.")

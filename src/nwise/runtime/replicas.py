@@ -23,10 +23,6 @@ class Replicas:
     Every replica has a part of the mini-batch and weights its losses by that part's share, so the sum over the replicas is the
     gradient of the whole mini-batch. Within the last pass that adds to a gradient, a layer's gradients are sent while the
     gradients of the layers before it are computed. The update waits for the sums.
-
-    Args:
-        group: group of the ranks that hold the stage.
-        stage: the stage.
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: Stage) -> None:

@@ -16,13 +16,7 @@ from nwise.tensors import Tensors, run_module, with_names
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
-    """Infer the shapes of a stage's outputs from the shapes of its inputs.
-
-    Args:
-        module: the stage.
-        inputs: shapes and dtypes of the inputs, for one micro-batch.
-        device: device of the stage.
-        index: index of the stage.
+    """Infer the shapes of a stage's outputs from the shapes of its inputs, for one micro-batch.
 
     Raises:
         ValueError: the shape of the stage's output depends on the values of its input.
