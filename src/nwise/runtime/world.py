@@ -180,8 +180,10 @@ class World(Processes):
                 continue
             # Ranks outside the group take part too: all ranks make a group, or none does.
             self._groups[places, replicas] = None
-            each = [[column[place] for place in places] for column in columns]
-            for ranks in [[rank for part in each for rank in part]] if replicas else each:
+            sets_of_ranks = [[column[place] for place in places] for column in columns]
+            if replicas:
+                sets_of_ranks = [list(itertools.chain(*sets_of_ranks))]
+            for ranks in sets_of_ranks:
                 group = self._new_group(ranks, backend="gloo") if len(ranks) > 1 else None
                 if self.rank in ranks:
                     self._groups[places, replicas] = group
