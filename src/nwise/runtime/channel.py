@@ -69,15 +69,14 @@ class Spec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def make_spec(tensor: Tensor) -> Spec:
+def make_spec(tensor: Tensor, name: str = "") -> Spec:
     """Return the spec of a tensor."""
-    return Spec(tuple(tensor.shape), tensor.dtype)
+    return Spec(tuple(tensor.shape), tensor.dtype, name)
 
 
 def make_specs(tensors: Tensors) -> tuple[Spec, ...]:
     """Return the specs of tensors, with their names."""
-    known = names(tensors) or ("",) * len(tensors)
-    return tuple(Spec(tuple(t.shape), t.dtype, name) for t, name in zip(tensors, known, strict=True))
+    return tuple(map(make_spec, tensors, names(tensors) or ("",) * len(tensors)))
 
 
 def spec_names(specs: Sequence[Spec]) -> tuple[str, ...]:
