@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 RANKS = Path(__file__).parent / "ranks"
 Done = subprocess.CompletedProcess[str]
@@ -47,6 +50,8 @@ def forked(
     environment: Mapping[str, str] | None = None,
 ) -> Done:
     """Run ``python <arguments>`` on every rank, each a fork of a process that has imported torch.
+
+    Every rank writes its process into ``<folder>/pid-<rank>``.
 
     Args:
         num_processes: how many ranks.
@@ -84,6 +89,39 @@ def forked(
     return subprocess.CompletedProcess(list(arguments), first, *("".join(text) for text in texts))
 
 
+def elastic(num_processes: int, arguments: Sequence[str], folder: Path, *, restarts: int) -> Done:
+    """Do the same under the agent of torchrun, which starts all ranks again after a failure, and needs the main thread."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    code, handlers = 0, {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        elastic_launch(config, _elastic_rank)(list(arguments), str(folder), os.getcwd())
+    except ChildFailedError:
+        code = 1
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:  # the agent leaves its own
+                signal.signal(number, handler)
+    texts = ["".join(path.read_text() for path in sorted(folder.glob(f"said-*{end}"))) for end in (".out", ".err")]
+    return subprocess.CompletedProcess(list(arguments), code, *texts)
+
+
+def _elastic_rank(arguments: list[str], folder: str, at: str) -> None:
+    said = f"{folder}/said-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if code := _run(arguments, said, at):
+        raise SystemExit(code)  # a value returned tells the agent that the rank is done
+
+
 def _wait(ranks: Sequence[Any], deadline: float) -> int:
     """Until all have ended, the others soon after one that failed; the first exit code that is not 0."""
     first = 0
@@ -100,11 +138,16 @@ def _wait(ranks: Sequence[Any], deadline: float) -> int:
 
 
 def _rank(rank: int, arguments: list[str], said: str, variables: dict[str, str], folder: str) -> None:
-    """In the fork: what an interpreter does from its start to its end."""
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    os._exit(_run(arguments, said, folder))
+
+
+def _run(arguments: list[str], said: str, folder: str) -> int:
+    """Do in a fork what an interpreter does from its start to its end, and return the exit code."""
+    Path(said).with_name(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     for number, end in ((1, ".out"), (2, ".err")):
         file = os.open(said + end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
     code: Any = 0
     try:
@@ -122,7 +165,7 @@ def _rank(rank: int, arguments: list[str], said: str, variables: dict[str, str],
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    return int(code)
 
 
 def results(num_processes: int, script: str, folder: Path, *arguments: str, **options: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from launch import forked, results
+from launch import elastic, forked, results
 from nwise.cli import run as command
 from nwise.recipes import Mlp, Recipe, Sgd, recipe
 from nwise.training import (
@@ -330,42 +331,34 @@ def test_signal_stops_a_resumable_run(number: int, tmp_path: Path, start: Start)
     assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
 
 
-def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, start: Start) -> None:
+def kill_rank(folder: Path, number: int, when: Callable[[], bool]) -> threading.Thread:
+    """Send a signal to rank 1 as soon as a condition holds, in a thread that is returned."""
+
+    def kill() -> None:
+        until(when)
+        os.kill(int((folder / "pid-1").read_text()), number)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     """Only one rank gets the signal; all ranks must stop after the same number of steps."""
-    arguments = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "nwise",
-        "train",
-        "digits",
-    ]
-    arguments += ["--cut", "2", "2", "--runs", str(tmp_path), "--epochs", "1000", "--log-every", "1"]
-    process = start(arguments)
-    until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
-    os.kill(rank_of(process.pid, 1), signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    (folder,) = tmp_path.iterdir()
-    assert "as asked. Resume with `nwise train --resume" in said
+    runs = tmp_path / "runs"
+    killer = kill_rank(
+        tmp_path,
+        signal.SIGTERM,
+        lambda: any(path.read_text().count("train") > 3 for path in runs.glob("*/metrics.jsonl")),
+    )
+    arguments = ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--runs", str(runs)]
+    done = forked(2, [*arguments, "--epochs", "1000", "--log-every", "1"], tmp_path)
+    killer.join()
+    (folder,) = runs.iterdir()
+    assert "as asked. Resume with `nwise train --resume" in done.stderr
     assert Run.open(folder).status == "stopped"
     (one,) = (folder / "checkpoints").glob("step-*")
     assert len(list(one.glob("*.safetensors"))) == 2
-
-
-def rank_of(launcher: int, rank: int) -> int:
-    """The process of a rank."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = (path / "environ").read_text().split("\0")
-        except (OSError, IndexError):
-            continue
-        if parent == launcher and f"RANK={rank}" in variables:
-            return int(path.name)
-    raise AssertionError("no such rank")
 
 
 # What is not finite
@@ -572,17 +565,18 @@ def kills(script: Path, folder: Path, arguments: list[str]) -> list[dict[str, An
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_torchrun_restart_resumes_a_killed_run(tmp_path: Path, start: Start) -> None:
+def test_torchrun_restart_resumes_a_killed_run(tmp_path: Path) -> None:
     """Regression: torchrun keeps its store, so the second attempt connected to the addresses of the first."""
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    arguments += ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "250", "--checkpoint-every", "20"]
-    process = start([*arguments, "--eval-every", "9", "--filters", "4", "--runs", str(tmp_path)])
-    until(lambda: any(tmp_path.glob("*/checkpoints/step-*[0-9]")))
-    os.kill(rank_of(process.pid, 1), signal.SIGKILL)
-    out, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    assert "resuming at step" in out
-    (folder,) = tmp_path.iterdir()
+    runs = tmp_path / "runs"
+    arguments = ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "120", "--checkpoint-every", "20"]
+    arguments += ["--eval-every", "9", "--filters", "4", "--runs", str(runs)]
+
+    killer = kill_rank(tmp_path, signal.SIGKILL, lambda: any(runs.glob("*/checkpoints/step-*[0-9]")))
+    done = elastic(2, arguments, tmp_path, restarts=1)
+    killer.join()
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step" in done.stdout
+    (folder,) = runs.iterdir()
     run = Run.open(folder)
     steps = [r["step"] for r in run.metrics() if r["kind"] == "train"]
     assert steps == sorted(set(steps))
