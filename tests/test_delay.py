@@ -192,6 +192,26 @@ def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, 
         assert all(p.grad is None for p in pipe.parameters())
 
 
+@pytest.mark.usefixtures("float64")
+def test_two_pipelines_of_one_network_give_prompt_near_and_late_far_credit() -> None:
+    """Credit matrices for each age, as `experiments/frontier/ages.py` tries them: both pipelines add to ``.grad``."""
+    net = perceptron(4)
+    near = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "local")
+    far = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "end-to-end-delay-2")
+    optimizer = torch.optim.SGD(far.parameters(), lr=0.1)
+    late: list[dict[str, Tensor]] = []
+    for _ in range(4):
+        x, y = net.draw(6)
+        prompt = reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.strategy("local").credit(4))
+        late.append(reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.EndToEnd().credit(4)))
+        near.step(x, target=y)
+        far.step(x, target=y)
+        due = late_grads(late, [2] * 4)
+        check(far, {name: prompt[name] + due[name] if name in due else prompt[name] for name in prompt})
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _due(calls: list[dict[str, Tensor]], ages: list[int]) -> dict[str, Tensor]:
     """The gradients that a call leaves, also one without a mini-batch of its own."""
     names = [name for name in calls[0] if name.startswith("stages.")]
