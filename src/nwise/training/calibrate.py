@@ -7,7 +7,7 @@ sample once; everything after that is arithmetic on two tables, so many threshol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from nwise.data import Images
 from nwise.exits import confidence, head_output, single
 from nwise.pipeline import Pipeline
 from nwise.tensors import as_tuple, run_module
+from nwise.training.evaluate import head_outputs
 
 _CANDIDATES = 200  # thresholds that are tried
 _NEVER = math.inf
@@ -81,28 +82,21 @@ class Outcome:
     leaving: tuple[float, ...]
 
 
-def observe(pipe: Pipeline, data: Images, batch_size: int, on_batch: Callable[[int, int], None] | None = None) -> Seen:
+def observe(pipe: Pipeline, data: Images, batch_size: int) -> Seen:
     """Run every trained head on every sample.
 
     Args:
         pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
         data: samples that training has not seen.
         batch_size: samples per batch.
-        on_batch: called after each batch with the number of batches done and of all batches.
     """
     exits = (*sorted(pipe.needed_heads(later=False)), pipe.num_stages - 1)
-    device = next(p.device for p in pipe.parameters())
-    starts = range(0, len(data), batch_size)
     sure, right = [], []
     with evaluating(pipe):
-        for done, start in enumerate(starts):
-            x, y = data.batch(torch.arange(start, min(start + batch_size, len(data))))
-            outputs = pipe.head_outputs(x.to(device), only=exits)
+        for outputs, target in head_outputs(pipe, data, batch_size, exits):
             logits = [single(outputs[k], k) for k in exits]
             sure.append(torch.stack([confidence(one) for one in logits], dim=1).cpu())
-            right.append(torch.stack([one.argmax(-1).cpu() == y.cpu() for one in logits], dim=1))
-            if on_batch is not None:
-                on_batch(done + 1, len(starts))
+            right.append(torch.stack([one.argmax(-1) == target for one in logits], dim=1).cpu())
     return Seen(exits, torch.cat(sure), torch.cat(right))
 
 
