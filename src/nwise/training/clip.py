@@ -115,6 +115,8 @@ def _stages(group: Iterable[Part]) -> tuple[int, ...]:
 
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Separate DTensors from other parameters, because no operation takes both."""
-    given = list(parameters)
-    kinds = [p for p in given if is_dtensor(p)], [p for p in given if not is_dtensor(p)]
-    return [kind for kind in kinds if kind]
+    distributed: list[nn.Parameter] = []
+    local: list[nn.Parameter] = []
+    for p in parameters:
+        (distributed if is_dtensor(p) else local).append(p)
+    return [kind for kind in (distributed, local) if kind]

@@ -8,10 +8,8 @@ ignore  do not check
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -160,12 +158,3 @@ class NonFiniteGuard:
                     row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))
                 rows.append(row)
         return rows
-
-
-def write_post_mortem(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the facts to ``post-mortem.json``, unless another process was first."""
-    try:
-        with (folder / "post-mortem.json").open("x") as file:
-            file.write(json.dumps(facts, indent=2) + "\n")
-    except FileExistsError:
-        pass

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
@@ -16,33 +13,26 @@ from nwise.training.nonfinite import NonFiniteGuard
 from nwise.training.optimizers import LearningRate, make_optimizer, parameter_groups
 
 
-@dataclass(frozen=True, slots=True)
 class Phase:
-    """An optimizer, its learning rate, and the treatment of gradients before an update."""
+    """An optimizer, its learning rate, and the treatment of gradients before an update.
 
-    optimizer: torch.optim.Optimizer
-    rate: LearningRate
-    clip: Clip | None
-    guard: NonFiniteGuard
+    Args:
+        recipe: the configuration.
+        pipe: the pipeline, about to make one of the phase's steps.
+        number: the phase's number, from 0.
+        steps: the phase's steps.
+        report: receives the facts if a loss or gradient is not finite.
+    """
 
-    @classmethod
-    def from_recipe(
-        cls, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
-    ) -> Phase:
-        """Make a phase.
-
-        Args:
-            recipe: the configuration.
-            pipe: the pipeline, about to make one of the phase's steps.
-            number: the phase's number, from 0.
-            steps: the phase's steps.
-            report: receives the facts if a loss or gradient is not finite.
-        """
+    def __init__(
+        self, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
+    ) -> None:
         config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
-        optimizer = make_optimizer(config, parameter_groups(pipe, config.lr, recipe.stage_lr), hidden_matrices(pipe))
-        rate = LearningRate(config, optimizer, len(steps), recipe.eval_every)
-        clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
-        return cls(optimizer, rate, clip, NonFiniteGuard(pipe, recipe.on_nan, report))
+        groups = parameter_groups(pipe, config.lr, recipe.stage_lr)
+        self.optimizer = make_optimizer(config, groups, hidden_matrices(pipe))
+        self.rate = LearningRate(config, self.optimizer, len(steps), recipe.eval_every)
+        self.clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
+        self.guard = NonFiniteGuard(pipe, recipe.on_nan, report)
 
     def update(self) -> list[int]:
         """Update the parameters; return the stages of this process whose update is skipped."""

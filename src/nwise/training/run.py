@@ -58,15 +58,6 @@ class Run:
         self._lock = FolderLock(folder)
 
     @classmethod
-    def create(cls, parent: Path, name: str, recipe: Recipe) -> Run:
-        """Make a folder ``<parent>/<name>-<number>`` with the configuration in it."""
-        folder = numbered(parent, name)
-        run = cls(folder)
-        state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
-        run._write_state({**state, "launch": _launch()})
-        return run
-
-    @classmethod
     def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
         """Return the newest folder with this configuration that earlier processes of this torchrun made."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
@@ -259,9 +250,12 @@ class Run:
 
 
 def new_run(recipe: Recipe, parent: Path) -> Run:
-    """Make a folder named after the recipe and the strategy."""
+    """Make a folder named after the recipe and the strategy, with the configuration in it."""
     strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
-    return Run.create(parent, f"{recipe.name}-{strategy}", recipe)
+    run = Run(numbered(parent, f"{recipe.name}-{strategy}"))
+    state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
+    run._write_state({**state, "launch": _launch()})
+    return run
 
 
 def _launch() -> str:
