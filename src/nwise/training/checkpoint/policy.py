@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,6 @@ class Checkpoints:
         self.folder, self.optimizer = Path(folder), optimizer
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
         self._processes = pipe.processes
-        self.is_first = pipe.processes.is_first
         # A separate group keeps a background writer's messages apart from the messages of training.
         self._group = pipe.processes.new_group()
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -139,24 +137,24 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        if reserved := sorted(set(facts) & (set(state.FACTS) | set(state.LATER_FACTS))):
+        if reserved := sorted(set(facts) & {*state.FACTS, "compress"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()
         except OSError as error:
-            if self.is_first:
+            if self._processes.is_first:
                 warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
-        with self._failing_together():
+        with self._processes.telling():
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
         self._pipe.forget_pending()  # these are not saved, so drop them in an uninterrupted run, too
-        with self._failing_together():
+        with self._processes.telling():
             tensors = state.collect_tensors(self._pipe, self.optimizer)
             all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
             json.dumps(all_facts)  # a fact that is not JSON raises on all processes
         folder = self.folder / f"step-{self._pipe.steps:08d}"
         if self._writer is None:
-            with self._failing_together():
+            with self._processes.telling():
                 self._write(folder, tensors, all_facts)
         else:
             self._writing = self._writer.submit(self._write, folder, tensors, all_facts)
@@ -164,7 +162,7 @@ class Checkpoints:
 
     def _claim_folder(self) -> None:
         """Make sure, before anything is written, that no other process writes here and no other run is overwritten."""
-        if not self.is_first:
+        if not self._processes.is_first:
             return
         present = sorted(p.name for p in self.folder.glob("step-*") if p.suffix != PARTIAL)
         if present and not self._knows_folder:
@@ -184,7 +182,7 @@ class Checkpoints:
         """Wait until everything has been written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._failing_together():
+            with self._processes.telling():
                 writing.result()
 
     def newest(self) -> CheckpointInfo | None:
@@ -202,14 +200,14 @@ class Checkpoints:
         for name in reversed(names):
             folder = self.folder / name
             try:
-                with self._failing_together():
+                with self._processes.telling():
                     files.check(folder, self._group)
                 info = CheckpointInfo(folder, state.check_facts(files.read_facts(folder), folder))
                 self._knows_folder = True
                 return info
             except DamagedError as error:
                 problem = str(error)
-                if self.is_first:
+                if self._processes.is_first:
                     warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
                     with suppress(OSError):  # in a read-only folder
                         folder.rename(_unused(folder.with_name(name + ".damaged")))
@@ -223,7 +221,7 @@ class Checkpoints:
 
     def restore(self, info: CheckpointInfo) -> Resumed:
         """Load a checkpoint; see `nwise.training.checkpoint.state.restore`."""
-        with self._failing_together():
+        with self._processes.telling():
             return Resumed(info.facts["step"], state.restore(info.folder, self._pipe, self.optimizer, self._group))
 
     def resume(self) -> Resumed | None:
@@ -240,10 +238,10 @@ class Checkpoints:
         return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        if self.is_first:
+        if self._processes.is_first:
             files.clean_up(self.folder)
         files.write(folder, tensors, facts, self._group)
-        if self.is_first:
+        if self._processes.is_first:
             self._remove_old(folder.name)
 
     def _remove_old(self, written: str) -> None:
@@ -266,10 +264,6 @@ class Checkpoints:
         for name in names:
             if name not in kept:
                 files.remove(self.folder / name)
-
-    def _failing_together(self) -> AbstractContextManager[None]:
-        """If this process is lost inside, all others end, as in a step."""
-        return self._processes.telling()
 
 
 class Saver:
@@ -374,7 +368,7 @@ class Saver:
         except OSError as error:
             self._written = -1
             self.unwritten = str(error)
-            if self._checkpoints.is_first:
+            if self._pipe.processes.is_first:
                 warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
         else:
             self.unwritten = ""
@@ -394,5 +388,7 @@ def _step(name: str) -> int:
 
 def _unused(path: Path) -> Path:
     """Return the path, or the first that does not exist with a number appended."""
-    paths = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
-    return next(candidate for candidate in paths if not candidate.exists())
+    unused, number = path, 2
+    while unused.exists():
+        unused, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return unused

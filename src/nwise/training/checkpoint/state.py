@@ -24,7 +24,7 @@ from nwise.pipeline import Pipeline
 from nwise.training.checkpoint import files
 from nwise.training.weights import local_weights, main_state, under
 
-# Types of the facts that every checkpoint has.
+# Types of the facts that every checkpoint has. Those of version 0.1 have no "compress", which was "none".
 FACTS = {
     "step": int,
     "seed": int,
@@ -33,9 +33,6 @@ FACTS = {
     "ends": list[str],
     "optimizer": str,
 }
-
-# Facts that older checkpoints lack, and their values there.
-LATER_FACTS = {"compress": "none"}
 
 
 def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -149,27 +146,21 @@ def restore(
     renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
     new_heads = []
     for k, module in pipe.heads.items():
-        head = {f"heads.{k}.{name}": tensor for name, tensor in module.state_dict().items()}
-        prefix = f"heads.{old_stages[int(k)]}."
-        saved = {name: name.replace(f"heads.{k}.", prefix, 1) for name in head}
-        present = {name for name in sizes if name.startswith(prefix)}
-        fits = all(sizes.get(saved[name]) == tensor.shape for name, tensor in head.items())
-        if fits and (not head or present == set(saved.values())):
-            targets.update({saved[name]: tensor for name, tensor in head.items()})
-            renamed.update(saved)
-        else:
+        head, saved = module.state_dict(), f"heads.{old_stages[int(k)]}."
+        if head and under(sizes, saved) != {name: tensor.shape for name, tensor in head.items()}:
             new_heads.append(int(k))
+            continue
+        targets.update({saved + name: tensor for name, tensor in head.items()})
+        renamed.update({f"heads.{k}.{name}": saved + name for name in head})
     entries = _optimizer_entries(pipe, optimizer, facts, layout, renamed)
-    random = {
-        name: torch.empty(sizes[name], dtype=torch.uint8)
-        for name in (f"random.{pipe.processes.here[0]}",)
-        if name in sizes
-    }
     groups = () if optimizer is None else optimizer.param_groups
     # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
     counted_on_device = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
-    fresh.update({name: tensor for name, (_, _, tensor) in entries.items()} | random)
+    fresh.update({name: tensor for name, (_, _, tensor) in entries.items()})
+    random = f"random.{pipe.processes.here[0]}"
+    if random in sizes:
+        fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
     files.read(folder, fresh, group)
     with torch.no_grad():
         for name, tensor in targets.items():
@@ -177,8 +168,8 @@ def restore(
     for parameter, entry, tensor in entries.values():
         device = parameter.device if entry != "step" or parameter in counted_on_device else tensor.device
         optimizer.state[parameter][entry] = tensor.to(device)  # type: ignore[union-attr]
-    for state in random.values():
-        torch.set_rng_state(state)
+    if random in sizes:
+        torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     pipe.forget_pending()
     return _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
@@ -260,7 +251,7 @@ def _differences(
     kept = {k for _, heads in parts for k in heads}
     dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
     changes = []
-    facts, now = {**LATER_FACTS, **facts}, collect_facts(pipe, optimizer)
+    facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
     for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
         if facts[key] != now[key]:
             changes.append(f"{what} {facts[key]} -> {now[key]}")
