@@ -15,11 +15,7 @@ from nwise.runtime.processes import Processes
 
 
 class Agreement:
-    """Agrees with all ranks on a step; before each step every rank calls `due`.
-
-    Args:
-        processes: the processes of the pipeline.
-    """
+    """Agrees with all ranks on a step; before each step every rank calls `due`."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -34,22 +30,14 @@ class Agreement:
         processes.set_beat(self._look)
 
     def ask(self, what: str) -> None:
-        """Request something of all ranks before one of the next steps; safe in a signal handler.
-
-        Args:
-            what: the text that `due` will return.
-        """
+        """Let `due` return a text on all ranks before one of the next steps; safe in a signal handler."""
         if what not in self._asked:
             self._asked.append(what)
 
     def due(self, step: int) -> str | None:
         """Return the request that is due on all ranks before a step; otherwise begin the step and return None.
 
-        Args:
-            step: number of the step, one more than at the last call unless that returned a request.
-
-        Raises:
-            RankError: another rank failed while this one waited for it.
+        The step is one more than at the last call, unless that returned a request.
         """
         if self._processes.size == 1:
             return self._asked.pop(0) if self._asked else None

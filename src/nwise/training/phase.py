@@ -16,12 +16,7 @@ from nwise.training.optimizers import LearningRate, make_optimizer, parameter_gr
 class Phase:
     """An optimizer, its learning rate, and the treatment of gradients before an update.
 
-    Args:
-        recipe: the configuration.
-        pipe: the pipeline, about to make one of the phase's steps.
-        number: the phase's number, from 0.
-        steps: the phase's steps.
-        report: receives the facts if a loss or gradient is not finite.
+    The pipeline is about to make one of the phase's steps; `report` receives the facts if a loss or gradient is not finite.
     """
 
     def __init__(
@@ -45,16 +40,7 @@ class Phase:
 
 
 def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:
-    """Raise the errors of later phases before the first step.
-
-    Args:
-        recipe: the configuration.
-        pipe: the pipeline, before its first step.
-        num_steps: number of steps of all phases.
-
-    Raises:
-        ValueError: a phase cannot clip, or skip updates, as the recipe says.
-    """
+    """Raise ValueError before the first step if a later phase cannot clip, or skip updates, as the recipe says."""
     for first, _ in pipe.strategy.phases(stop=num_steps):
         pipe.steps = first
         if recipe.clip is not None:

@@ -85,7 +85,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def check_names(pipe: Pipeline) -> None:
     """Raise ValueError before any training if two stages use the same name; all processes call it."""
-    main_state(pipe)
     names = {k: list(pipe.stages[k].state_dict()) for k in pipe.processes.here}
     seen: set[str] = set()
     for k, here in enumerate(pipe.processes.by_stage(names)):

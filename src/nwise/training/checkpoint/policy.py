@@ -269,12 +269,6 @@ class Checkpoints:
 class Saver:
     """Writes a training run's checkpoints by a policy, and resumes from them; all processes call it at the same steps.
 
-    Args:
-        folder: the folder of the run's checkpoints.
-        pipe: the pipeline whose state is saved.
-        policy: when checkpoints are written, and which are kept.
-        facts: returns the facts of the run to save.
-
     Attributes:
         phase: the present phase of training.
         unwritten: why the newest checkpoint is missing, e.g. on a full disk; empty if it is there.
@@ -295,11 +289,7 @@ class Saver:
         self._saved = time.monotonic()
 
     def newest(self) -> CheckpointInfo | None:
-        """Return the checkpoint to resume from, if there is one, and set the pipeline's step.
-
-        Raises:
-            ValueError: all checkpoints are damaged, or another program wrote them.
-        """
+        """Return the checkpoint to resume from, if there is one, and set the pipeline's step."""
         info = self._checkpoints.newest()
         if info is not None:
             state.check_facts(info.facts, info.folder, _RUN_FACTS)
@@ -313,9 +303,7 @@ class Saver:
     def restore(self, info: CheckpointInfo, done: int) -> str:
         """Load a checkpoint and return the differences from what was saved, in one line.
 
-        Args:
-            info: the checkpoint.
-            done: steps of the phase that are done; with none, its optimizer and learning rate start fresh.
+        If no steps of the phase are done, its optimizer and learning rate start fresh.
         """
         phase = self.phase if done else None
         self._checkpoints.optimizer = None if phase is None else phase.optimizer
@@ -332,13 +320,7 @@ class Saver:
         return bool(seconds) and time.monotonic() - self._saved > seconds
 
     def stepped(self, step: int, loss: float | None, *, is_last: bool) -> None:
-        """Write a checkpoint after a step if one is due.
-
-        Args:
-            step: steps done.
-            loss: the last head's test loss, if it was tested after this step.
-            is_last: whether the run ends here.
-        """
+        """Write a checkpoint after a step if one is due; `loss` is the last head's test loss, if it was tested."""
         every = self._policy.checkpoint_every
         is_best = self._policy.keep_best and loss is not None and loss < self._best
         if loss is not None:
@@ -349,14 +331,7 @@ class Saver:
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this step; warn if it cannot be written.
-
-        Args:
-            wait: whether to wait for a checkpoint that is written in the background.
-
-        Raises:
-            nwise.training.NotFiniteError: a parameter is not finite, and the recipe says to stop.
-        """
+        """Write a checkpoint, unless there is one of this step; warn if it cannot be written."""
         assert self.phase is not None
         self._saved = time.monotonic()
         try:

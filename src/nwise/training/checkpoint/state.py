@@ -38,10 +38,6 @@ FACTS = {
 def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """Return copies, on the CPU, of this process's part of the state; nothing where another replica has the same.
 
-    Args:
-        pipe: the pipeline, between two steps.
-        optimizer: the optimizer of its parameters.
-
     Raises:
         TypeError: a value of the state is not a tensor.
         ValueError: the optimizer has parameters of another network.
@@ -97,16 +93,7 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
 
 
 def check_facts(facts: dict[str, Any], folder: Path, types: Mapping[str, Any] = FACTS) -> dict[str, Any]:
-    """Return the facts of a checkpoint if they have the right types.
-
-    Args:
-        facts: the facts that a file holds.
-        folder: the checkpoint's folder, for the message.
-        types: the type of each fact that must be there.
-
-    Raises:
-        nwise.training.DamagedError: a fact is missing or of another type; another program wrote it.
-    """
+    """Return the facts of a checkpoint; DamagedError if one is missing or of another type, so another program wrote it."""
     for name, kind in types.items():
         value = facts.get(name) if isinstance(facts, dict) else None
         try:
@@ -126,11 +113,7 @@ def restore(
 ) -> str:
     """Load a checkpoint into a pipeline, whose cut may differ; all processes call it.
 
-    Args:
-        folder: a checkpoint that has been checked.
-        pipe: a pipeline of the same main network; cut, strategy, replicas and heads may differ.
-        optimizer: a fresh optimizer of its parameters; None to load no optimizer state.
-        group: see `nwise.training.checkpoint.files.write`.
+    Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state.
 
     Returns:
         The differences from what was saved, in one line; empty if there are none.
