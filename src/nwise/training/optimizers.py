@@ -18,13 +18,7 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of Re
 
 
 def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
-    """Return this process's parameters, with one group per stage and its head if learning rates differ.
-
-    Args:
-        pipe: the pipeline.
-        lr: learning rate of a stage whose factor is 1.
-        factors: one factor per stage; default: all 1.
-    """
+    """Return this process's parameters; with a factor of the learning rate per stage, one group per stage and its head."""
     if not factors:
         return [{"params": list(pipe.parameters())}]
     groups = []

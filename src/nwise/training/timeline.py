@@ -20,13 +20,7 @@ _CHUNK = 50_000  # largest number of actions that a process records; later ones 
 
 
 class TimelineRecorder:
-    """Records this process's actions in a range of steps.
-
-    Args:
-        pipe: the pipeline, on several processes.
-        strategy: name of the strategy in force.
-        first, last: first step that is recorded, and the step after the last one.
-    """
+    """Records the actions of one of several processes, in the steps from `first` to before `last`."""
 
     def __init__(self, pipe: Pipeline, strategy: str, first: int, last: int) -> None:
         self._pipe, self._strategy = pipe, strategy

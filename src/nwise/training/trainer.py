@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,13 +326,11 @@ class Trainer:
         return step % every == 0 or step == self.num_steps
 
     def _evaluate(self, step: int) -> Scores:
-        def on_batch(done: int, total: int) -> None:
-            self._notify("evaluating", done, total)
-
         self._write_log(wait=True)
         if self.pipe.processes.size > 1 and step:  # the losses that arrived after their step was announced
             self._notify("stepped", step, self._losses)
         with autocast(self.recipe, self.device):
+            on_batch = partial(self._notify, "evaluating")
             scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
         loss = [None if score is None else score.loss for score in scores.heads]
         accuracy = [None if score is None else score.accuracy for score in scores.heads]

@@ -73,10 +73,9 @@ def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = No
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Return the facts `FACTS` of a pipeline; all processes call it.
-
-    ``ends`` tells where the stages end, by the last name of the main network's state in each of them.
-    """
+    """Return the facts `FACTS` of a pipeline; all processes call it."""
+    # A stage's end is the last name of the main network's state in it. So stages of two cuts that end at one place compare
+    # equal, and the head of the one fits the other.
     last = {k: next(reversed(pipe.stages[k].state_dict()), "") for k in pipe.processes.here}
     ends = pipe.processes.by_stage(last)
     for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
