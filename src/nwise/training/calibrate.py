@@ -22,7 +22,6 @@ from nwise.tensors import as_tuple, run_module
 from nwise.training.evaluate import head_outputs
 
 _CANDIDATES = 200  # thresholds that are tried
-_NEVER = math.inf
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
         last = i == len(seen.stages) - 1
         if not last and k in thresholds:
             operations += here * work.heads[k]
-        bound = 0.0 if last else thresholds.get(k, _NEVER)
+        bound = 0.0 if last else thresholds.get(k, math.inf)
         leaves = stays & (seen.confidence[:, i] >= bound)
         right += int((leaves & seen.right[:, i]).sum())
         leaving.append(int(leaves.sum()) / count)
@@ -169,9 +168,9 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
     levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
     bounds = sorted(set(torch.quantile(seen.confidence[:, :-1].flatten().double(), levels).tolist()))
     options = [{}, *(dict.fromkeys(seen.stages[:-1], bound) for bound in bounds)]
-    results = [(outcome(seen, work, option), option) for option in options]
-    kept = [(result.work, n) for n, (result, _) in enumerate(results) if result.accuracy >= wanted]
-    return options[min(kept)[1]]
+    results = [outcome(seen, work, option) for option in options]
+    kept = [(result.work, n) for n, result in enumerate(results) if result.accuracy >= wanted]
+    return options[min(kept)[1]]  # of equal ones the first, which is that without exits
 
 
 def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:

@@ -247,7 +247,7 @@ class Trainer:
                     loss = scores.heads[-1].loss
                     self._phase.rate.evaluated(loss)
                 if self._saver is not None:
-                    self._saver.stepped(step + 1, loss, is_last=step + 1 == self.num_steps)
+                    self._saver.stepped(loss, is_last=step + 1 == self.num_steps)
         if checkpoint is not None:
             self._restore(checkpoint, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores

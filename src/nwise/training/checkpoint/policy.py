@@ -127,7 +127,7 @@ class Checkpoints:
 
         Args:
             facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
-                ``num_microbatches``, ``ends``, ``optimizer``).
+                ``num_microbatches``, ``ends``, ``optimizer``, ``compress``).
 
         Returns:
             Its folder, which exists at once unless it is written in the background.
@@ -284,7 +284,7 @@ class Saver:
             folder, pipe, keep=policy.keep, keep_best=policy.keep_best, asynchronous=policy.checkpoint_async
         )
         self._best = math.inf
-        self._tested: tuple[int, float] | None = None  # step and loss of the last test
+        self._loss: float | None = None  # the test loss of the present state, if it was tested
         self._written = -1  # step of the checkpoint on the disk that is the present state
         self._saved = time.monotonic()
 
@@ -319,15 +319,16 @@ class Saver:
         seconds = 60 * self._policy.checkpoint_minutes
         return bool(seconds) and time.monotonic() - self._saved > seconds
 
-    def stepped(self, step: int, loss: float | None, *, is_last: bool) -> None:
+    def stepped(self, loss: float | None, *, is_last: bool) -> None:
         """Write a checkpoint after a step if one is due; `loss` is the last head's test loss, if it was tested."""
         every = self._policy.checkpoint_every
         is_best = self._policy.keep_best and loss is not None and loss < self._best
+        self._loss = loss
         if loss is not None:
-            self._tested, self._best = (step, loss), min(self._best, loss)
+            self._best = min(self._best, loss)
         if is_last:
             self.save(wait=True)
-        elif is_best or (every and step % every == 0):
+        elif is_best or (every and self._pipe.steps % every == 0):
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
@@ -352,9 +353,8 @@ class Saver:
         phase.guard.check_parameters()
         while self._pipe.drain():  # a checkpoint has no place for gradients that are still due
             phase.update()
-        loss = self._tested[1] if self._tested is not None and self._tested[0] == self._pipe.steps else None
         self._checkpoints.optimizer = phase.optimizer
-        self._checkpoints.save(loss=loss, best=self._best, rate=phase.rate.state(), **self._facts())
+        self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())
 
 
 def _step(name: str) -> int:
