@@ -2,7 +2,11 @@
 
 Ranks are at different steps, and a rank that blocks at one may be the one that others need to reach it. So the threads of
 the watch agree on a step. Each publishes the number of steps that its rank has begun, and lets it begin no more until all
-have published theirs. The largest of these numbers is a step that no rank has begun and every rank can reach.
+have published theirs. The largest of these numbers is a step that no rank has begun and every rank can reach::
+
+    rank 0   begun 7   ->   steps 7, 8   |
+    rank 1   begun 9   ->                |   all save before step 9
+    rank 2   begun 8   ->   step 8       |
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ class Clip:
         """Clip the gradients of the last step."""
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
         owned = self._owned()
+        # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
+        # of processes, and the norm is bitwise the same.
         rows = [(_stages(group), torch.stack([squared_norm(owned[part]) for part in group])) for group in mine]
         for group, squares in zip(mine, self._pipe.processes.sums(rows), strict=True):
             norm = squares.sum().sqrt().float()

@@ -105,6 +105,10 @@ class NonFiniteGuard:
         return [m for (k, m), loss in losses if k == stage and not math.isfinite(loss)]
 
     def _skip(self, bad: dict[int, tuple[bool, bool]]) -> list[int]:
+        """Drop the gradients of all stages that share a loss with a bad one; return those of this process."""
+        # A bad loss spoils every stage that learns from it, and a bad gradient may come from any loss of its stage. So each
+        # loss counts its bad stages, on all processes: they see the same counts, and skip the same updates. A head learns
+        # from its own loss alone.
         rows = []
         losses = [j for j, group in enumerate(self._learners) if group & set(bad)]
         for j in losses:

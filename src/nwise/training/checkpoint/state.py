@@ -124,6 +124,10 @@ def restore(
     sizes = {name: tensor.shape for name, tensor in layout.items()}
     _check_same_network(folder, pipe, sizes)
     old_stages = _old_stages(pipe, facts)
+    # A head belongs to the place where its stage ends, not to the stage's number:
+    #
+    #     saved      | a b | c d | e f |     heads 0, 1
+    #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
     targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
     renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
     new_heads = []
@@ -138,6 +142,7 @@ def restore(
     groups = () if optimizer is None else optimizer.param_groups
     # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
     counted_on_device = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
     fresh.update({name: tensor for name, (_, _, tensor) in entries.items()})
     random = f"random.{pipe.processes.here[0]}"
