@@ -60,11 +60,6 @@ class Work:
     stages: Sequence[int]
     heads: Mapping[int, int]
 
-    @property
-    def total(self) -> int:
-        """Those of the main network."""
-        return sum(self.stages)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -147,7 +142,7 @@ def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
         right += int((leaves & seen.right[:, i]).sum())
         leaving.append(int(leaves.sum()) / count)
         stays &= ~leaves
-    return Outcome(right / count, operations / count / work.total, tuple(leaving))
+    return Outcome(right / count, operations / count / sum(work.stages), tuple(leaving))
 
 
 def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:

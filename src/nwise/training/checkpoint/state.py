@@ -123,12 +123,13 @@ def restore(
     facts, layout = files.read_facts(folder), files.read_layout(folder)
     sizes = {name: tensor.shape for name, tensor in layout.items()}
     _check_same_network(folder, pipe, sizes)
-    old_stages = _old_stages(pipe, facts)
     # A head belongs to the place where its stage ends, not to the stage's number:
     #
     #     saved      | a b | c d | e f |     heads 0, 1
     #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
     targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    saved_ends = {end: k for k, end in enumerate(facts["ends"])}
+    old_stages = [saved_ends.get(end) for end in collect_facts(pipe)["ends"]]
     renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
     new_heads = []
     for k, module in pipe.heads.items():
@@ -186,12 +187,6 @@ def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size])
                 f"The network should be that of {folder}, whatever its cut. Found that {name!r} has shape {here.get(name)} "
                 f"here and {saved.get(name)} there; None means that it has no such tensor."
             )
-
-
-def _old_stages(pipe: Pipeline, facts: Mapping[str, Any]) -> list[int | None]:
-    """Return for every stage the saved stage that ended at the same place, whose head fits it."""
-    ends = {end: k for k, end in enumerate(facts["ends"])}
-    return [ends.get(end) for end in collect_facts(pipe)["ends"]]
 
 
 def _optimizer_entries(
