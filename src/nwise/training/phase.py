@@ -22,6 +22,7 @@ class Phase:
     def __init__(
         self, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
     ) -> None:
+        self._pipe = pipe
         config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
         groups = parameter_groups(pipe, config.lr, recipe.stage_lr)
         self.optimizer = make_optimizer(config, groups, hidden_matrices(pipe))
@@ -37,6 +38,11 @@ class Phase:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return skipped
+
+    def drain(self) -> None:
+        """Update the parameters by the gradients that are still due under a delay."""
+        while self._pipe.drain():
+            self.update()
 
 
 def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:

@@ -38,7 +38,7 @@ from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe, from_json, to_json
 from nwise.training.build import make_pipeline, pick_device
 from nwise.training.lock import FolderLock
-from nwise.training.weights import load_main_state, save_tensors, under
+from nwise.training.weights import discard_unsaved_heads, load_main_state, save_tensors, under
 
 
 class Run:
@@ -213,11 +213,9 @@ class Run:
         weights = self.weights()
         load_main_state(pipe, under(weights, "model."))
         pipe.steps = max((record["step"] for record in self.metrics()), default=0)
-        heads = under(weights, "heads.")
-        if not heads and not pipe.needed_heads():
-            pipe.discard_heads()  # as the run did, if it had any
+        discard_unsaved_heads(pipe, weights)
         try:
-            pipe.heads.load_state_dict(heads)
+            pipe.heads.load_state_dict(under(weights, "heads."))
         except RuntimeError as error:
             raise ValueError(f"{self.folder} should hold the weights of its heads. Found: {error}") from error
 

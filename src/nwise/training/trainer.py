@@ -238,8 +238,8 @@ class Trainer:
             for step in range(begin, last):
                 self._do_requests(step)
                 self._step(step)
-                while step + 1 == last and self.pipe.drain():  # gradients that are still due under a delay
-                    self._phase.update()
+                if step + 1 == last:
+                    self._phase.drain()
                 loss = None
                 if self._is_due(step + 1):
                     scores = self._evaluate(step + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +67,12 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})
     except RuntimeError as error:
         raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
+
+
+def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
+    """Discard all heads, as a run did that saved none under these names, if no later step needs one."""
+    if not any(name.startswith("heads.") for name in saved) and not pipe.needed_heads():
+        pipe.discard_heads()
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

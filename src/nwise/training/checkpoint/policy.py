@@ -22,7 +22,7 @@ from nwise.training.checkpoint import files, state
 from nwise.training.checkpoint.files import DamagedError
 from nwise.training.lock import FolderLock
 from nwise.training.phase import Phase
-from nwise.training.weights import check_names
+from nwise.training.weights import check_names, discard_unsaved_heads
 
 _RUN_FACTS = {"rate": dict[str, int | float], "seconds": float, "best": float}
 
@@ -295,9 +295,7 @@ class Saver:
             state.check_facts(info.facts, info.folder, _RUN_FACTS)
             self._best = info.facts["best"]
             self._pipe.steps = info.facts["step"]
-            has_heads = any(name.startswith("heads.") for name in files.read_layout(info.folder))
-            if not has_heads and not self._pipe.needed_heads():
-                self._pipe.discard_heads()  # as the run did
+            discard_unsaved_heads(self._pipe, files.read_layout(info.folder))
         return info
 
     def restore(self, info: CheckpointInfo, done: int) -> str:
@@ -351,8 +349,7 @@ class Saver:
 
     def _write(self, phase: Phase) -> None:
         phase.guard.check_parameters()
-        while self._pipe.drain():  # a checkpoint has no place for gradients that are still due
-            phase.update()
+        phase.drain()  # a checkpoint has no place for gradients that are still due
         self._checkpoints.optimizer = phase.optimizer
         self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())
 
