@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -101,8 +103,7 @@ def digits(seed: int = 0) -> tuple[Images, Images]:
     labels = torch.from_numpy(bundle.target.astype(np.int64))
     order = torch.randperm(len(labels), generator=generator(seed, "digits"))
     train, test = order[:1437], order[1437:]
-    mean, deviation = _statistics(pixels[train])
-    images = Images(pixels, labels, tuple(map(str, range(10))), mean, deviation, "none", 8)
+    images = Images(pixels, labels, tuple(map(str, range(10))), *_statistics(pixels[train]), "none", 8)
     return images.subset(train), images.subset(test)
 
 
@@ -112,7 +113,7 @@ def _statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 # The training statistics of ImageNet, which would take a pass over 138 GB to compute.
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_IMAGENET: tuple[tuple[float, ...], tuple[float, ...]] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def load_images(
@@ -164,30 +165,24 @@ def load_images(
     classes = _classes(train_tables)
     if num_classes is not None and len(classes) != num_classes:
         raise ValueError(_extra_class(train_tables, classes, num_classes))
-    rows = _Rows(train_tables, classes)
+    train_rows = _Rows([_Table(table, classes) for table in train_tables])
     if withheld:
-        order = torch.randperm(len(rows), generator=generator(seed, "withheld")).tolist()
-        share = max(1, round(withheld * len(rows)))
-        pools = (_Subset(rows, order[share:]), _Subset(rows, order[:share]))
+        order = torch.randperm(len(train_rows), generator=generator(seed, "withheld")).tolist()
+        share = max(1, round(withheld * len(order)))
+        train, test = train_rows.pick(order[share:]), train_rows.pick(order[:share])
     else:
-        test_rows = _Rows(test_tables, classes)
-        pools = (_Subset(rows, range(len(rows))), _Subset(test_rows, range(len(test_rows))))
-    subsets = [pool.limit(count, seed) for pool, count in zip(pools, limit, strict=True)]
-    train_labels, test_labels = (subset.labels for subset in subsets)
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-    if size is not None:
-        mean, deviation = _IMAGENET
-        train: Tensor | Sequence[Tensor]
-        test: Tensor | Sequence[Tensor]
-        train, test = subsets
-    else:
-        train, test = (_shrink(_stack(subset), shrink) for subset in subsets)
-        mean, deviation = _statistics(train)
-        size = train.shape[-1]
+        train, test = train_rows, _Rows([_Table(table, classes) for table in test_tables])
+    parts = [_limited(rows, count, seed) for rows, count in zip((train, test), limit, strict=True)]
+    labels = [rows.labels for rows in parts]
+    pixels: list[Tensor | Sequence[Tensor]] = [*parts]
+    statistics = _IMAGENET
+    if size is None:
+        stacked = [_shrink(_stack(rows), shrink) for rows in parts]
+        pixels, size = [*stacked], stacked[0].shape[-1]
+        statistics = _statistics(stacked[0])
     return (
-        Images(train, train_labels, classes, mean, deviation, augmentation, size),
-        Images(test, test_labels, classes, mean, deviation, "none", size),
+        Images(pixels[0], labels[0], classes, *statistics, augmentation, size),
+        Images(pixels[1], labels[1], classes, *statistics, "none", size),
     )
 
 
@@ -225,47 +220,71 @@ def _extra_class(tables: list[sources.Table], classes: tuple[str, ...], num_clas
     return wrong
 
 
-class _Rows:
-    """All rows of several tables."""
+class _Table:
+    """The images and labels of one table."""
 
-    def __init__(self, tables: list[sources.Table], classes: tuple[str, ...]) -> None:
-        self._tables = tables
-        self._images, self._labels, self._names = [], [], []
-        datasets = sources.library()
-        for table in tables:
-            image = sources.column(table, _IMAGE, "images")
-            self._images.append(table.rows.select_columns([image]).cast_column(image, datasets.Image(decode=False)))
-            label = sources.column(table, _LABEL, "label")
-            self._labels.append(table.rows[label][:])
-            self._names.append(getattr(table.rows.features[label], "names", None))
-        self._index = {name: i for i, name in enumerate(classes)}
+    def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
+        self._name = table.name
+        image = sources.column(table, _IMAGE, "images")
+        undecoded = sources.library().Image(decode=False)
+        self._images = table.rows.select_columns([image]).cast_column(image, undecoded)
+        label = sources.column(table, _LABEL, "label")
+        self._labels = table.rows[label][:]
+        self._names = getattr(table.rows.features[label], "names", None)
+        self._classes = {name: i for i, name in enumerate(classes)}
 
     def __len__(self) -> int:
-        return sum(len(labels) for labels in self._labels)
+        return len(self._labels)
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        for t, labels in enumerate(self._labels):
-            if index < len(labels):
-                return t, index
-            index -= len(labels)
-        raise IndexError(index)
-
-    def label(self, index: int) -> int:
-        t, row = self._locate(index)
-        value = self._labels[t][row]
-        names = self._names[t]  # another file may have fewer names, or another order
+    def label(self, row: int) -> int:
+        value, names = self._labels[row], self._names
+        # Another file may have fewer names, or another order.
         name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
-        place = self._index.get(name)
-        if place is None:
+        if name not in self._classes:
             raise ValueError(
-                f"The label of {self._tables[t].name}, row {row}, should be one of {len(self._index)} classes. Found {value!r}."
+                f"The label of {self._name}, row {row}, should be one of {len(self._classes)} classes. Found {value!r}."
             )
-        return place
+        return self._classes[name]
 
-    def image(self, index: int) -> Tensor:
-        t, row = self._locate(index)
-        (cell,) = self._images[t][row].values()
-        return _decode(cell, f"{self._tables[t].name}, row {row}")
+    def image(self, row: int) -> Tensor:
+        (cell,) = self._images[row].values()
+        return _decode(cell, f"{self._name}, row {row}")
+
+
+class _Rows(Sequence[Tensor]):
+    """Rows of several tables, all or those of some indices; their images are decoded on access."""
+
+    def __init__(self, tables: list[_Table], indices: Sequence[int] | None = None) -> None:
+        self._tables = tables
+        self._starts = [0, *accumulate(map(len, tables))]
+        self._indices = range(self._starts[-1]) if indices is None else indices
+
+    def pick(self, numbers: Sequence[int]) -> _Rows:
+        return _Rows(self._tables, [self._indices[i] for i in numbers])
+
+    @property
+    def labels(self) -> Tensor:
+        places = map(self._place, range(len(self)))
+        return torch.tensor([table.label(row) for table, row in places], dtype=torch.int64)
+
+    def _place(self, number: int) -> tuple[_Table, int]:
+        index = self._indices[number]
+        t = bisect_right(self._starts, index) - 1
+        return self._tables[t], index - self._starts[t]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, number: Any) -> Any:
+        table, row = self._place(number)
+        return table.image(row)
+
+
+def _limited(rows: _Rows, count: int | None, seed: int) -> _Rows:
+    """Draw at most `count` of the rows by the seed."""
+    if count is None or count >= len(rows):
+        return rows
+    return rows.pick(torch.randperm(len(rows), generator=generator(seed, "subset"))[:count].tolist())
 
 
 def _decode(cell: Any, where: str) -> Tensor:
@@ -282,35 +301,6 @@ def _decode(cell: Any, where: str) -> Tensor:
             f"{where}, should hold a readable image. Found {type(error).__name__}: {error}; repair or remove the row."
         ) from error
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
-
-
-class _Subset(Sequence[Tensor]):
-    """Some of the rows, decoded on access."""
-
-    def __init__(self, rows: _Rows, indices: Sequence[int]) -> None:
-        self.rows = rows
-        self.indices = indices
-
-    @property
-    def labels(self) -> Tensor:
-        """Labels of these rows."""
-        return torch.tensor([self.rows.label(i) for i in self.indices], dtype=torch.int64)
-
-    def limit(self, count: int | None, seed: int) -> _Subset:
-        """Draw at most `count` of the rows by the seed."""
-        if count is None or count >= len(self):
-            return self
-        order = torch.randperm(len(self), generator=generator(seed, "subset"))
-        return _Subset(self.rows, [self.indices[i] for i in order[:count].tolist()])
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows.image(self.indices[index])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self.rows.image(i) for i in self.indices)
 
 
 def _stack(images: Sequence[Tensor]) -> Tensor:

@@ -43,12 +43,11 @@ def library() -> Any:
 
 
 def tables(source: str, split: str, *, hub: str | None = None, hub_split: str | None = None) -> list[Table]:
-    """Open the tables of a split.
+    """Open the tables of a split: the files ``<split>...`` of a local folder, its folder of images, or a split of the hub.
 
     Args:
         source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
-        split: ``"train"``, ``"test"``, ...: in a local folder, the files named ``<split>...``, or a folder of that
-            name with one folder of images for each class.
+        split: ``"train"``, ``"test"``, ...
         hub: name on the hub if there is no local `source`; default: `source` itself.
         hub_split: the split's name on the hub; default: `split`.
 

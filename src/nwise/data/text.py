@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,27 +23,10 @@ from nwise.data.progress import with_progress_bar
 _TEST_SHARE = 0.05  # of the standard library
 
 
-class Tokenizer(Protocol):
-    """Turn text into numbers and back."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of different tokens, V."""
-
-    def encode(self, text: str) -> list[int]:
-        """Turn a text into token numbers."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """Turn token numbers into a text."""
-
-    def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON."""
-
-
 class Bytes:
     """A tokenizer for which every byte of UTF-8 is a token."""
 
-    vocabulary_size = 256
+    vocabulary_size = 256  # number of different tokens, V
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text.
@@ -58,6 +41,7 @@ class Bytes:
         return bytes(tokens).decode(errors="replace")
 
     def save(self, path: Path) -> None:
+        """Write the tokenizer as JSON."""
         path.write_text(json.dumps({"type": "bytes"}))
 
 
@@ -97,6 +81,7 @@ class Bpe:
 
     @property
     def vocabulary_size(self) -> int:
+        """Number of different tokens, V."""
         return int(self._inner.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
@@ -111,6 +96,9 @@ class Bpe:
 
 def _tokenizers() -> Any:
     return needed("tokenizers", "data", "A byte-pair encoding")
+
+
+Tokenizer = Bytes | Bpe
 
 
 @dataclass(frozen=True, slots=True)

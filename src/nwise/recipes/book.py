@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from nwise._errors import hint
-from nwise.recipes.config import (
-    ConvNet,
-    Digits,
-    EmbeddedText,
-    Gpt,
-    ImageSource,
-    Recipe,
-    ResNet,
-    TextSource,
-)
+from nwise.recipes.config import ConvNet, Digits, EmbeddedText, Gpt, ImageSource, Recipe, ResNet, TextSource
 from nwise.recipes.optimizers import Adam, Sgd
 
 # Embedded: no network, no files.
@@ -61,10 +53,9 @@ def cifar10_convnet() -> Recipe:
 
 def cifar10_convnet_small() -> Recipe:
     """E1, small: half the filters, 10,000 images of CIFAR-10 at half their size, 4 epochs, a minute on a core."""
-    data = ImageSource(source="cifar10", hub="uoft-cs/cifar10", train_limit=10000, test_limit=2000, shrink=2)
     return Recipe(
         name="cifar10-convnet-small",
-        data=data,
+        data=replace(_CIFAR10, train_limit=10000, test_limit=2000, shrink=2),
         model=ConvNet(num_stages=6, filters=16),
         optimizer=Adam(lr=5e-4),
         batch_size=64,
@@ -75,7 +66,7 @@ def cifar10_convnet_small() -> Recipe:
 
 # The paper's residual networks.
 
-_CROP_FLIP = ImageSource(source="cifar10", hub="uoft-cs/cifar10", augmentation="crop-flip")
+_CROP_FLIP = replace(_CIFAR10, augmentation="crop-flip")
 _DROPS = (91 / 200, 136 / 200, 182 / 200)
 _LATE_DROPS = (0.7, 0.85, 0.95)  # of the paper's shorter runs
 
@@ -126,12 +117,9 @@ def cifar10_finetune() -> Recipe:
 
 def cifar10_resnet_small() -> Recipe:
     """E2, small: two blocks a stage, an eighth of the channels, 10,000 images halved in size, 5 epochs, a minute on a core."""
-    data = ImageSource(
-        source="cifar10", hub="uoft-cs/cifar10", augmentation="crop-flip", train_limit=10000, test_limit=5000, shrink=2
-    )
     return Recipe(
         name="cifar10-resnet-small",
-        data=data,
+        data=replace(_CROP_FLIP, train_limit=10000, test_limit=5000, shrink=2),
         model=ResNet(variant="18", width_factor=1 / 8),
         optimizer=Sgd(drops=_LATE_DROPS),
         epochs=5,
@@ -161,10 +149,9 @@ def lm1b() -> Recipe:
 
 def lm1b_small() -> Recipe:
     """E6, small: 4 stages of one block, width 64, BPE of 500 on a piece of One Billion Word, a minute on a core."""
-    data = TextSource(source="lm1b", hub="billion-word-benchmark/lm1b", sentences=True, test_limit=200)
     return Recipe(
         name="lm1b-small",
-        data=data,
+        data=replace(_LM1B, test_limit=200),
         model=Gpt(blocks_per_stage=1, width=64, sequence_length=32, head_blocks=1, vocabulary_size=500),
         optimizer=Adam(lr=0.025, beta2=0.98, eps=1e-9, warmup_steps=40),
         strategy="2-wise-mean",

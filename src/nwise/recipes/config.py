@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
@@ -198,6 +198,11 @@ class Gpt:
         )
 
 
+Text = EmbeddedText | TextSource
+Data = Digits | ImageSource | Text
+Model = Mlp | ConvNet | ResNet | Gpt
+Optimizer = Sgd | Adam
+
 # The command line has `--lr`, not `--optimizer.lr`.
 _FLAT = tyro.conf.arg(name="")
 
@@ -213,15 +218,15 @@ class Recipe:
 
     name: tyro.conf.Suppress[str] = "custom"
     """Name of the recipe that this configuration derives from."""
-    data: Annotated[Digits | ImageSource | EmbeddedText | TextSource, _FLAT] = field(default_factory=Digits)
+    data: Annotated[Data, _FLAT] = field(default_factory=Digits)
     """Training and test data."""
-    model: Annotated[Mlp | ConvNet | ResNet | Gpt, _FLAT] = field(default_factory=ConvNet)
+    model: Annotated[Model, _FLAT] = field(default_factory=ConvNet)
     """The network."""
     cut: tuple[int, ...] = ()
     """Numbers of the network's own stages to merge into each stage, separated by spaces, e.g. 2 2; empty: no merging."""
-    optimizer: Annotated[Sgd | Adam, _FLAT] = field(default_factory=Adam)
+    optimizer: Annotated[Optimizer, _FLAT] = field(default_factory=Adam)
     """Optimizer of every stage and head."""
-    then: Sgd | Adam | None = None
+    then: Optimizer | None = None
     """Settings of the new optimizer after a switch of strategy; None keeps the settings of `optimizer`."""
     strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "2-wise"
     heads: Heads = "live"
@@ -273,28 +278,26 @@ class Recipe:
         check_count("log_every", self.log_every)
         check_count("max_steps", self.max_steps)
         for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
-            if number is not None and not 0 < number < math.inf:
-                raise ValueError(f"`{name}` should be a finite number above 0. Found {number}.")
+            if number is not None:
+                check_range(name, number, 0, math.inf)
         for factor in self.stage_lr:
             check_range("stage_lr", factor, 0, math.inf, least=True)
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"`microbatches` should be at most `batch_size = {self.batch_size}`. Found {self.microbatches}."
             )
-        for name, value, kinds in (
-            ("data", self.data, (Digits, ImageSource, EmbeddedText, TextSource)),
-            ("model", self.model, (Mlp, ConvNet, ResNet, Gpt)),
-            ("optimizer", self.optimizer, (Sgd, Adam)),
-            ("then", self.then, (Sgd, Adam, type(None))),
-        ):
-            if not isinstance(value, kinds):
-                raise TypeError(f"`{name}` should be one of {', '.join(k.__name__ for k in kinds)}. Found {value!r}.")
-        if isinstance(self.model, Gpt) != isinstance(self.data, EmbeddedText | TextSource):
+        kinds = {"data": Data, "model": Model, "optimizer": Optimizer, "then": Optimizer | None}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(
+                    f"`{name}` should be one of {', '.join(k.__name__ for k in get_args(kind))}. Found {value!r}."
+                )
+        if isinstance(self.model, Gpt) != isinstance(self.data, Text):
             raise ValueError(
                 f"`model` and `data` should both be of text or both of images. Found {type(self.model).__name__} and "
                 f"{type(self.data).__name__}."
             )
-        if self.channels_last and isinstance(self.data, EmbeddedText | TextSource):
+        if self.channels_last and isinstance(self.data, Text):
             raise ValueError("`channels_last` needs image data. Found text.")
         object.__setattr__(self, "schedule", check_order(self.schedule))  # an old name becomes the present one
         if isinstance(placement := parse_placement(self.placement), str):
@@ -319,7 +322,7 @@ class Recipe:
                 ) from error
 
         text = re.sub(r"@([^@,]*)epochs,", steps, self.strategy)
-        return strategy(text, heads=self.heads) if self.heads != "live" else strategy(text)
+        return strategy(text, heads=self.heads)
 
     def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:
         """Load the training and the test data.
@@ -327,7 +330,7 @@ class Recipe:
         Args:
             tokenizer: existing tokenizer for text; default: a new one.
         """
-        if isinstance(self.data, Digits | ImageSource):
+        if not isinstance(self.data, Text):
             return self.data.load(self.seed)
         assert isinstance(self.model, Gpt)
         train, test = self.data.texts()
@@ -339,9 +342,7 @@ class Recipe:
         return models.merged(model, self.cut, self.seed) if self.cut else model
 
 
-_TYPES = {
-    t.__name__: t for t in (Digits, ImageSource, EmbeddedText, TextSource, Mlp, ConvNet, ResNet, Gpt, Sgd, Adam, Recipe)
-}
+_TYPES = {kind.__name__: kind for kind in (*get_args(Data | Model | Optimizer), Recipe)}
 
 
 def to_json(config: Any) -> Any:

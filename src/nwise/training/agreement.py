@@ -2,7 +2,11 @@
 
 Ranks are at different steps, and a rank that blocks at one may be the one that others need to reach it. So the threads of
 the watch agree on a step. Each publishes the number of steps that its rank has begun, and lets it begin no more until all
-have published theirs. The largest of these numbers is a step that no rank has begun and every rank can reach.
+have published theirs. The largest of these numbers is a step that no rank has begun and every rank can reach::
+
+    rank 0   begun 7   ->   steps 7, 8   |
+    rank 1   begun 9   ->                |   all save before step 9
+    rank 2   begun 8   ->   step 8       |
 """
 
 from __future__ import annotations
@@ -15,11 +19,7 @@ from nwise.runtime.processes import Processes
 
 
 class Agreement:
-    """Agrees with all ranks on a step; before each step every rank calls `due`.
-
-    Args:
-        processes: the processes of the pipeline.
-    """
+    """Agrees with all ranks on a step; before each step every rank calls `due`."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -34,22 +34,14 @@ class Agreement:
         processes.set_beat(self._look)
 
     def ask(self, what: str) -> None:
-        """Request something of all ranks before one of the next steps; safe in a signal handler.
-
-        Args:
-            what: the text that `due` will return.
-        """
+        """Let `due` return a text on all ranks before one of the next steps; safe in a signal handler."""
         if what not in self._asked:
             self._asked.append(what)
 
     def due(self, step: int) -> str | None:
         """Return the request that is due on all ranks before a step; otherwise begin the step and return None.
 
-        Args:
-            step: number of the step, one more than at the last call unless that returned a request.
-
-        Raises:
-            RankError: another rank failed while this one waited for it.
+        The step is one more than at the last call, unless that returned a request.
         """
         if self._processes.size == 1:
             return self._asked.pop(0) if self._asked else None

@@ -28,11 +28,7 @@ from nwise.training.optimizers import make_optimizer
 
 
 def pick_device(recipe: Recipe) -> torch.device:
-    """Return the recipe's device.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """Return the recipe's device; ValueError if there is none."""
     if recipe.device == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -89,13 +85,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
 
 
 def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> Network:
-    """Return the recipe's network for `nwise.planning.profile.profile`.
-
-    Args:
-        recipe: the recipe, with batch size, optimizer and precision.
-        data: the data, whose first samples are used.
-        device: the device to measure on.
-    """
+    """Return the recipe's network for `nwise.planning.profile.profile`, with the data's first samples."""
     model, samples = recipe.build(data), data.to(device)
     stages = [stage.pieces() for stage in model.stages]
     pieces = {name: piece.to(device) for stage in stages for name, piece in stage.items()}

@@ -7,7 +7,7 @@ sample once; everything after that is arithmetic on two tables, so many threshol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,9 @@ from nwise.data import Images
 from nwise.exits import confidence, head_output, single
 from nwise.pipeline import Pipeline
 from nwise.tensors import as_tuple, run_module
+from nwise.training.evaluate import head_outputs
 
 _CANDIDATES = 200  # thresholds that are tried
-_NEVER = math.inf
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,6 @@ class Work:
     stages: Sequence[int]
     heads: Mapping[int, int]
 
-    @property
-    def total(self) -> int:
-        """Those of the main network."""
-        return sum(self.stages)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -81,28 +76,21 @@ class Outcome:
     leaving: tuple[float, ...]
 
 
-def observe(pipe: Pipeline, data: Images, batch_size: int, on_batch: Callable[[int, int], None] | None = None) -> Seen:
+def observe(pipe: Pipeline, data: Images, batch_size: int) -> Seen:
     """Run every trained head on every sample.
 
     Args:
         pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
         data: samples that training has not seen.
         batch_size: samples per batch.
-        on_batch: called after each batch with the number of batches done and of all batches.
     """
     exits = (*sorted(pipe.needed_heads(later=False)), pipe.num_stages - 1)
-    device = next(p.device for p in pipe.parameters())
-    starts = range(0, len(data), batch_size)
     sure, right = [], []
     with evaluating(pipe):
-        for done, start in enumerate(starts):
-            x, y = data.batch(torch.arange(start, min(start + batch_size, len(data))))
-            outputs = pipe.head_outputs(x.to(device), only=exits)
+        for outputs, target in head_outputs(pipe, data, batch_size, exits):
             logits = [single(outputs[k], k) for k in exits]
             sure.append(torch.stack([confidence(one) for one in logits], dim=1).cpu())
-            right.append(torch.stack([one.argmax(-1).cpu() == y.cpu() for one in logits], dim=1))
-            if on_batch is not None:
-                on_batch(done + 1, len(starts))
+            right.append(torch.stack([one.argmax(-1) == target for one in logits], dim=1).cpu())
     return Seen(exits, torch.cat(sure), torch.cat(right))
 
 
@@ -149,12 +137,12 @@ def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
         last = i == len(seen.stages) - 1
         if not last and k in thresholds:
             operations += here * work.heads[k]
-        bound = 0.0 if last else thresholds.get(k, _NEVER)
+        bound = 0.0 if last else thresholds.get(k, math.inf)
         leaves = stays & (seen.confidence[:, i] >= bound)
         right += int((leaves & seen.right[:, i]).sum())
         leaving.append(int(leaves.sum()) / count)
         stays &= ~leaves
-    return Outcome(right / count, operations / count / work.total, tuple(leaving))
+    return Outcome(right / count, operations / count / sum(work.stages), tuple(leaving))
 
 
 def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
@@ -175,9 +163,9 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
     levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
     bounds = sorted(set(torch.quantile(seen.confidence[:, :-1].flatten().double(), levels).tolist()))
     options = [{}, *(dict.fromkeys(seen.stages[:-1], bound) for bound in bounds)]
-    results = [(outcome(seen, work, option), option) for option in options]
-    kept = [(result.work, n) for n, (result, _) in enumerate(results) if result.accuracy >= wanted]
-    return options[min(kept)[1]]
+    results = [outcome(seen, work, option) for option in options]
+    kept = [(result.work, n) for n, result in enumerate(results) if result.accuracy >= wanted]
+    return options[min(kept)[1]]  # of equal ones the first, which is that without exits
 
 
 def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:

@@ -8,7 +8,7 @@ that head learns from it. Only the processes of a group wait for each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -24,14 +24,7 @@ Part = tuple[int, bool]
 
 
 def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
-    """Return the groups of parts that share a norm, for the strategy of the next step.
-
-    Args:
-        pipe: the pipeline.
-        by: ``"global"``, ``"stage"`` or ``"loss"``; see the top of this file.
-
-    Raises:
-        ValueError: `by` is something else.
+    """Return the groups of parts that share a norm, for the strategy of the next step; `by` as at the top of this file.
 
     >>> stages, heads = [nn.Linear(2, 2) for _ in range(3)], [nn.Linear(2, 2) for _ in range(2)]
     >>> pipe = Pipeline(stages, heads, strategy="2-wise")
@@ -60,8 +53,8 @@ def cycle_credit(pipe: Pipeline) -> Tensor:
 def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the squared norm of the gradients, on the CPU; in float64, where the order of the sum hardly matters."""
     total = torch.zeros((), dtype=torch.float64)
-    for kind in _by_kind(parameters):
-        norm = nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
+    for same in _by_kind(parameters):
+        norm = nn.utils.get_total_norm([p.grad for p in same if p.grad is not None])
         whole = norm.full_tensor() if is_dtensor(norm) else norm
         total += whole.detach().double().cpu().square()
     return total
@@ -90,28 +83,25 @@ class Clip:
         """Clip the gradients of the last step."""
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
         owned = self._owned()
-        squares = [torch.stack([squared_norm(owned[part]) for part in group]) for group in mine]
-        for group, norm in zip(mine, self._norms(mine, squares), strict=True):
+        # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
+        # of processes, and the norm is bitwise the same.
+        rows = [(_stages(group), torch.stack([squared_norm(owned[part]) for part in group])) for group in mine]
+        for group, squares in zip(mine, self._pipe.processes.sums(rows), strict=True):
+            norm = squares.sum().sqrt().float()
             for part in group:
                 for parameters in _by_kind(owned[part]):
                     nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
 
     def _owned(self) -> dict[Part, list[nn.Parameter]]:
         """Return the parameters of every part; one that heads share belongs to the first part that has it."""
-        owner: dict[nn.Parameter, Part] = {}
-        parts = [part for group in self._groups for part in group]
-        for stage, is_head in parts:
+        owned: dict[Part, list[nn.Parameter]] = {}
+        seen: set[nn.Parameter] = set()
+        for stage, is_head in (part for group in self._groups for part in group):
             module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
-            for parameter in () if module is None else module.parameters():
-                owner.setdefault(parameter, (stage, is_head))
-        owned: dict[Part, list[nn.Parameter]] = {part: [] for part in parts}
-        for parameter, part in owner.items():
-            owned[part].append(parameter)
+            parameters = [] if module is None else [p for p in module.parameters() if p not in seen]
+            owned[stage, is_head] = parameters
+            seen.update(parameters)
         return owned
-
-    def _norms(self, groups: Sequence[Sequence[Part]], squares: Sequence[Tensor]) -> list[Tensor]:
-        rows = [(_stages(group), values) for group, values in zip(groups, squares, strict=True)]
-        return [values.sum().sqrt().float() for values in self._pipe.processes.sums(rows)]
 
 
 def _stages(group: Iterable[Part]) -> tuple[int, ...]:
@@ -120,7 +110,8 @@ def _stages(group: Iterable[Part]) -> tuple[int, ...]:
 
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Separate DTensors from other parameters, because no operation takes both."""
-    kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
+    distributed: list[nn.Parameter] = []
+    local: list[nn.Parameter] = []
     for p in parameters:
-        kinds[is_dtensor(p)].append(p)
-    return list(kinds.values())
+        (distributed if is_dtensor(p) else local).append(p)
+    return [kind for kind in (distributed, local) if kind]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,19 +63,16 @@ def evaluate(
     Raises:
         ValueError: ensembles are requested on several processes.
     """
-    sums: dict[tuple[str, int], Tensor] = {}
-    device = next((p.device for p in pipe.parameters()), torch.device("cpu"))
-    starts = range(0, len(data), batch_size)
-    scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
     if ensembles and pipe.processes.size > 1:
         raise ValueError(
             "Ensembles should be scored in one process, which has all heads' outputs. Found several; use `nwise evaluate RUN`."
         )
+    scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
+    # For every head, and for the top n heads: the sum of the losses, the number of right answers, and that of all answers.
+    heads, tops = torch.zeros(2, pipe.num_stages, 3, dtype=torch.float64, device=_device(pipe))
     with evaluating(pipe):
-        for done, start in enumerate(starts):
-            inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
-            outputs = pipe.head_outputs(inputs.to(device), only=scored)
-            target = target.to(device).flatten()
+        for outputs, target in head_outputs(pipe, data, batch_size, scored, on_batch):
+            answers = target.flatten()
             top: Tensor | None = None
             count = 0
             for k in reversed(range(pipe.num_stages)):
@@ -82,34 +80,42 @@ def evaluate(
                 if not isinstance(logits, Tensor):
                     continue
                 log_p = functional.log_softmax(logits.flatten(0, -2).float(), dim=-1)
-                _add(sums, ("head", k), log_p, target)
+                heads[k] += _sums(log_p, answers)
                 if ensembles:
-                    count += 1
                     top = log_p if top is None else torch.logaddexp(top, log_p)
-                    _add(sums, ("top", count), top - math.log(count), target)
-            if on_batch is not None:
-                on_batch(done + 1, len(starts))
-    _share(pipe, sums)
-    heads = tuple(_score(sums[key]) if (key := ("head", k)) in sums else None for k in range(pipe.num_stages))
-    tops = tuple(_score(sums["top", n]) for n in range(1, pipe.num_stages + 1) if ("top", n) in sums)
-    return Scores(heads, tops)
+                    count += 1
+                    tops[count - 1] += _sums(top - math.log(count), answers)
+    everywhere = pipe.processes.table({k: heads[k].cpu() for k in pipe.processes.here})
+    return Scores(tuple(map(_score, everywhere)), tuple(score for score in map(_score, tops) if score is not None))
 
 
-def _add(sums: dict[tuple[str, int], Tensor], key: tuple[str, int], log_p: Tensor, target: Tensor) -> None:
+def head_outputs(
+    pipe: Pipeline,
+    data: Images | Tokens,
+    batch_size: int,
+    heads: Collection[int],
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[list[Any], Tensor]]:
+    """Yield for each batch of a data set the outputs of some heads, by stage, and the target, on the pipeline's device."""
+    device = _device(pipe)
+    starts = range(0, len(data), batch_size)
+    for done, start in enumerate(starts, start=1):
+        inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+        yield pipe.head_outputs(inputs.to(device), only=heads), target.to(device)
+        if on_batch is not None:
+            on_batch(done, len(starts))
+
+
+def _device(pipe: Pipeline) -> torch.device:
+    return next((p.device for p in pipe.parameters()), torch.device("cpu"))
+
+
+def _sums(log_p: Tensor, target: Tensor) -> Tensor:
     loss = functional.nll_loss(log_p, target, reduction="sum")
     right = (log_p.argmax(-1) == target).sum()
-    counts = torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
-    sums[key] = sums[key] + counts if key in sums else counts
+    return torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
 
 
-def _share(pipe: Pipeline, sums: dict[tuple[str, int], Tensor]) -> None:
-    """Send every process's sums to all processes."""
-    here = {k: sums.get(("head", k), torch.zeros(3)).cpu().double() for k in pipe.processes.here}
-    for k, total in enumerate(pipe.processes.table(here)):
-        if total[2]:
-            sums["head", k] = total
-
-
-def _score(total: Tensor) -> Score:
-    loss, right, count = total.tolist()
-    return Score(loss / count, right / count)
+def _score(sums: Tensor) -> Score | None:
+    loss, right, count = sums.tolist()
+    return Score(loss / count, right / count) if count else None

@@ -17,10 +17,7 @@ _KEPT = 8  # number of columns on their way before a rank waits for the oldest
 class AsyncGather:
     """Gathers a column of numbers from every rank at chosen steps.
 
-    All ranks make one, and put in columns of the same length at the same steps.
-
-    Args:
-        processes: the processes; more than one.
+    All ranks, more than one, make one, and put in columns of the same length at the same steps.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -36,13 +33,9 @@ class AsyncGather:
         self._under_way.append((step, rows or [values], work))
 
     def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
-        """Return the columns that have arrived on rank 0 since the last call.
+        """Return the steps whose columns have arrived on rank 0 since the last call, with tables ``[ranks, length]``.
 
-        Args:
-            wait: whether to wait until every column has arrived on rank 0, and left on other ranks; default: False.
-
-        Returns:
-            On rank 0 steps with their tables, ``[ranks, length]``; nothing on other ranks.
+        Other ranks get nothing. With `wait`, every column has arrived on rank 0 afterwards, and left the other ranks.
         """
         tables = []
         while self._under_way and (wait or len(self._under_way) > _KEPT or self._under_way[0][2].is_completed()):

@@ -16,11 +16,7 @@ from nwise.pipeline import Pipeline
 
 
 def hidden_matrices(pipe: Pipeline) -> list[nn.Parameter]:
-    """Return the matrices of this process's hidden layers: not those of embeddings, and not the last of a head or of the network.
-
-    Args:
-        pipe: the pipeline.
-    """
+    """Return this process's matrices but those of embeddings, and but the last one of a head or of the network."""
     found = []
     for k in pipe.processes.here:
         for part, ends in ((pipe.stages[k], k == pipe.num_stages - 1), (pipe.heads.get(k), True)):

@@ -13,12 +13,9 @@ from filelock import FileLock, Timeout
 
 
 class FolderLock:
-    """A lock on a folder, which one process holds until it releases the lock or ends in any way.
+    """A lock on a folder, ``.lock`` in it, which one process holds until it releases the lock or ends in any way.
 
     Objects in one process share it.
-
-    Args:
-        folder: the folder, in which ``.lock`` is made.
     """
 
     def __init__(self, folder: Path) -> None:

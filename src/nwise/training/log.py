@@ -12,11 +12,7 @@ from nwise.training.gather import AsyncGather
 
 
 class StepLog:
-    """Losses, learning rates and staleness of logged steps; with several processes rank 0 receives them later.
-
-    Args:
-        pipe: the pipeline whose steps are logged.
-    """
+    """Losses, learning rates and staleness of logged steps; with several processes rank 0 receives them later."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
@@ -25,10 +21,8 @@ class StepLog:
 
     def put(self, step: int, losses: Tensor, lr: float, seconds: float) -> None:
         """Add a step and the time at which it ended; all processes add the same steps."""
-        ages = self._pipe.staleness
         if self._gather is None:
-            stale = {"staleness": ages.tolist()} if ages.any() else {}
-            self._ready.append((step, {"loss": losses.tolist(), "lr": lr, "seconds": seconds, **stale}))
+            self._ready.append((step, self._record(losses, lr, seconds)))
             return
         # A stage whose head does not run, or that another process holds, has no share of a loss.
         shares = [self._pipe.loss_shares.get(k, 0.0) for k in range(self._pipe.num_stages)]
@@ -36,11 +30,7 @@ class StepLog:
         self._gather.put(step, [lr, seconds, *sums, *shares])
 
     def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
-        """Return the steps that are complete, with their values; on rank 0.
-
-        Args:
-            wait: whether to wait for all steps that were added.
-        """
+        """Return the steps that are complete, with their values, on rank 0; with `wait`, all steps that were added."""
         if self._gather is None:
             ready, self._ready = self._ready, []
             return ready
@@ -50,5 +40,9 @@ class StepLog:
         """Add up the processes' shares of each stage's loss."""
         sums, shares = table[:, 2:].sum(0).chunk(2)
         losses = torch.where(shares > 0, sums / shares, torch.nan)
-        stale = {"staleness": self._pipe.staleness.tolist()} if self._pipe.staleness.any() else {}
-        return {"loss": losses.tolist(), "lr": float(table[0, 0]), "seconds": float(table[0, 1]), **stale}
+        return self._record(losses, float(table[0, 0]), float(table[0, 1]))
+
+    def _record(self, losses: Tensor, lr: float, seconds: float) -> dict[str, Any]:
+        ages = self._pipe.staleness
+        stale = {"staleness": ages.tolist()} if ages.any() else {}
+        return {"loss": losses.tolist(), "lr": lr, "seconds": seconds, **stale}

@@ -8,10 +8,8 @@ ignore  do not check
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -107,6 +105,10 @@ class NonFiniteGuard:
         return [m for (k, m), loss in losses if k == stage and not math.isfinite(loss)]
 
     def _skip(self, bad: dict[int, tuple[bool, bool]]) -> list[int]:
+        """Drop the gradients of all stages that share a loss with a bad one; return those of this process."""
+        # A bad loss spoils every stage that learns from it, and a bad gradient may come from any loss of its stage. So each
+        # loss counts its bad stages, on all processes: they see the same counts, and skip the same updates. A head learns
+        # from its own loss alone.
         rows = []
         losses = [j for j, group in enumerate(self._learners) if group & set(bad)]
         for j in losses:
@@ -160,12 +162,3 @@ class NonFiniteGuard:
                     row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))
                 rows.append(row)
         return rows
-
-
-def write_post_mortem(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the facts to ``post-mortem.json``, unless another process was first."""
-    try:
-        with (folder / "post-mortem.json").open("x") as file:
-            file.write(json.dumps(facts, indent=2) + "\n")
-    except FileExistsError:
-        pass

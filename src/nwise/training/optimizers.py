@@ -18,13 +18,7 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of Re
 
 
 def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
-    """Return this process's parameters, with one group per stage and its head if learning rates differ.
-
-    Args:
-        pipe: the pipeline.
-        lr: learning rate of a stage whose factor is 1.
-        factors: one factor per stage; default: all 1.
-    """
+    """Return this process's parameters; with a factor of the learning rate per stage, one group per stage and its head."""
     if not factors:
         return [{"params": list(pipe.parameters())}]
     groups = []
@@ -48,44 +42,37 @@ def make_optimizer(
         parameters: the parameters, or groups of them with their own settings.
         matrices: those that Muon trains, if the configuration has it (`nwise.training.late.hidden_matrices`); default: none.
     """
-    optimizer = _make(config, parameters, matrices)
-    if config.extrapolate:
-        extrapolate(optimizer)
-    return optimizer
-
-
-def _make(
-    config: Sgd | Adam,
-    parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
-    matrices: Collection[nn.Parameter],
-) -> torch.optim.Optimizer:
     given = list(parameters)
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     # Fused: one pass over a parameter instead of one per operation, a fifth of a small Transformer's step.
     fused = not any(is_dtensor(p) for group in kept for p in group["params"])
+    lr, weight_decay = config.lr, config.weight_decay
+    optimizer: torch.optim.Optimizer
     if isinstance(config, Sgd):
-        sgd = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             kept,
-            lr=config.lr,
+            lr=lr,
             momentum=config.momentum,
-            weight_decay=config.weight_decay,
+            weight_decay=weight_decay,
             nesterov=config.nesterov,
             fused=fused,
         )
         if config.momentum:
             # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
             for p in (p for group in kept for p in group["params"]):
-                sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return sgd
-    betas = (config.beta1, config.beta2)
-    if config.muon_lr:
-        return MuonWithAdam(kept, set(matrices), config.lr, config.muon_lr, betas, config.eps, config.weight_decay)
-    if config.nesterov:
-        return torch.optim.NAdam(kept, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
-    return torch.optim.Adam(
-        kept, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
-    )
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    else:
+        betas, eps = (config.beta1, config.beta2), config.eps
+        if config.muon_lr:
+            optimizer = MuonWithAdam(kept, set(matrices), lr, config.muon_lr, betas, eps, weight_decay)
+        elif config.nesterov:
+            optimizer = torch.optim.NAdam(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        else:
+            optimizer = torch.optim.Adam(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+    if config.extrapolate:
+        extrapolate(optimizer)
+    return optimizer
 
 
 def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
@@ -162,26 +149,20 @@ class LearningRate:
         drops = state.get("drops")
         if not isinstance(drops, int) or not 0 <= drops < 1000:
             raise ValueError(f"The state of a rate should have its drops. Found {state}.")
-        if self._by_loss is not None and set(_PLATEAU) <= set(state):
-            self._restore_plateau(self._by_loss, state)
-        elif self._by_loss is None:
-            self._restore_step(steps)
-
-    def _restore_step(self, steps: int) -> None:
-        self._by_step.last_epoch = steps
-        for group, base, factor in zip(
-            self._optimizer.param_groups, self._by_step.base_lrs, self._by_step.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(steps)
-
-    def _restore_plateau(self, by_loss: ReduceLROnPlateau, state: dict[str, Any]) -> None:
-        self._num_drops = state["drops"]
-        for group in self._optimizer.param_groups:
-            for _ in range(self._num_drops):  # one after the other, which is bitwise what the run did
-                lower = group["lr"] * by_loss.factor
-                group["lr"] = lower if group["lr"] - lower > by_loss.eps else group["lr"]
-        for name in _PLATEAU:
-            setattr(by_loss, name, state[name])
+        groups = self._optimizer.param_groups
+        if self._by_loss is None:
+            self._by_step.last_epoch = steps
+            schedules = zip(groups, self._by_step.base_lrs, self._by_step.lr_lambdas, strict=True)
+            for group, base, factor in schedules:
+                group["lr"] = base * factor(steps)
+        elif set(_PLATEAU) <= set(state):
+            self._num_drops = drops
+            for group in groups:
+                for _ in range(drops):  # one after the other, which is bitwise what the run did
+                    lower = group["lr"] * self._by_loss.factor
+                    group["lr"] = lower if group["lr"] - lower > self._by_loss.eps else group["lr"]
+            for name in _PLATEAU:
+                setattr(self._by_loss, name, state[name])
 
     @property
     def value(self) -> float:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
@@ -16,33 +13,22 @@ from nwise.training.nonfinite import NonFiniteGuard
 from nwise.training.optimizers import LearningRate, make_optimizer, parameter_groups
 
 
-@dataclass(frozen=True, slots=True)
 class Phase:
-    """An optimizer, its learning rate, and the treatment of gradients before an update."""
+    """An optimizer, its learning rate, and the treatment of gradients before an update.
 
-    optimizer: torch.optim.Optimizer
-    rate: LearningRate
-    clip: Clip | None
-    guard: NonFiniteGuard
+    The pipeline is about to make one of the phase's steps; `report` receives the facts if a loss or gradient is not finite.
+    """
 
-    @classmethod
-    def from_recipe(
-        cls, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
-    ) -> Phase:
-        """Make a phase.
-
-        Args:
-            recipe: the configuration.
-            pipe: the pipeline, about to make one of the phase's steps.
-            number: the phase's number, from 0.
-            steps: the phase's steps.
-            report: receives the facts if a loss or gradient is not finite.
-        """
+    def __init__(
+        self, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._pipe = pipe
         config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
-        optimizer = make_optimizer(config, parameter_groups(pipe, config.lr, recipe.stage_lr), hidden_matrices(pipe))
-        rate = LearningRate(config, optimizer, len(steps), recipe.eval_every)
-        clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
-        return cls(optimizer, rate, clip, NonFiniteGuard(pipe, recipe.on_nan, report))
+        groups = parameter_groups(pipe, config.lr, recipe.stage_lr)
+        self.optimizer = make_optimizer(config, groups, hidden_matrices(pipe))
+        self.rate = LearningRate(config, self.optimizer, len(steps), recipe.eval_every)
+        self.clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
+        self.guard = NonFiniteGuard(pipe, recipe.on_nan, report)
 
     def update(self) -> list[int]:
         """Update the parameters; return the stages of this process whose update is skipped."""
@@ -53,18 +39,14 @@ class Phase:
         self.optimizer.zero_grad(set_to_none=True)
         return skipped
 
+    def drain(self) -> None:
+        """Update the parameters by the gradients that are still due under a delay."""
+        while self._pipe.drain():
+            self.update()
+
 
 def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:
-    """Raise the errors of later phases before the first step.
-
-    Args:
-        recipe: the configuration.
-        pipe: the pipeline, before its first step.
-        num_steps: number of steps of all phases.
-
-    Raises:
-        ValueError: a phase cannot clip, or skip updates, as the recipe says.
-    """
+    """Raise ValueError before the first step if a later phase cannot clip, or skip updates, as the recipe says."""
     for first, _ in pipe.strategy.phases(stop=num_steps):
         pipe.steps = first
         if recipe.clip is not None:

@@ -38,7 +38,7 @@ from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe, from_json, to_json
 from nwise.training.build import make_pipeline, pick_device
 from nwise.training.lock import FolderLock
-from nwise.training.weights import load_main_state, save_tensors, under
+from nwise.training.weights import discard_unsaved_heads, load_main_state, save_tensors, under
 
 
 class Run:
@@ -56,15 +56,6 @@ class Run:
         self.unwritten: dict[Path, str] = {}
         self._records: list[str] = []  # not yet in the file
         self._lock = FolderLock(folder)
-
-    @classmethod
-    def create(cls, parent: Path, name: str, recipe: Recipe) -> Run:
-        """Make a folder ``<parent>/<name>-<number>`` with the configuration in it."""
-        folder = numbered(parent, name)
-        run = cls(folder)
-        state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
-        run._write_state({**state, "launch": _launch()})
-        return run
 
     @classmethod
     def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
@@ -222,11 +213,9 @@ class Run:
         weights = self.weights()
         load_main_state(pipe, under(weights, "model."))
         pipe.steps = max((record["step"] for record in self.metrics()), default=0)
-        heads = under(weights, "heads.")
-        if not heads and not pipe.needed_heads():
-            pipe.discard_heads()  # as the run did, if it had any
+        discard_unsaved_heads(pipe, weights)
         try:
-            pipe.heads.load_state_dict(heads)
+            pipe.heads.load_state_dict(under(weights, "heads."))
         except RuntimeError as error:
             raise ValueError(f"{self.folder} should hold the weights of its heads. Found: {error}") from error
 
@@ -259,9 +248,12 @@ class Run:
 
 
 def new_run(recipe: Recipe, parent: Path) -> Run:
-    """Make a folder named after the recipe and the strategy."""
+    """Make a folder named after the recipe and the strategy, with the configuration in it."""
     strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
-    return Run.create(parent, f"{recipe.name}-{strategy}", recipe)
+    run = Run(numbered(parent, f"{recipe.name}-{strategy}"))
+    state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
+    run._write_state({**state, "launch": _launch()})
+    return run
 
 
 def _launch() -> str:

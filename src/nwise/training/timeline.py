@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nwise.runtime.processes import Processes
+from nwise.pipeline import Pipeline
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind
 
@@ -20,49 +19,22 @@ _PINGS = 5
 _CHUNK = 50_000  # largest number of actions that a process records; later ones are dropped
 
 
-class Recordable(Protocol):
-    """A pipeline as a recorder sees it."""
-
-    processes: Processes
-    recorder: Callable[[int, Action, float, float], None] | None
-
-    @property
-    def bytes_per_step(self) -> dict[str, list[int]]:
-        """Bytes that this process sent in the last step."""
-
-
 class TimelineRecorder:
-    """Records this process's actions in a range of steps.
+    """Records the actions of one of several processes, in the steps from `first` to before `last`."""
 
-    Args:
-        pipe: the pipeline, on several processes.
-        strategy: name of the strategy in force.
-        first, last: first step that is recorded, and the step after the last one.
-    """
-
-    def __init__(self, pipe: Recordable, strategy: str, first: int, last: int) -> None:
+    def __init__(self, pipe: Pipeline, strategy: str, first: int, last: int) -> None:
         self._pipe, self._strategy = pipe, strategy
         self._first, self._last = first, last
         self._events: list[tuple[int, Action, float, float]] = []
         pipe.recorder = self
 
     def __call__(self, step: int, action: Action, begin: float, end: float) -> None:
-        """Record an action.
-
-        Args:
-            step: number of the mini-batch.
-            action: the action.
-            begin, end: begin and end in seconds of `time.perf_counter`.
-        """
+        """Record an action, with begin and end in seconds of `time.perf_counter`."""
         if self._first <= step < self._last and len(self._events) < _CHUNK:
             self._events.append((step, action, begin, end))
 
     def collect(self) -> dict[str, Any]:
-        """Gather the actions of all processes; a call for all ranks.
-
-        Returns:
-            The timeline as JSON values, in the format that `load` reads.
-        """
+        """Gather the actions of all processes, as JSON values that `load` reads; a call for all ranks."""
         processes = self._pipe.processes
         assert isinstance(processes, World)
         offset = _clock_offset(processes)
@@ -116,9 +88,6 @@ class Recorded:
 
 def load(path: Path) -> Recorded:
     """Read a timeline.
-
-    Args:
-        path: the timeline's file.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from nwise.training.build import autocast, check_channels_last, compile_blocks, 
 from nwise.training.checkpoint.policy import CheckpointInfo, CheckpointPolicy, Saver
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.log import StepLog
-from nwise.training.nonfinite import write_post_mortem
 from nwise.training.phase import Phase, check_phases
 from nwise.training.run import Run, versions
 from nwise.training.timeline import TimelineRecorder
@@ -126,56 +126,30 @@ class Trainer:
             nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
         with nullcontext() if run is None else run.locked():
-            return self._train(run, callbacks, policy, resume=resume, allow_restart=allow_restart)
-
-    def _train(
-        self,
-        run: Run | None,
-        callbacks: tuple[Callback, ...],
-        policy: CheckpointPolicy | None,
-        *,
-        resume: bool,
-        allow_restart: bool,
-    ) -> Scores:
-        self.run, self.callbacks = run, callbacks
-        shared: list[Any] = [None if run is None else str(run.folder.resolve()), resume, allow_restart]
-        self._folder, resume, allow_restart = self.pipe.processes.everyone("run", shared)[0]  # rank 0 decides
-        if self._folder is not None and (policy is not None or resume):
-            self._saver = Saver(
-                Path(self._folder) / "checkpoints",
-                self.pipe,
-                policy or CheckpointPolicy(checkpoint_minutes=0),
-                self._facts,
-            )
-        status = "failed"
-        self._began = time.perf_counter()
-        checkpoint = self._newest_checkpoint(allow_restart) if resume else None
-        self._is_ready = not resume  # until then the run's folder must not change
-        self._notify("started", self)
-        try:
-            if run is not None and isinstance(self.train_data, Tokens):
-                run.save_tokenizer(self.train_data.tokenizer)
-            scores = self._all_phases(checkpoint)
-            if self._timeline is not None:
-                recorded = self._timeline.collect()
-                if run is not None:
-                    path = run.folder / "timeline.json"
-                    run.attempt(path, lambda: write_text(path, json.dumps(recorded) + "\n"))
-            status = "done"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            self._record("interrupted", self.pipe.steps)
-            raise
-        except StoppedError:
-            status = "stopped"
-            raise
-        finally:
-            if run is not None and self._is_ready:
-                # With several processes the last evaluation has saved them, and its weights are kept if training failed since.
-                if status in ("stopped", "interrupted") and self.pipe.processes.size == 1:
-                    run.save_weights(gather_weights(self.pipe))
-                run.finish(status)
-            self._notify("finished", status)
+            self.run, self.callbacks = run, callbacks
+            checkpoint = self._open(policy, resume, allow_restart)
+            status = "failed"
+            self._notify("started", self)
+            try:
+                if run is not None and isinstance(self.train_data, Tokens):
+                    run.save_tokenizer(self.train_data.tokenizer)
+                scores = self._all_phases(checkpoint)
+                self._write_timeline()
+                status = "done"
+            except KeyboardInterrupt:
+                status = "interrupted"
+                self._record("interrupted", self.pipe.steps)
+                raise
+            except StoppedError:
+                status = "stopped"
+                raise
+            finally:
+                if run is not None and self._is_ready:
+                    # With several processes the last evaluation has saved them; its weights are kept if training failed since.
+                    if status in ("stopped", "interrupted") and self.pipe.processes.size == 1:
+                        run.save_weights(gather_weights(self.pipe))
+                    run.finish(status)
+                self._notify("finished", status)
         return scores
 
     def stop(self) -> None:
@@ -212,7 +186,17 @@ class Trainer:
             files[f"{self._folder}/checkpoints"] = self._saver.unwritten
         return files
 
-    def _newest_checkpoint(self, allow_restart: bool) -> CheckpointInfo | None:
+    def _open(self, policy: CheckpointPolicy | None, resume: bool, allow_restart: bool) -> CheckpointInfo | None:
+        """Agree on the folder with all processes; return the checkpoint to resume from."""
+        shared: list[Any] = [None if self.run is None else str(self.run.folder.resolve()), resume, allow_restart]
+        self._folder, resume, allow_restart = self.pipe.processes.everyone("run", shared)[0]  # rank 0 decides
+        self._is_ready = not resume  # until then the run's folder must not change
+        if self._folder is not None and (policy is not None or resume):
+            policy = policy or CheckpointPolicy(checkpoint_minutes=0)
+            self._saver = Saver(Path(self._folder) / "checkpoints", self.pipe, policy, self._facts)
+        self._began = time.perf_counter()
+        if not resume:
+            return None
         assert self._saver is not None
         checkpoint = self._saver.newest()
         if checkpoint is None and not allow_restart:
@@ -226,6 +210,14 @@ class Trainer:
             self._began -= checkpoint.facts["seconds"]
         return checkpoint
 
+    def _write_timeline(self) -> None:
+        if self._timeline is None:
+            return
+        recorded = self._timeline.collect()
+        if self.run is not None:
+            path = self.run.folder / "timeline.json"
+            self.run.attempt(path, lambda: write_text(path, json.dumps(recorded) + "\n"))
+
     def _all_phases(self, checkpoint: CheckpointInfo | None) -> Scores:
         if checkpoint is None:
             self._ready(-1)
@@ -237,7 +229,7 @@ class Trainer:
             if number and not self.pipe.needed_heads():
                 self.pipe.discard_heads()
             self.pipe.steps = begin
-            self._phase = Phase.from_recipe(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
+            self._phase = Phase(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
             if self._saver is not None:
                 self._saver.phase = self._phase
             if checkpoint is not None:
@@ -246,8 +238,8 @@ class Trainer:
             for step in range(begin, last):
                 self._do_requests(step)
                 self._step(step)
-                while step + 1 == last and self.pipe.drain():  # gradients that are still due under a delay
-                    self._phase.update()
+                if step + 1 == last:
+                    self._phase.drain()
                 loss = None
                 if self._is_due(step + 1):
                     scores = self._evaluate(step + 1)
@@ -255,7 +247,7 @@ class Trainer:
                     loss = scores.heads[-1].loss
                     self._phase.rate.evaluated(loss)
                 if self._saver is not None:
-                    self._saver.stepped(step + 1, loss, is_last=step + 1 == self.num_steps)
+                    self._saver.stepped(loss, is_last=step + 1 == self.num_steps)
         if checkpoint is not None:
             self._restore(checkpoint, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores
@@ -316,10 +308,13 @@ class Trainer:
         self._is_ready = True
 
     def _post_mortem(self, facts: dict[str, Any]) -> None:
-        if self._folder is not None:
-            samples = self._indices(facts["step"]).tolist()
-            with suppress(OSError):  # the error itself matters more
-                write_post_mortem(Path(self._folder), {**facts, "lr": self._phase.rate.value, "samples": samples})
+        """Write the facts to ``post-mortem.json``, unless another process was first or the disk is full."""
+        if self._folder is None:
+            return
+        samples = self._indices(facts["step"]).tolist()
+        text = json.dumps({**facts, "lr": self._phase.rate.value, "samples": samples}, indent=2)
+        with suppress(OSError), (Path(self._folder) / "post-mortem.json").open("x") as file:
+            file.write(text + "\n")
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
@@ -331,13 +326,11 @@ class Trainer:
         return step % every == 0 or step == self.num_steps
 
     def _evaluate(self, step: int) -> Scores:
-        def on_batch(done: int, total: int) -> None:
-            self._notify("evaluating", done, total)
-
         self._write_log(wait=True)
         if self.pipe.processes.size > 1 and step:  # the losses that arrived after their step was announced
             self._notify("stepped", step, self._losses)
         with autocast(self.recipe, self.device):
+            on_batch = partial(self._notify, "evaluating")
             scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
         loss = [None if score is None else score.loss for score in scores.heads]
         accuracy = [None if score is None else score.accuracy for score in scores.heads]
@@ -357,11 +350,8 @@ class Trainer:
         if self.run is not None:
             epoch = round(step / self.steps_per_epoch, 4)
             samples = step * self.recipe.batch_size
-            when = {
-                "seconds": self._seconds,
-                **values,
-            }  # `values` has its own time if the record comes later than the step
-            self.run.record(kind=kind, step=step, epoch=epoch, samples=samples, **when)
+            values = {"seconds": self._seconds, **values}  # a record that comes later than its step has its own time
+            self.run.record(kind=kind, step=step, epoch=epoch, samples=samples, **values)
 
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,6 +69,12 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
         raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
 
 
+def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
+    """Discard all heads, as a run did that saved none under these names, if no later step needs one."""
+    if not any(name.startswith("heads.") for name in saved) and not pipe.needed_heads():
+        pipe.discard_heads()
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file that is never there by half.
 
@@ -85,7 +91,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def check_names(pipe: Pipeline) -> None:
     """Raise ValueError before any training if two stages use the same name; all processes call it."""
-    main_state(pipe)
     names = {k: list(pipe.stages[k].state_dict()) for k in pipe.processes.here}
     seen: set[str] = set()
     for k, here in enumerate(pipe.processes.by_stage(names)):

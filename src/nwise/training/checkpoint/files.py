@@ -14,10 +14,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from nwise._records import PARTIAL
 FORMAT = 1
 NAME = re.compile(r"step-\d{8,}")
 _FACTS = "checkpoint.json"
-T = TypeVar("T")
 
 
 class DamagedError(ValueError):
@@ -43,12 +42,8 @@ def write(
 ) -> None:
     """Write a checkpoint; all processes of a pipeline call it together.
 
-    Args:
-        folder: the checkpoint's folder, on a disk that all processes reach.
-        tensors: this process's tensors; a tensor that several processes hold has the same name in each, and DTensors are
-            written by their parts.
-        facts: JSON values; only rank 0's are kept.
-        group: a group of all processes with nothing else under way in it; None for one process.
+    A tensor that several processes hold has the same name in each; DTensors are written by their parts. Only rank 0's facts,
+    which are JSON values, are kept. In the group, None for one process, nothing else may be under way.
 
     Raises:
         OSError: the checkpoint cannot be written; nothing has changed.
@@ -63,7 +58,9 @@ def write(
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         ignore_no_dist()
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
-        fingerprints = together(group, lambda: {p.name: _fingerprint(p) for p in _my_files(partial, group)})
+        fingerprints = together(
+            group, lambda: {p.name: _fingerprint(p) for p in _share(partial.glob("*.safetensors"), group)}
+        )
         together(group, lambda: _complete(partial, folder, fingerprints, facts) if _rank(group) == 0 else None)
     except (CheckpointException, OSError) as error:
         if _rank(group) == 0:
@@ -75,47 +72,32 @@ def write(
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the facts that `write` was given.
-
-    Raises:
-        DamagedError: they differ from what was written, or have a newer format.
-        OSError: they cannot be read at present, which says nothing about them.
-    """
+    """Return the facts that `write` was given; DamagedError if they differ, OSError if they cannot be read at present."""
     facts: dict[str, Any] = _read_index(folder)["facts"]
     return facts
 
 
 def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Read all files and compare their fingerprints; the processes share the work.
+    """Read all files and compare their fingerprints; the processes share the work, and all raise DamagedError or OSError."""
 
-    Raises:
-        DamagedError: on every process, if anything differs.
-        OSError: on every process, if a file cannot be read at present.
-    """
-
-    def compare() -> dict[str, Any]:
+    def compare() -> None:
         expected = _read_index(folder)["files"]
         present = {p.name for p in folder.glob("*.safetensors")}
         for name in sorted(present ^ set(expected)):
             raise DamagedError(
                 f"{folder} should hold {name}. Found none." if name in expected else f"{folder} holds {name} too."
             )
-        for name in sorted(expected)[_rank(group) :: _size(group)]:
+        for name in _share(expected, group):
             with _readable(folder / name):
                 differs = _fingerprint(folder / name) != expected[name]
             if differs:
                 raise DamagedError(f"{folder / name} should be as it was written. Found that its SHA-256 differs.")
-        return {}
 
     together(group, compare)
 
 
 def read_layout(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors without values (on the device ``meta``), by name.
-
-    Raises:
-        DamagedError: `write` did not make these files.
-    """
+    """Return the tensors without values (on the device ``meta``), by name."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     try:
@@ -132,12 +114,9 @@ def read_layout(folder: Path) -> dict[str, Tensor]:
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill tensors with the values of the same names; all processes of a pipeline call it together.
+    """Fill tensors, in place, with the values of the same names; all processes of a pipeline call it together.
 
-    Args:
-        folder: a checkpoint that has been checked.
-        tensors: this process's tensors, with the shapes of `read_layout`; DTensors may be split differently.
-        group: see `write`.
+    They have the shapes of `read_layout`; DTensors may be split otherwise than they were written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -165,14 +144,9 @@ def clean_up(parent: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, T] | None]) -> dict[str, T]:
-    """Do a share of the work on every process; return all results, or raise the first error, on all of them.
-
-    Args:
-        group: a group of all processes; None for one process.
-        work: does this process's share and returns its results by name.
-    """
-    outcome: tuple[dict[str, T], Exception | None]
+def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """Do a share of the work on every process; return the results of all by name, or raise the first error, on all of them."""
+    outcome: tuple[dict[str, Any], Exception | None]
     try:
         outcome = work() or {}, None
     except (OSError, ValueError) as error:
@@ -266,8 +240,9 @@ def _flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _my_files(folder: Path, group: dist.ProcessGroup | None) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))[_rank(group) :: _size(group)]
+def _share(items: Iterable[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Return this process's share of the work on some items."""
+    return sorted(items)[_rank(group) :: _size(group)]
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from nwise.training.checkpoint import files, state
 from nwise.training.checkpoint.files import DamagedError
 from nwise.training.lock import FolderLock
 from nwise.training.phase import Phase
-from nwise.training.weights import check_names
+from nwise.training.weights import check_names, discard_unsaved_heads
 
 _RUN_FACTS = {"rate": dict[str, int | float], "seconds": float, "best": float}
 
@@ -115,7 +114,6 @@ class Checkpoints:
         self.folder, self.optimizer = Path(folder), optimizer
         self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
         self._processes = pipe.processes
-        self.is_first = pipe.processes.is_first
         # A separate group keeps a background writer's messages apart from the messages of training.
         self._group = pipe.processes.new_group()
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -129,7 +127,7 @@ class Checkpoints:
 
         Args:
             facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
-                ``num_microbatches``, ``ends``, ``optimizer``).
+                ``num_microbatches``, ``ends``, ``optimizer``, ``compress``).
 
         Returns:
             Its folder, which exists at once unless it is written in the background.
@@ -139,24 +137,24 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        if reserved := sorted(set(facts) & (set(state.FACTS) | set(state.LATER_FACTS))):
+        if reserved := sorted(set(facts) & {*state.FACTS, "compress"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()
         except OSError as error:
-            if self.is_first:
+            if self._processes.is_first:
                 warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
-        with self._failing_together():
+        with self._processes.telling():
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
         self._pipe.forget_pending()  # these are not saved, so drop them in an uninterrupted run, too
-        with self._failing_together():
+        with self._processes.telling():
             tensors = state.collect_tensors(self._pipe, self.optimizer)
             all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
             json.dumps(all_facts)  # a fact that is not JSON raises on all processes
         folder = self.folder / f"step-{self._pipe.steps:08d}"
         if self._writer is None:
-            with self._failing_together():
+            with self._processes.telling():
                 self._write(folder, tensors, all_facts)
         else:
             self._writing = self._writer.submit(self._write, folder, tensors, all_facts)
@@ -164,7 +162,7 @@ class Checkpoints:
 
     def _claim_folder(self) -> None:
         """Make sure, before anything is written, that no other process writes here and no other run is overwritten."""
-        if not self.is_first:
+        if not self._processes.is_first:
             return
         present = sorted(p.name for p in self.folder.glob("step-*") if p.suffix != PARTIAL)
         if present and not self._knows_folder:
@@ -184,7 +182,7 @@ class Checkpoints:
         """Wait until everything has been written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._failing_together():
+            with self._processes.telling():
                 writing.result()
 
     def newest(self) -> CheckpointInfo | None:
@@ -202,14 +200,14 @@ class Checkpoints:
         for name in reversed(names):
             folder = self.folder / name
             try:
-                with self._failing_together():
+                with self._processes.telling():
                     files.check(folder, self._group)
                 info = CheckpointInfo(folder, state.check_facts(files.read_facts(folder), folder))
                 self._knows_folder = True
                 return info
             except DamagedError as error:
                 problem = str(error)
-                if self.is_first:
+                if self._processes.is_first:
                     warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
                     with suppress(OSError):  # in a read-only folder
                         folder.rename(_unused(folder.with_name(name + ".damaged")))
@@ -223,7 +221,7 @@ class Checkpoints:
 
     def restore(self, info: CheckpointInfo) -> Resumed:
         """Load a checkpoint; see `nwise.training.checkpoint.state.restore`."""
-        with self._failing_together():
+        with self._processes.telling():
             return Resumed(info.facts["step"], state.restore(info.folder, self._pipe, self.optimizer, self._group))
 
     def resume(self) -> Resumed | None:
@@ -240,10 +238,10 @@ class Checkpoints:
         return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        if self.is_first:
+        if self._processes.is_first:
             files.clean_up(self.folder)
         files.write(folder, tensors, facts, self._group)
-        if self.is_first:
+        if self._processes.is_first:
             self._remove_old(folder.name)
 
     def _remove_old(self, written: str) -> None:
@@ -267,19 +265,9 @@ class Checkpoints:
             if name not in kept:
                 files.remove(self.folder / name)
 
-    def _failing_together(self) -> AbstractContextManager[None]:
-        """If this process is lost inside, all others end, as in a step."""
-        return self._processes.telling()
-
 
 class Saver:
     """Writes a training run's checkpoints by a policy, and resumes from them; all processes call it at the same steps.
-
-    Args:
-        folder: the folder of the run's checkpoints.
-        pipe: the pipeline whose state is saved.
-        policy: when checkpoints are written, and which are kept.
-        facts: returns the facts of the run to save.
 
     Attributes:
         phase: the present phase of training.
@@ -296,32 +284,24 @@ class Saver:
             folder, pipe, keep=policy.keep, keep_best=policy.keep_best, asynchronous=policy.checkpoint_async
         )
         self._best = math.inf
-        self._tested: tuple[int, float] | None = None  # step and loss of the last test
+        self._loss: float | None = None  # the test loss of the present state, if it was tested
         self._written = -1  # step of the checkpoint on the disk that is the present state
         self._saved = time.monotonic()
 
     def newest(self) -> CheckpointInfo | None:
-        """Return the checkpoint to resume from, if there is one, and set the pipeline's step.
-
-        Raises:
-            ValueError: all checkpoints are damaged, or another program wrote them.
-        """
+        """Return the checkpoint to resume from, if there is one, and set the pipeline's step."""
         info = self._checkpoints.newest()
         if info is not None:
             state.check_facts(info.facts, info.folder, _RUN_FACTS)
             self._best = info.facts["best"]
             self._pipe.steps = info.facts["step"]
-            has_heads = any(name.startswith("heads.") for name in files.read_layout(info.folder))
-            if not has_heads and not self._pipe.needed_heads():
-                self._pipe.discard_heads()  # as the run did
+            discard_unsaved_heads(self._pipe, files.read_layout(info.folder))
         return info
 
     def restore(self, info: CheckpointInfo, done: int) -> str:
         """Load a checkpoint and return the differences from what was saved, in one line.
 
-        Args:
-            info: the checkpoint.
-            done: steps of the phase that are done; with none, its optimizer and learning rate start fresh.
+        If no steps of the phase are done, its optimizer and learning rate start fresh.
         """
         phase = self.phase if done else None
         self._checkpoints.optimizer = None if phase is None else phase.optimizer
@@ -337,32 +317,20 @@ class Saver:
         seconds = 60 * self._policy.checkpoint_minutes
         return bool(seconds) and time.monotonic() - self._saved > seconds
 
-    def stepped(self, step: int, loss: float | None, *, is_last: bool) -> None:
-        """Write a checkpoint after a step if one is due.
-
-        Args:
-            step: steps done.
-            loss: the last head's test loss, if it was tested after this step.
-            is_last: whether the run ends here.
-        """
+    def stepped(self, loss: float | None, *, is_last: bool) -> None:
+        """Write a checkpoint after a step if one is due; `loss` is the last head's test loss, if it was tested."""
         every = self._policy.checkpoint_every
         is_best = self._policy.keep_best and loss is not None and loss < self._best
+        self._loss = loss
         if loss is not None:
-            self._tested, self._best = (step, loss), min(self._best, loss)
+            self._best = min(self._best, loss)
         if is_last:
             self.save(wait=True)
-        elif is_best or (every and step % every == 0):
+        elif is_best or (every and self._pipe.steps % every == 0):
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this step; warn if it cannot be written.
-
-        Args:
-            wait: whether to wait for a checkpoint that is written in the background.
-
-        Raises:
-            nwise.training.NotFiniteError: a parameter is not finite, and the recipe says to stop.
-        """
+        """Write a checkpoint, unless there is one of this step; warn if it cannot be written."""
         assert self.phase is not None
         self._saved = time.monotonic()
         try:
@@ -374,18 +342,16 @@ class Saver:
         except OSError as error:
             self._written = -1
             self.unwritten = str(error)
-            if self._checkpoints.is_first:
+            if self._pipe.processes.is_first:
                 warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
         else:
             self.unwritten = ""
 
     def _write(self, phase: Phase) -> None:
         phase.guard.check_parameters()
-        while self._pipe.drain():  # a checkpoint has no place for gradients that are still due
-            phase.update()
-        loss = self._tested[1] if self._tested is not None and self._tested[0] == self._pipe.steps else None
+        phase.drain()  # a checkpoint has no place for gradients that are still due
         self._checkpoints.optimizer = phase.optimizer
-        self._checkpoints.save(loss=loss, best=self._best, rate=phase.rate.state(), **self._facts())
+        self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())
 
 
 def _step(name: str) -> int:
@@ -394,5 +360,7 @@ def _step(name: str) -> int:
 
 def _unused(path: Path) -> Path:
     """Return the path, or the first that does not exist with a number appended."""
-    paths = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
-    return next(candidate for candidate in paths if not candidate.exists())
+    unused, number = path, 2
+    while unused.exists():
+        unused, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return unused

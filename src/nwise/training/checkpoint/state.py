@@ -24,7 +24,7 @@ from nwise.pipeline import Pipeline
 from nwise.training.checkpoint import files
 from nwise.training.weights import local_weights, main_state, under
 
-# Types of the facts that every checkpoint has.
+# Types of the facts that every checkpoint has. Those of version 0.1 have no "compress", which was "none".
 FACTS = {
     "step": int,
     "seed": int,
@@ -34,16 +34,9 @@ FACTS = {
     "optimizer": str,
 }
 
-# Facts that older checkpoints lack, and their values there.
-LATER_FACTS = {"compress": "none"}
-
 
 def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """Return copies, on the CPU, of this process's part of the state; nothing where another replica has the same.
-
-    Args:
-        pipe: the pipeline, between two steps.
-        optimizer: the optimizer of its parameters.
 
     Raises:
         TypeError: a value of the state is not a tensor.
@@ -80,10 +73,9 @@ def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = No
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Return the facts `FACTS` of a pipeline; all processes call it.
-
-    ``ends`` tells where the stages end, by the last name of the main network's state in each of them.
-    """
+    """Return the facts `FACTS` of a pipeline; all processes call it."""
+    # A stage's end is the last name of the main network's state in it. So stages of two cuts that end at one place compare
+    # equal, and the head of the one fits the other.
     last = {k: next(reversed(pipe.stages[k].state_dict()), "") for k in pipe.processes.here}
     ends = pipe.processes.by_stage(last)
     for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
@@ -100,16 +92,7 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
 
 
 def check_facts(facts: dict[str, Any], folder: Path, types: Mapping[str, Any] = FACTS) -> dict[str, Any]:
-    """Return the facts of a checkpoint if they have the right types.
-
-    Args:
-        facts: the facts that a file holds.
-        folder: the checkpoint's folder, for the message.
-        types: the type of each fact that must be there.
-
-    Raises:
-        nwise.training.DamagedError: a fact is missing or of another type; another program wrote it.
-    """
+    """Return the facts of a checkpoint; DamagedError if one is missing or of another type, so another program wrote it."""
     for name, kind in types.items():
         value = facts.get(name) if isinstance(facts, dict) else None
         try:
@@ -129,11 +112,7 @@ def restore(
 ) -> str:
     """Load a checkpoint into a pipeline, whose cut may differ; all processes call it.
 
-    Args:
-        folder: a checkpoint that has been checked.
-        pipe: a pipeline of the same main network; cut, strategy, replicas and heads may differ.
-        optimizer: a fresh optimizer of its parameters; None to load no optimizer state.
-        group: see `nwise.training.checkpoint.files.write`.
+    Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state.
 
     Returns:
         The differences from what was saved, in one line; empty if there are none.
@@ -144,32 +123,32 @@ def restore(
     facts, layout = files.read_facts(folder), files.read_layout(folder)
     sizes = {name: tensor.shape for name, tensor in layout.items()}
     _check_same_network(folder, pipe, sizes)
-    old_stages = _old_stages(pipe, facts)
+    # A head belongs to the place where its stage ends, not to the stage's number:
+    #
+    #     saved      | a b | c d | e f |     heads 0, 1
+    #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
     targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    saved_ends = {end: k for k, end in enumerate(facts["ends"])}
+    old_stages = [saved_ends.get(end) for end in collect_facts(pipe)["ends"]]
     renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
     new_heads = []
     for k, module in pipe.heads.items():
-        head = {f"heads.{k}.{name}": tensor for name, tensor in module.state_dict().items()}
-        prefix = f"heads.{old_stages[int(k)]}."
-        saved = {name: name.replace(f"heads.{k}.", prefix, 1) for name in head}
-        present = {name for name in sizes if name.startswith(prefix)}
-        fits = all(sizes.get(saved[name]) == tensor.shape for name, tensor in head.items())
-        if fits and (not head or present == set(saved.values())):
-            targets.update({saved[name]: tensor for name, tensor in head.items()})
-            renamed.update(saved)
-        else:
+        head, saved = module.state_dict(), f"heads.{old_stages[int(k)]}."
+        if head and under(sizes, saved) != {name: tensor.shape for name, tensor in head.items()}:
             new_heads.append(int(k))
+            continue
+        targets.update({saved + name: tensor for name, tensor in head.items()})
+        renamed.update({f"heads.{k}.{name}": saved + name for name in head})
     entries = _optimizer_entries(pipe, optimizer, facts, layout, renamed)
-    random = {
-        name: torch.empty(sizes[name], dtype=torch.uint8)
-        for name in (f"random.{pipe.processes.here[0]}",)
-        if name in sizes
-    }
     groups = () if optimizer is None else optimizer.param_groups
     # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
     counted_on_device = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
-    fresh.update({name: tensor for name, (_, _, tensor) in entries.items()} | random)
+    fresh.update({name: tensor for name, (_, _, tensor) in entries.items()})
+    random = f"random.{pipe.processes.here[0]}"
+    if random in sizes:
+        fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
     files.read(folder, fresh, group)
     with torch.no_grad():
         for name, tensor in targets.items():
@@ -177,8 +156,8 @@ def restore(
     for parameter, entry, tensor in entries.values():
         device = parameter.device if entry != "step" or parameter in counted_on_device else tensor.device
         optimizer.state[parameter][entry] = tensor.to(device)  # type: ignore[union-attr]
-    for state in random.values():
-        torch.set_rng_state(state)
+    if random in sizes:
+        torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     pipe.forget_pending()
     return _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
@@ -208,12 +187,6 @@ def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size])
                 f"The network should be that of {folder}, whatever its cut. Found that {name!r} has shape {here.get(name)} "
                 f"here and {saved.get(name)} there; None means that it has no such tensor."
             )
-
-
-def _old_stages(pipe: Pipeline, facts: Mapping[str, Any]) -> list[int | None]:
-    """Return for every stage the saved stage that ended at the same place, whose head fits it."""
-    ends = {end: k for k, end in enumerate(facts["ends"])}
-    return [ends.get(end) for end in collect_facts(pipe)["ends"]]
 
 
 def _optimizer_entries(
@@ -260,7 +233,7 @@ def _differences(
     kept = {k for _, heads in parts for k in heads}
     dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
     changes = []
-    facts, now = {**LATER_FACTS, **facts}, collect_facts(pipe, optimizer)
+    facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
     for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
         if facts[key] != now[key]:
             changes.append(f"{what} {facts[key]} -> {now[key]}")
