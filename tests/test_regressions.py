@@ -354,3 +354,38 @@ def test_evaluate_skips_untrained_heads() -> None:
     scores = evaluate(pipe, digits()[1], 360)
     assert [score is None for score in scores.heads] == [True, True, False, False]
     assert ran == [2]
+
+
+def test_records_that_arrive_late_have_the_ages_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with several processes the last steps before a switch were logged with the next strategy's staleness."""
+    from nwise.training import log
+
+    class Slow:
+        """Gathers from this process alone, and delivers at the end."""
+
+        def __init__(self, processes: object) -> None:
+            self.tables: list[tuple[int, Tensor]] = []
+
+        def put(self, step: int, column: list[float]) -> None:
+            self.tables.append((step, torch.tensor([column])))
+
+        def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
+            return self.tables if wait else []
+
+    pipe = three("local@2,hogwild")
+    monkeypatch.setattr(log, "AsyncGather", Slow)
+    monkeypatch.setattr(type(pipe.processes), "size", 2)
+    records = log.StepLog(pipe)
+    for step in range(1, 5):
+        records.put(step, pipe.step(X, target=Y), 0.1, 0.0)
+    assert [record.get("staleness") for _, record in records.take(wait=True)] == [None, None, *[[[2], [1], [0]]] * 2]
+
+
+def test_every_sample_leaves_at_the_end_even_with_a_confidence_of_nan() -> None:
+    """Regression: nan is not at least 0, so the shares of the samples that leave did not add up to 1."""
+    from nwise.training.calibrate import Seen, Work, outcome
+
+    seen = Seen(
+        (0, 1), torch.tensor([[0.9, 0.9], [torch.nan, torch.nan]]), torch.tensor([[True, True], [False, False]])
+    )
+    assert outcome(seen, Work([50, 50], {0: 10}), {0: 0.8}).leaving == (0.5, 0.5)

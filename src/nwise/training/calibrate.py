@@ -137,11 +137,13 @@ def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
         last = i == len(seen.stages) - 1
         if not last and k in thresholds:
             operations += here * work.heads[k]
-        bound = 0.0 if last else thresholds.get(k, math.inf)
-        leaves = stays & (seen.confidence[:, i] >= bound)
+        bound = thresholds.get(k, math.inf)
+        leaves = (
+            stays if last else stays & (seen.confidence[:, i] >= bound)
+        )  # a confidence of nan leaves at the end only
         right += int((leaves & seen.right[:, i]).sum())
         leaving.append(int(leaves.sum()) / count)
-        stays &= ~leaves
+        stays = stays & ~leaves
     return Outcome(right / count, operations / count / sum(work.stages), tuple(leaving))
 
 
