@@ -41,7 +41,7 @@ def _help() -> None:
     console.print("[bold]nwise[/] trains networks in stages; each loss's gradient travels through only N of them.\n")
     console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for name, command in COMMANDS.items():
-        table.add_row(name, command.summary)
+    for name, (_, summary) in COMMANDS.items():
+        table.add_row(name, summary)
     console.print(table)
     console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

@@ -5,51 +5,40 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import nwise
 
-
-class Command(NamedTuple):
-    """A command.
-
-    Args:
-        place: module and name of its class.
-        summary: description for `nwise --help`.
-    """
-
-    place: str
-    summary: str
-
-
+# Module and class of each command, and its line in `nwise --help`.
 COMMANDS = {
-    "train": Command(
-        "nwise.cli.training:TrainCommand", "Train a recipe, showing loss and accuracy of every head; can be resumed."
+    "train": (
+        "nwise.cli.training:TrainCommand",
+        "Train a recipe, showing loss and accuracy of every head; can be resumed.",
     ),
-    "compare": Command(
-        "nwise.cli.training:CompareCommand", "Train several strategies from the same start; a table and a figure."
+    "compare": (
+        "nwise.cli.training:CompareCommand",
+        "Train several strategies from the same start; a table and a figure.",
     ),
-    "evaluate": Command(
+    "evaluate": (
         "nwise.cli.training:EvaluateCommand",
         "Score a run on its test set: every head, and ensembles of the top n heads.",
     ),
-    "exits": Command("nwise.cli.exits:ExitsCommand", "Let sure samples leave early: accuracy against work and time."),
-    "export": Command("nwise.cli.training:ExportCommand", "Write the main network without its heads."),
-    "recipes": Command("nwise.cli.training:RecipesCommand", "List the recipes."),
-    "plan": Command(
-        "nwise.cli.planning:PlanCommand", "Find the fastest strategy and number of micro-batches for devices and costs."
+    "exits": ("nwise.cli.exits:ExitsCommand", "Let sure samples leave early: accuracy against work and time."),
+    "export": ("nwise.cli.training:ExportCommand", "Write the main network without its heads."),
+    "recipes": ("nwise.cli.training:RecipesCommand", "List the recipes."),
+    "plan": (
+        "nwise.cli.planning:PlanCommand",
+        "Find the fastest strategy and number of micro-batches for devices and costs.",
     ),
-    "schedule": Command(
+    "schedule": (
         "nwise.cli.drawing:ScheduleCommand",
         "Show orders of work, in the terminal or as a figure, a page, or a trace.",
     ),
-    "explore": Command("nwise.cli.drawing:ExploreCommand", "Write a page on which to explore schedules."),
-    "flow": Command("nwise.cli.drawing:FlowCommand", "Draw which loss trains which stage."),
-    "bench": Command("benchmarks.runtime.command:Bench", "Measure the runtime on virtual devices."),
-    "report": Command("nwise.cli.report:ReportCommand", "Show runs on one page that opens offline."),
-    "reproduce": Command(
-        "experiments.__main__:Reproduce", "Rerun an experiment of the paper, in a copy of the repository."
-    ),
+    "explore": ("nwise.cli.drawing:ExploreCommand", "Write a page on which to explore schedules."),
+    "flow": ("nwise.cli.drawing:FlowCommand", "Draw which loss trains which stage."),
+    "bench": ("benchmarks.runtime.command:Bench", "Measure the runtime on virtual devices."),
+    "report": ("nwise.cli.report:ReportCommand", "Show runs on one page that opens offline."),
+    "reproduce": ("experiments.__main__:Reproduce", "Rerun an experiment of the paper, in a copy of the repository."),
 }
 
 
@@ -59,18 +48,14 @@ def load_command(name: str) -> Any:
     >>> load_command("train").__name__
     'TrainCommand'
     """
-    place = COMMANDS[name].place
+    place = COMMANDS[name][0]
     if not place.startswith("nwise."):
         sys.path.insert(0, str(_repository(name, place)))
     return resolve_name(place)
 
 
 def _repository(name: str, place: str) -> Path:
-    """Return the copy of the repository that has a command's module: nwise's own, or the current folder.
-
-    Raises:
-        ImportError: neither has it.
-    """
+    """Return the copy of the repository that has a command's module: nwise's own, or the current folder."""
     module = Path(*place.partition(":")[0].split(".")).with_suffix(".py")
     for root in (Path(nwise.__file__).parents[2], Path.cwd()):
         if (root / module).is_file():
