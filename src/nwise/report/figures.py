@@ -56,20 +56,15 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
         left, right = figure.subplots(1, 2, sharey=True)
         for i, (name, curve) in enumerate(curves.items()):
             # All runs start equal, and far from where they differ.
-            first = 1 if len(curve.steps) > 2 else 0
-            steps, values, slots = curve.steps[first:], curve.values[first:], curve.slots[first:]
-            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-            left.plot(steps, values, label=name, **style)
-            right.plot(slots, values, label=name, **style)
+            shown = slice(1 if len(curve.steps) > 2 else 0, None)
+            for axes, along in ((left, curve.steps), (right, curve.slots)):
+                _plot(axes, i, name, along[shown], curve.values[shown])
         left.set_xlabel("steps")
         left.set_ylabel(quality)
         right.set_xlabel("modelled time on one accelerator per stage, slots")
         right.set_title("(paper's timing model, not measured)", fontsize=8)
         if quality.endswith("perplexity"):
             left.set_yscale("log")
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
         left.legend(frameon=False)
         figure.suptitle(title, fontsize=10)
         figure.savefig(path, dpi=150)
@@ -90,14 +85,18 @@ def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path
         axes = figure.subplots()
         for i, (name, points) in enumerate(curves.items()):
             work, accuracy = zip(*sorted(points), strict=True)
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            axes.plot([100 * share for share in work], accuracy, label=name, color=colour, marker=marker, markersize=4)
+            _plot(axes, i, name, [100 * share for share in work], accuracy)
         axes.set_xlabel("floating-point operations of a sample, % of the main network")
         axes.set_ylabel("test accuracy, %")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
         figure.savefig(path, dpi=150)
+
+
+def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4)
+    axes.grid(visible=True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from nwise.report.trace import make_trace, process_events
 from nwise.schedule import Costs, Schedule, Timeline, simulate
-from nwise.schedule.actions import SENDS, Action, Kind, counterpart
+from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart
 from nwise.schedule.simulate import Event, Message
 
-_COMPUTE = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
+_COMPUTE = (Kind.FORWARD, Kind.HEAD, *PASSES)
 _MS = 1e3
 
 # What one rank did: step, action, and its start and end in seconds.
