@@ -8,12 +8,14 @@ import warnings
 from argparse import ArgumentParser
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import tyro
 
+import nwise
 from nwise._errors import current_name, hint
-from nwise.cli.commands import COMMANDS, load_command
+from nwise.cli import COMMANDS
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
 from nwise.recipes import recipe
 from nwise.runtime.launch import launched
@@ -86,3 +88,27 @@ def _resume(arguments: list[str]) -> Path | None:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", type=Path, nargs="?")  # tyro complains of a missing value
     return parser.parse_known_args(arguments)[0].resume
+
+
+def load_command(name: str) -> Any:
+    """Import the class of a command.
+
+    >>> load_command("train").__name__
+    'TrainCommand'
+    """
+    place = COMMANDS[name][0]
+    if not place.startswith("nwise."):
+        sys.path.insert(0, str(_repository(name, place)))
+    return resolve_name(place)
+
+
+def _repository(name: str, place: str) -> Path:
+    """Return the copy of the repository that has a command's module: nwise's own, or the current folder."""
+    module = Path(*place.partition(":")[0].split(".")).with_suffix(".py")
+    for root in (Path(nwise.__file__).parents[2], Path.cwd()):
+        if (root / module).is_file():
+            return root
+    raise ImportError(
+        f"`nwise {name}` should be run in a copy of the repository, which has the experiments and benchmarks with their "
+        "records. Found none here; clone it, and `pip install -e .` there."
+    )
