@@ -1,7 +1,4 @@
-"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's.
-
-matplotlib is imported only to draw, because the import takes half a second.
-"""
+"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from nwise.report.figures import COLOURS
+from nwise.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
 from nwise.schedule.actions import PASSES
 from nwise.schedule.placement import Placement
@@ -171,19 +168,16 @@ def _kinds(pictures: Sequence[Picture]) -> list[Kind]:
 
 def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     """Draw grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
-        if not all(picture.events for picture in pictures):
-            raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
-        events = [event for picture in pictures for event in picture.events]
-        longest = max(event.end for event in events)
-        shortest = min(event.end - event.start for event in events if event.action.kind is not Kind.UPDATE)
-        width = min(24.0, max(5.0, 0.26 * longest / shortest))
-        heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
-        figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
+    if not all(picture.events for picture in pictures):
+        raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
+    events = [event for picture in pictures for event in picture.events]
+    longest = max(event.end for event in events)
+    shortest = min(event.end - event.start for event in events if event.action.kind is not Kind.UPDATE)
+    width = min(24.0, max(5.0, 0.26 * longest / shortest))
+    heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
+    with new_figure(width, sum(heights) + 0.75, path) as figure:
         panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, picture in zip(panels, pictures, strict=True):
             _draw(axes, picture, longest, width)
@@ -201,7 +195,6 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         )
         lines = textwrap.fill(explanation, int(15 * width), break_on_hyphens=False)
         panels[-1].set_xlabel(lines, fontsize=8, color="#555555")
-        figure.savefig(path, dpi=150)
 
 
 def _is_whole(picture: Picture) -> bool:
