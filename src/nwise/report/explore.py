@@ -204,6 +204,7 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
 
 def steady_utilisation(picture: Picture) -> list[float]:
     """Return the share of a steady mini-batch that each rank computes."""
+    # The simulation of a picture has too few mini-batches for this: the pipeline fills in the first and empties in the last.
     schedule, costs = picture.timed.schedule, picture.timed.costs
     price, flows = prices(costs, schedule.num_stages), schedule.flows
     work = [0.0] * schedule.num_ranks

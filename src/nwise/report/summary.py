@@ -116,16 +116,14 @@ class Summary:
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        state = json.loads((self.run.folder / "run.json").read_text())
-        return state if isinstance(state, dict) else {}
+        return json.loads((self.run.folder / "run.json").read_text())
 
     @cached_property
     def strategy(self) -> Strategy:
         """The recipe's strategy, with epochs turned into steps by means of the records."""
         last = self.tests[-1]
         per_epoch = round(last["step"] / last["epoch"]) if last.get("epoch") else 1
-        strategy: Strategy = self.recipe.strategy_for(max(1, per_epoch))
-        return strategy
+        return self.recipe.strategy_for(max(1, per_epoch))
 
     @property
     def title(self) -> str:
