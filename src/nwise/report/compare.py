@@ -108,13 +108,12 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
 
 def _slots(pipe: Pipeline, steps: Sequence[int]) -> list[float]:
     """Model the slots until each of the steps, on one accelerator per stage."""
-    rates = [(first, last, _slots_per_step(pipe, first)) for first, last in pipe.strategy.phases(stop=steps[-1])]
+    rates = []
+    for first, last in pipe.strategy.phases(stop=steps[-1]):
+        now = pipe.strategy.in_force(first)
+        timed = best(now, num_stages=pipe.num_stages, num_microbatches=pipe.num_microbatches, costs=PAPER)
+        rates.append((first, last, timed.period))
     return [sum(rate * (min(step, last) - first) for first, last, rate in rates if first < step) for step in steps]
-
-
-def _slots_per_step(pipe: Pipeline, step: int) -> float:
-    now = pipe.strategy.in_force(step)
-    return best(now, num_stages=pipe.num_stages, num_microbatches=pipe.num_microbatches, costs=PAPER).period
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:

@@ -35,7 +35,7 @@ def quality_on(data: object) -> Quality:
     return "perplexity" if isinstance(data, Tokens) else "accuracy"
 
 
-def quality(score: Score | None, kind: Quality) -> str:
+def _quality(score: Score | None, kind: Quality) -> str:
     """Format accuracy in per cent, or perplexity."""
     if score is None:
         return "–"
@@ -49,7 +49,7 @@ def head_name(stage: int, num_stages: int) -> str:
 
 def score_cells(score: Score | None, kind: Quality) -> tuple[str, str]:
     """Format loss and accuracy or perplexity of a head for a table."""
-    return number(None if score is None else score.loss), quality(score, kind)
+    return number(None if score is None else score.loss), _quality(score, kind)
 
 
 def numbers_table(title: str | None, *headings: str) -> Table:
@@ -60,18 +60,11 @@ def numbers_table(title: str | None, *headings: str) -> Table:
     return table
 
 
-def describe_resumption(step: int, changes: str) -> str:
-    """Say in one line where a run resumes and what has changed."""
-    return f"resuming at step {step}" + (f": {changes}" if changes else "")
-
-
 class _Display(Callback):
     """Base class of both displays."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.kind: Quality = "accuracy"
-        self.began = time.perf_counter()
 
     def begin(self, trainer: Trainer) -> str:
         """Start the clock and describe the run in one line."""
@@ -86,6 +79,10 @@ class _Display(Callback):
             f"{'' if pipe.processes.size == 1 else f', {pipe.processes.size} processes'}"
             f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.processes.size == 1 else ' each'}"
         )
+
+    def resumed(self, step: int, changes: str) -> None:
+        """Print where the run resumes and what has changed; a live table stays below the line."""
+        self.console.print(f"resuming at step {step}" + (f": {changes}" if changes else ""), soft_wrap=True)
 
 
 class LiveDisplay(_Display):
@@ -129,8 +126,7 @@ class LiveDisplay(_Display):
         self.live.update(self.draw())
 
     def resumed(self, step: int, changes: str) -> None:
-        """Print a line above the table."""
-        self.live.console.print(describe_resumption(step, changes), soft_wrap=True)
+        super().resumed(step, changes)
         self.progress.update(self.task, completed=step)
 
     def finished(self, status: str) -> None:
@@ -169,14 +165,10 @@ class PlainDisplay(_Display):
     def evaluated(self, step: int, scores: Scores) -> None:
         """Print the line."""
         seconds = time.perf_counter() - self.began
-        values = " ".join(quality(score, self.kind).replace(" ", "") for score in scores.heads)
+        values = " ".join(_quality(score, self.kind).replace(" ", "") for score in scores.heads)
         self.console.print(
             f"step {step:>6}/{self.total}  {seconds:7.1f} s  test {self.kind} {values}{self.losses}", soft_wrap=True
         )
-
-    def resumed(self, step: int, changes: str) -> None:
-        """Print where the run resumes."""
-        self.console.print(describe_resumption(step, changes), soft_wrap=True)
 
     def finished(self, status: str) -> None:
         """Print how the run ended."""

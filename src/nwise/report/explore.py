@@ -6,7 +6,7 @@ This module times every combination; the page only looks them up.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from nwise.schedule import Timed
 from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
 from nwise.schedule.costs import Costs, prices
 from nwise.schedule.methods import is_late
+from nwise.schedule.simulate import Event
 from nwise.strategies import NWise, Switch, strategy
 
 METHODS = (
@@ -198,7 +199,7 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
         "in_flight": list(timed.in_flight),
         "rows": picture.rows,
         "utilisation": [_round(share) for share in steady_utilisation(picture)],
-        "events": list(_events(picture)),
+        "events": [_describe(picture, event) for event in picture.events],
     }
 
 
@@ -214,19 +215,10 @@ def steady_utilisation(picture: Picture) -> list[float]:
     return [each / picture.timed.period if picture.timed.period else 0.0 for each in work]
 
 
-def _events(picture: Picture) -> Iterator[list[Any]]:
-    """List kind, row, micro-batch, loss, mini-batch, start and length of every event."""
-    for event in picture.events:
-        kind, _, m, *_ = event.action
-        yield [
-            kind.value,
-            picture.row(event),
-            m,
-            picture.farthest_loss(event),
-            event.batch,
-            _round(event.start),
-            _round(event.end - event.start),
-        ]
+def _describe(picture: Picture, event: Event) -> list[Any]:
+    """Return kind, row, micro-batch, loss, mini-batch, start and length of an event."""
+    action, times = event.action, (_round(event.start), _round(event.end - event.start))
+    return [action.kind.value, picture.row(event), action.microbatch, picture.farthest_loss(event), event.batch, *times]
 
 
 def _round(number: float) -> float:
