@@ -62,7 +62,7 @@ def dispatch(name: str, arguments: list[str]) -> int:
 
 def parse(name: str, arguments: list[str]) -> Any:
     """Return the command with its options, ready to run."""
-    kind = load_command(name)
+    kind = _load_command(name)
     options = partial(tyro.cli, kind, prog=f"nwise {name}", args=arguments, config=PARSING)
     if name not in ("train", "compare"):
         return options()
@@ -90,12 +90,7 @@ def _resume(arguments: list[str]) -> Path | None:
     return parser.parse_known_args(arguments)[0].resume
 
 
-def load_command(name: str) -> Any:
-    """Import the class of a command.
-
-    >>> load_command("train").__name__
-    'TrainCommand'
-    """
+def _load_command(name: str) -> Any:
     place = COMMANDS[name][0]
     if not place.startswith("nwise."):
         sys.path.insert(0, str(_repository(name, place)))

@@ -33,19 +33,6 @@ DROPS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _TIMED_SAMPLES = 1000  # of the test set, at most
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Seconds to answer test samples, medians over rounds, without and with exits."""
-
-    whole: float
-    exits: float
-
-    @property
-    def saved(self) -> float:
-        """Share of the time that exits save."""
-        return 1 - self.exits / self.whole
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExitsCommand:
     """Let samples leave at the first head that is sure of them. Each half of the test set chooses the threshold of the other."""
@@ -84,9 +71,9 @@ class ExitsCommand:
             seen = observe(pipe, data, 256)
             thresholds = calibrate(seen, work, seen.accuracy - self.drop / 100)
             networks.append(EarlyExit(pipe.stages, pipe.heads, thresholds))
-            timed = measure(networks[-1], data, self.batch_size, self.rounds) if self.rounds and thresholds else None
+            seconds = _measure(networks[-1], data, self.batch_size, self.rounds) if self.rounds and thresholds else None
             result = cross_validated(seen, work, self.drop / 100)
-            results[str(run.folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, timed)
+            results[str(run.folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, seconds)
         if self.json:
             print_json({folder: result.as_json() for folder, result in results.items()})
         else:
@@ -128,10 +115,11 @@ class ExitsCommand:
     def _print(self, results: dict[str, _Result], console: Output) -> None:
         table = numbers_table(None, "run", "accuracy", "with exits", "work saved", "time saved")
         for folder, result in results.items():
-            timed = "–" if result.timed is None else f"{100 * result.timed.saved:.0f} %"
+            seconds = result.seconds
+            saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
             accuracy, exits = result.seen.accuracy, result.outcome
             cells = [f"{100 * accuracy:.2f} %", f"{100 * exits.accuracy:.2f} %", f"{100 * (1 - exits.work):.0f} %"]
-            table.add_row(folder, *cells, timed)
+            table.add_row(folder, *cells, saved)
         console.print(table)
         if len(results) == 1:
             result = next(iter(results.values()))
@@ -151,7 +139,7 @@ class _Result:
     work: Work
     thresholds: dict[int, float]  # calibrated on the whole test set, for use on other samples
     outcome: Outcome  # of each half of the test set with the thresholds of the other half
-    timed: Timed | None
+    seconds: dict[str, float] | None
 
     @property
     def heads(self) -> dict[int, float]:
@@ -172,19 +160,12 @@ class _Result:
             "curve": self.curve(),
             "thresholds": self.thresholds,
             "work": dataclasses.asdict(self.work),
-            "seconds": self.timed and dataclasses.asdict(self.timed),
+            "seconds": self.seconds,
         }
 
 
-def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> Timed:
-    """Measure the time to answer the first samples without and with exits, in turn.
-
-    Args:
-        network: the network with its exits, in evaluation mode.
-        data: the samples.
-        batch_size: samples that are answered together.
-        rounds: how often; one more comes first and does not count.
-    """
+def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> dict[str, float]:
+    """Return the seconds to answer the first samples, without exits (whole) and with them (exits), medians over rounds."""
     count = min(len(data), _TIMED_SAMPLES)
     starts = range(0, count, batch_size)
     device = next(network.parameters()).device
@@ -203,7 +184,9 @@ def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> T
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
+    # Both take turns, so a slow spell of the machine meets both. The first round warms up and does not count.
     turns = track(range(rounds + 1), "timing", console=Console(stderr=True), transient=True)
     with torch.no_grad():
         times = [(seconds(whole), seconds(network)) for _ in turns]
-    return Timed(*(statistics.median(column) for column in zip(*times[1:], strict=True)))
+    whole_network, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {"whole": whole_network, "exits": with_exits}
