@@ -112,7 +112,7 @@ def answer(
                 here = leaves.cpu()
                 parts.append((rows[here], logits[leaves], torch.full_like(rows[here], k), sure[leaves]))
                 rows = rows[~here]
-                if here.any():
+                if here.any():  # else the tensors stay as they are, without a copy
                     hidden = _select(hidden, ~leaves, k)
         if k < last and k + 1 not in processes.here:
             known = _to_bytes(names(hidden))
@@ -157,7 +157,7 @@ class EarlyExit(nn.Module):
     def answers(self, *inputs: Tensor, **named: Tensor) -> Answers:
         """Return the outputs, the stages at which the samples left, and how sure they were."""
         given = as_inputs(inputs, named, "The input")
-        return answer(self.stages, self.heads, given, self.thresholds, Alone(len(self.stages)), given[0].device)
+        return answer(self.stages, self.heads, given, self.thresholds, Alone(len(self.stages)), None)
 
 
 def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:

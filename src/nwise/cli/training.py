@@ -121,12 +121,13 @@ def stopping(trainer: Trainer) -> Iterator[None]:
         yield
         return
 
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
     def handler(number: int, frame: object) -> None:
         del frame
         trainer.stop()
         signal.signal(number, before[number])  # a second signal ends the process at once
 
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for number in before:
             signal.signal(number, handler)

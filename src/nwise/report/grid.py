@@ -139,7 +139,8 @@ def terminal_grid(picture: Picture, width: int) -> Text:
             if end > begin:  # else it is too short to draw
                 name = picture.name(event)[: end - begin]
                 grid.append(name.ljust(end - begin - 1, "─"), style)
-                grid.append(" " * (end - begin > len(name)))
+                if end - begin > len(name):
+                    grid.append(" ")
                 at = end
         grid.append("\n")
     if cut:

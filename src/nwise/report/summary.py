@@ -185,7 +185,8 @@ def _is_whole(record: dict[str, Any]) -> bool:
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
 
-    heads = [record.get(name) for name in ("loss", "accuracy")[: 1 + (record["kind"] == "test")]]
+    names = ("loss", "accuracy") if record["kind"] == "test" else ("loss",)
+    heads = [record.get(name) for name in names]
     return all(number(record.get(axis)) for axis in AXES) and all(
         isinstance(values, list) and values and all(value is None or number(value) for value in values)
         for values in heads
