@@ -97,7 +97,7 @@ def answer(
     if not size:
         raise ValueError("The input of `exit` should have at least one sample. Found none.")
     rows, hidden, device = torch.arange(size), inputs, device or inputs[0].device
-    parts: list[dict[str, Tensor]] = []
+    parts: list[tuple[Tensor, ...]] = []  # row, output, stage and confidence of the samples that leave at a stage
     for k in processes.here:
         if k and k - 1 not in processes.here:
             # Samples that have left are not sent. With none left the message is empty, and the stage does not run.
@@ -109,16 +109,15 @@ def answer(
                 logits = single(hidden if k == last else head_output(heads, k, hidden, None), k)
                 sure = confidence(logits)
                 leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
-                here, stays = leaves.cpu(), ~leaves
-                parts.append({"row": rows[here], "output": logits[leaves], "confidence": sure[leaves]})
-                parts[-1]["stage"] = torch.full_like(parts[-1]["row"], k)
+                here = leaves.cpu()
+                parts.append((rows[here], logits[leaves], torch.full_like(rows[here], k), sure[leaves]))
                 rows = rows[~here]
-                if here.any():
-                    hidden = _select(hidden, stays, k)
+                if here.any():  # else the tensors stay as they are, without a copy
+                    hidden = _select(hidden, ~leaves, k)
         if k < last and k + 1 not in processes.here:
             known = _to_bytes(names(hidden))
             processes.send((rows, known, *hidden) if len(rows) else (rows,), processes.rank_of(k + 1))
-    return _together(parts, size, device, processes)
+    return _together(parts, device, processes)
 
 
 class EarlyExit(nn.Module):
@@ -158,7 +157,7 @@ class EarlyExit(nn.Module):
     def answers(self, *inputs: Tensor, **named: Tensor) -> Answers:
         """Return the outputs, the stages at which the samples left, and how sure they were."""
         given = as_inputs(inputs, named, "The input")
-        return answer(self.stages, self.heads, given, self.thresholds, Alone(len(self.stages)), given[0].device)
+        return answer(self.stages, self.heads, given, self.thresholds, Alone(len(self.stages)), None)
 
 
 def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:
@@ -220,19 +219,22 @@ def _from_bytes(text: Tensor) -> tuple[str, ...]:
     return tuple(bytes(text.tolist()).decode().split("\0")) if len(text) else ()
 
 
-def _together(parts: list[dict[str, Tensor]], size: int, device: torch.device, processes: Processes) -> Answers:
+def _together(parts: list[tuple[Tensor, ...]], device: torch.device, processes: Processes) -> Answers:
     """Collect the answers of all processes on the first one, and send them back to the others."""
-    names = ("row", "output", "confidence", "stage")
-    mine = tuple(torch.cat([part[name].to(device) for part in parts]) for name in names) if parts else ()
+    mine = _joined(parts, device)
     first, *others = processes.ranks
     if processes.rank != first:
         processes.send(mine, first)
         return Answers(*(x.to(device) for x in processes.receive(first)))
     every = [mine, *(processes.receive(rank) for rank in others)]
-    row, *values = (torch.cat([x.to(device) for x in column]) for column in zip(*filter(None, every), strict=True))
-    order = torch.empty(size, dtype=torch.int64, device=device)
-    order[row] = torch.arange(size, device=device)
-    output, sure, stage = (x[order] for x in values)
+    # The answers lie in the order of leaving; the rows say where each sample was in the batch.
+    rows, *columns = _joined([part for part in every if part], device)
+    order = rows.argsort()
+    output, stage, sure = (x[order] for x in columns)
     for rank in others:
         processes.send((output, stage, sure), rank)
     return Answers(output, stage, sure)
+
+
+def _joined(parts: list[tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.cat([x.to(device) for x in column]) for column in zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-"""The command line. It does not import torch, so `nwise --help` answers at once."""
+"""The command line. It does not import torch, so `nwise --help` answers at once; a command is imported when it runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,40 @@ import sys
 from collections.abc import Sequence
 
 import nwise
-from nwise.cli.commands import COMMANDS
 
-__all__ = ["main", "run"]
+__all__ = ["COMMANDS", "main", "run"]
+
+# Module and class of each command, and its line in `nwise --help`.
+COMMANDS = {
+    "train": (
+        "nwise.cli.training:TrainCommand",
+        "Train a recipe, showing loss and accuracy of every head; can be resumed.",
+    ),
+    "compare": (
+        "nwise.cli.training:CompareCommand",
+        "Train several strategies from the same start; a table and a figure.",
+    ),
+    "evaluate": (
+        "nwise.cli.training:EvaluateCommand",
+        "Score a run on its test set: every head, and ensembles of the top n heads.",
+    ),
+    "exits": ("nwise.cli.exits:ExitsCommand", "Let sure samples leave early: accuracy against work and time."),
+    "export": ("nwise.cli.training:ExportCommand", "Write the main network without its heads."),
+    "recipes": ("nwise.cli.training:RecipesCommand", "List the recipes."),
+    "plan": (
+        "nwise.cli.planning:PlanCommand",
+        "Find the fastest strategy and number of micro-batches for devices and costs.",
+    ),
+    "schedule": (
+        "nwise.cli.drawing:ScheduleCommand",
+        "Show orders of work, in the terminal or as a figure, a page, or a trace.",
+    ),
+    "explore": ("nwise.cli.drawing:ExploreCommand", "Write a page on which to explore schedules."),
+    "flow": ("nwise.cli.drawing:FlowCommand", "Draw which loss trains which stage."),
+    "bench": ("benchmarks.runtime.command:Bench", "Measure the runtime on virtual devices."),
+    "report": ("nwise.cli.report:ReportCommand", "Show runs on one page that opens offline."),
+    "reproduce": ("experiments.__main__:Reproduce", "Rerun an experiment of the paper, in a copy of the repository."),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,7 +72,7 @@ def _help() -> None:
     console.print("[bold]nwise[/] trains networks in stages; each loss's gradient travels through only N of them.\n")
     console.print("usage: nwise COMMAND [OPTIONS]\n", markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for name, command in COMMANDS.items():
-        table.add_row(name, command.summary)
+    for name, (_, summary) in COMMANDS.items():
+        table.add_row(name, summary)
     console.print(table)
     console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)

@@ -34,7 +34,10 @@ def costs_of_text(text: str) -> Costs:
     if text.startswith("{"):
         values = _from_json("The text", text)
     elif text.endswith(".json"):
-        values = _from_file(Path(text))
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"Costs should be in a JSON file. Found no file {path}.")
+        values = _from_json(str(path), path.read_text())
     else:
         values = _from_pairs(text, names)
     for name in values:
@@ -66,12 +69,6 @@ def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"Costs should have {name.strip()} once. Found it twice in {text!r}.")
         values[name.strip()] = times if len(times) > 1 else times[0]
     return values
-
-
-def _from_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"Costs should be in a JSON file. Found no file {path}.")
-    return _from_json(str(path), path.read_text())
 
 
 def _from_json(where: str, text: str) -> dict[str, Any]:

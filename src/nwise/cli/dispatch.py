@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import tyro
 
+import nwise
 from nwise._errors import current_name, hint
-from nwise.cli.commands import COMMANDS, load_command
+from nwise.cli import COMMANDS
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
 from nwise.recipes import recipe
 from nwise.runtime.launch import launched
@@ -59,42 +62,48 @@ def dispatch(name: str, arguments: list[str]) -> int:
 
 def parse(name: str, arguments: list[str]) -> Any:
     """Return the command with its options, ready to run."""
-    kind = load_command(name)
-    # The recipe's name decides the defaults of all other options, so parse it first.
-    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
-    folder = _value(arguments, "--resume") if name == "train" else None
-    if folder is not None:
-        config = Run.open(Path(folder)).recipe
-        command = _parse_options(kind, name, arguments, kind(recipe=config.name, config=config))
+    kind = _load_command(name)
+    options = partial(tyro.cli, kind, prog=f"nwise {name}", args=arguments, config=PARSING)
+    if name not in ("train", "compare"):
+        return options()
+    if name == "train" and (folder := _resume(arguments)) is not None:
+        config = Run.open(folder).recipe
+        command = options(default=kind(recipe=config.name, config=config))
         if command.recipe != config.name:
             raise ValueError(
                 f"`RECIPE` should be the run's own, {config.name!r}, or be left out. Found {command.recipe!r}."
             )
         return command
+    # The recipe decides the defaults of all other options, and may come after them. Where the first guess is wrong, the first
+    # parse finds the recipe and the second one has its defaults.
+    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
     while True:
-        default = kind(recipe=chosen, config=recipe(chosen)) if name in ("train", "compare") else None
-        command = _parse_options(kind, name, arguments, default)
-        if default is None or command.recipe == chosen:
+        command = options(default=kind(recipe=chosen, config=recipe(chosen)))
+        if command.recipe == chosen:
             return command
         chosen = command.recipe
 
 
-def _value(arguments: list[str], option: str) -> str | None:
-    """Return the value of an option, as ``--option value`` or ``--option=value``; the last one counts."""
-    value = None
-    for argument, following in zip(arguments, [*arguments, "-"][1:], strict=True):
-        if argument == option and not following.startswith("-"):
-            value = following
-        if argument.startswith(f"{option}="):
-            value = argument.partition("=")[2]
-    return value
+def _resume(arguments: list[str]) -> Path | None:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", type=Path, nargs="?")  # tyro complains of a missing value
+    return parser.parse_known_args(arguments)[0].resume
 
 
-def _parse_options(kind: Callable[..., Any], name: str, arguments: list[str], default: Any) -> Any:
-    return tyro.cli(
-        kind,
-        prog=f"nwise {name}",
-        args=arguments,
-        **({} if default is None else {"default": default}),
-        config=PARSING,
+def _load_command(name: str) -> Any:
+    place = COMMANDS[name][0]
+    if not place.startswith("nwise."):
+        sys.path.insert(0, str(_repository(name, place)))
+    return resolve_name(place)
+
+
+def _repository(name: str, place: str) -> Path:
+    """Return the copy of the repository that has a command's module: nwise's own, or the current folder."""
+    module = Path(*place.partition(":")[0].split(".")).with_suffix(".py")
+    for root in (Path(nwise.__file__).parents[2], Path.cwd()):
+        if (root / module).is_file():
+            return root
+    raise ImportError(
+        f"`nwise {name}` should be run in a copy of the repository, which has the experiments and benchmarks with their "
+        "records. Found none here; clone it, and `pip install -e .` there."
     )

@@ -115,33 +115,32 @@ class ScheduleCommand:
 
     def _pictures(self) -> Iterator[Picture]:
         _check_values(self, "strategy", "stages", "microbatches", "costs")
-        for costs, found, title in self._read() if self.csv is not None else self._found():
-            turns = len(found.schedule.flows)
-            size = sum(map(len, found.schedule.words)) / turns * self.batches
+        for costs, timed_schedule, title in self._methods() if self.csv is None else self._from_csv(self.csv):
+            schedule = timed_schedule.schedule
+            size = sum(map(len, schedule.words)) / len(schedule.flows) * self.batches
             if size > MOST:
                 raise ValueError(
                     f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {title}; draw fewer stages, "
                     "micro-batches or mini-batches."
                 )
-            yield Picture(title + (f", costs {costs}" if len(self.costs) > 1 else ""), found, self.batches)
+            yield Picture(title + (f", costs {costs}" if len(self.costs) > 1 else ""), timed_schedule, self.batches)
 
-    def _found(self) -> Iterator[tuple[str, Timed, str]]:
+    def _methods(self) -> Iterator[tuple[str, Timed, str]]:
         options: dict[str, Any] = {} if self.ranks is None else {"num_ranks": self.ranks}
         if self.placement is not None:
             options["placement"] = parse_placement(self.placement)
         ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
         for text, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
+            title = f"{name}, A = {stages}{ranks}, M = {m}"
             costs = costs_of_text(text)
-            found = timed_method(name, num_stages=stages, num_microbatches=m, costs=costs, **options)
-            yield text, found, f"{name}, A = {stages}{ranks}, M = {m}"
+            yield text, timed_method(name, num_stages=stages, num_microbatches=m, costs=costs, **options), title
 
-    def _read(self) -> Iterator[tuple[str, Timed, str]]:
-        assert self.csv is not None
-        if not self.csv.is_file():
-            raise ValueError(f"`csv` should be a file. Found none at {str(self.csv)!r}.")
-        schedule = read_csv(self.csv.read_text(), self.csv.stem)
+    def _from_csv(self, path: Path) -> Iterator[tuple[str, Timed, str]]:
+        if not path.is_file():
+            raise ValueError(f"`csv` should be a file. Found none at {str(path)!r}.")
+        schedule = read_csv(path.read_text(), path.stem)
+        title = f"{path.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
         for text in self.costs:
-            title = f"{self.csv.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
             yield text, timed(schedule, costs_of_text(text)), title
 
     def _write(self, pictures: list[Picture], out: Path) -> None:

@@ -21,7 +21,6 @@ from nwise._records import replacing
 from nwise.cli.output import OK, Output, note, print_json
 from nwise.data import Images
 from nwise.exits import EarlyExit
-from nwise.pipeline import Pipeline
 from nwise.recipes.config import EmbeddedText, TextSource
 from nwise.report.display import numbers_table
 from nwise.report.figures import check_format, exits_figure
@@ -32,19 +31,6 @@ from nwise.training.run import Run
 # Accuracy that may be lost at the points of the figure, in percentage points.
 DROPS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _TIMED_SAMPLES = 1000  # of the test set, at most
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Seconds to answer test samples, medians over rounds, without and with exits."""
-
-    whole: float
-    exits: float
-
-    @property
-    def saved(self) -> float:
-        """Share of the time that exits save."""
-        return 1 - self.exits / self.whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +68,22 @@ class ExitsCommand:
                 )
             example = data.batch(torch.arange(1))[0]
             work = count_work(pipe, example.to(next(pipe.parameters()).device))
-            seen = self._observe(pipe, data)
+            seen = observe(pipe, data, 256)
             thresholds = calibrate(seen, work, seen.accuracy - self.drop / 100)
             networks.append(EarlyExit(pipe.stages, pipe.heads, thresholds))
-            timed = measure(networks[-1], data, self.batch_size, self.rounds) if self.rounds and thresholds else None
+            seconds = _measure(networks[-1], data, self.batch_size, self.rounds) if self.rounds and thresholds else None
             result = cross_validated(seen, work, self.drop / 100)
-            results[str(run.folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, timed)
+            results[str(run.folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, seconds)
         if self.json:
             print_json({folder: result.as_json() for folder, result in results.items()})
         else:
             self._print(results, console)
         if self.out is not None:
-            curves = {f"{r.strategy}, {folder}": r.curve() for folder, r in results.items()}
-            exits_figure(
-                {name: [(work, 100 * share) for work, share in curve] for name, curve in curves.items()}, self.out
-            )
+            curves = {
+                f"{result.strategy}, {folder}": [(work, 100 * share) for work, share in result.curve()]
+                for folder, result in results.items()
+            }
+            exits_figure(curves, self.out)
         if self.export is not None:
             if not networks[0].thresholds:
                 note(f"{self.export}: exits would save no work at this accuracy, so the network has none.")
@@ -125,48 +112,39 @@ class ExitsCommand:
                 path.parent.mkdir(parents=True, exist_ok=True)
         return runs
 
-    def _observe(self, pipe: Pipeline, data: Images) -> Seen:
-        with torch.inference_mode():
-            return observe(pipe, data, 256)
-
     def _print(self, results: dict[str, _Result], console: Output) -> None:
         table = numbers_table(None, "run", "accuracy", "with exits", "work saved", "time saved")
         for folder, result in results.items():
-            timed = "–" if result.timed is None else f"{100 * result.timed.saved:.0f} %"
+            seconds = result.seconds
+            saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
             accuracy, exits = result.seen.accuracy, result.outcome
             cells = [f"{100 * accuracy:.2f} %", f"{100 * exits.accuracy:.2f} %", f"{100 * (1 - exits.work):.0f} %"]
-            table.add_row(folder, *cells, timed)
+            table.add_row(folder, *cells, saved)
         console.print(table)
         if len(results) == 1:
             result = next(iter(results.values()))
             table = numbers_table(None, "exit", "accuracy of its head", "threshold", "samples that leave")
-            for i, k in enumerate(result.seen.stages):
-                last = i == len(result.seen.stages) - 1
+            for (k, right), share in zip(result.heads.items(), result.outcome.leaving, strict=True):
+                last = k == result.seen.stages[-1]
                 bound = "–" if last else f"{result.thresholds[k]:.6g}" if k in result.thresholds else "off"
-                cells = [f"{100 * float(result.seen.right[:, i].double().mean()):.2f} %", bound]
-                table.add_row("output" if last else f"stage {k}", *cells, f"{100 * result.outcome.leaving[i]:.1f} %")
+                name = "output" if last else f"stage {k}"
+                table.add_row(name, f"{100 * right:.2f} %", bound, f"{100 * share:.1f} %")
             console.print(table)
 
 
 @dataclass(frozen=True)
 class _Result:
-    """What exits do for one run.
-
-    Args:
-        strategy: strategy of the run.
-        seen: the test set.
-        work: operations of the stages and heads.
-        thresholds: calibrated on the whole test set, for use on other samples.
-        outcome: each half of the test set with the thresholds of the other half.
-        timed: measured times.
-    """
-
     strategy: str
     seen: Seen
     work: Work
-    thresholds: dict[int, float]
-    outcome: Outcome
-    timed: Timed | None
+    thresholds: dict[int, float]  # calibrated on the whole test set, for use on other samples
+    outcome: Outcome  # of each half of the test set with the thresholds of the other half
+    seconds: dict[str, float] | None
+
+    @property
+    def heads(self) -> dict[int, float]:
+        """Share of right answers of every head, by stage."""
+        return {k: float(self.seen.right[:, i].double().mean()) for i, k in enumerate(self.seen.stages)}
 
     def curve(self) -> list[tuple[float, float]]:
         """Return points of (share of the main network's work, accuracy), the first one without exits."""
@@ -175,27 +153,19 @@ class _Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but the samples."""
-        times = None if self.timed is None else dataclasses.asdict(self.timed)
         return {
             "accuracy": self.seen.accuracy,
-            "heads": {k: float(self.seen.right[:, i].double().mean()) for i, k in enumerate(self.seen.stages)},
+            "heads": self.heads,
             "exits": dataclasses.asdict(self.outcome),
             "curve": self.curve(),
             "thresholds": self.thresholds,
             "work": dataclasses.asdict(self.work),
-            "seconds": times,
+            "seconds": self.seconds,
         }
 
 
-def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> Timed:
-    """Measure the time to answer the first samples without and with exits, in turn.
-
-    Args:
-        network: the network with its exits, in evaluation mode.
-        data: the samples.
-        batch_size: samples that are answered together.
-        rounds: how often; one more comes first and does not count.
-    """
+def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> dict[str, float]:
+    """Return the seconds to answer the first samples, without exits (whole) and with them (exits), medians over rounds."""
     count = min(len(data), _TIMED_SAMPLES)
     starts = range(0, count, batch_size)
     device = next(network.parameters()).device
@@ -214,7 +184,9 @@ def measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> T
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
+    # Both take turns, so a slow spell of the machine meets both. The first round warms up and does not count.
     turns = track(range(rounds + 1), "timing", console=Console(stderr=True), transient=True)
     with torch.no_grad():
         times = [(seconds(whole), seconds(network)) for _ in turns]
-    return Timed(*(statistics.median(column) for column in zip(*times[1:], strict=True)))
+    whole_network, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {"whole": whole_network, "exits": with_exits}

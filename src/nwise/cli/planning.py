@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import tyro
@@ -76,8 +77,7 @@ class PlanCommand:
         for name, number in (("memory", self.memory), ("bandwidth", self.bandwidth)):
             if number is not None and not number > 0:
                 raise ValueError(f"`{name}` should be above 0. Found {number}.")
-        seconds = self.recipe is not None
-        costs, measured, size = self._measure() if seconds else self._parse_costs()
+        costs, measured, size = self._parse_costs() if self.recipe is None else self._measure(self.recipe)
         try:
             plan = methods.time_methods(
                 costs,
@@ -89,17 +89,18 @@ class PlanCommand:
             )
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
+        lines = verdict(plan) if measured is None else verdict(plan, _milliseconds)
         if self.json:
-            print_json(self._as_json(plan, measured))
+            print_json(self._as_json(plan, measured, lines))
             return OK
-        console.print(self._table(plan, seconds, narrow=console.width < 76))
+        console.print(self._table(plan, narrow=console.width < 76))
         console.say(_LEGEND)
         if plan.skipped:
             names = ", ".join(f"{name} ({size / 2**20:,.4g} MiB)" for name, size in plan.skipped.items())
             console.say(f"Too large at any M: {names}.")
         if measured is not None:
             self._print_cut(console, plan, measured)
-        for line in verdict(plan, _milliseconds if seconds else "{:.4g}".format):
+        for line in lines:
             console.say(f"- {line}")
         return OK
 
@@ -110,18 +111,18 @@ class PlanCommand:
                 raise ValueError(f"`microbatches` should be {limit}. Found {m}.")
         return self.microbatches or [m for m in (1, 2, 4, 8, 16, 32) if batch_size is None or m <= batch_size]
 
-    def _links(self, base: Costs | None = None) -> dict[str, float]:
+    def _links(self) -> dict[str, float]:
         links = {}
         if self.latency is not None:
             links["latency"] = self.latency
         if self.bandwidth is not None:
-            links["bandwidth"] = self.bandwidth * (1e9 if base is None else 1)
+            links["bandwidth"] = self.bandwidth * (1 if self.recipe is None else 1e9)
         return links
 
     def _parse_costs(self) -> tuple[methods.CostsOf, None, int | None]:
         assert self.costs is not None
         costs = costs_of_text(self.costs)
-        costs = dataclasses.replace(costs, **self._links(costs))
+        costs = dataclasses.replace(costs, **self._links())
         if self.memory is not None and costs.activation_bytes == Costs(0, 0, 0, 0).activation_bytes:
             raise ValueError(
                 "`costs` should give `activation_bytes` (and `fixed_bytes`), the memory of a mini-batch in a stage, if `memory` "
@@ -129,9 +130,8 @@ class PlanCommand:
             )
         return (lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // self.devices)), None, self.batch_size
 
-    def _measure(self) -> tuple[methods.CostsOf, Profile, int]:
-        assert self.recipe is not None
-        config = recipe(self.recipe)
+    def _measure(self, name: str) -> tuple[methods.CostsOf, Profile, int]:
+        config = recipe(name)
         changes: dict[str, Any] = {"device": self.device, "microbatches": 1}
         config = dataclasses.replace(config, **changes, batch_size=self.batch_size or config.batch_size)
         data, _ = config.load()
@@ -150,39 +150,37 @@ class PlanCommand:
         return costs, measured, config.batch_size
 
     def _progress(self, description: str) -> Any:
-        def show(items: list[Any]) -> Iterable[Any]:
-            quiet = self.json or not sys.stderr.isatty()
-            return track(items, description, console=Console(stderr=True), disable=quiet, transient=True)
+        quiet = self.json or not sys.stderr.isatty()
+        console = Console(stderr=True)
+        return partial(track, description=description, console=console, disable=quiet, transient=True)
 
-        return show
-
-    def _table(self, plan: methods.Methods, seconds: bool, *, narrow: bool) -> Table:
-        unit = "ms" if seconds else "time"
+    def _table(self, plan: methods.Methods, *, narrow: bool) -> Table:
         plural = "s" if self.devices > 1 else ""
         table = Table(title=f"{self.devices} device{plural}, each method at its best M", title_justify="left")
         table.add_column("method", no_wrap=True, min_width=max(len(option.name) for option in plan.options) + 2)
-        sized = seconds or self.memory is not None
-        details = [] if narrow else ["bound", "held"]
-        for heading in ("M", unit, "speed", *details, *(["MiB"] if sized else [])):
+        rows = [self._row(option, plan.speedup(option), narrow=narrow) for option in plan.options]
+        for heading in rows[0]:
             table.add_column(heading, justify="right", no_wrap=True)
-        for option in plan.options:
-            speed = plan.speedup(option)
-            over = methods.ratio(option.period, option.timed.lower_bound) - 1
+        for option, row in zip(plan.options, rows, strict=True):
             chosen = option == plan.recommended
-            row = [
-                f"{'*' if chosen else ' '} {option.name}",
-                str(option.num_microbatches),
-                f"{1e3 * option.period:.4g}" if seconds else f"{option.period:.4g}",
-                "–" if math.isnan(speed) else f"{speed:.2f}",
-                *(
-                    []
-                    if narrow
-                    else ["optimal" if over < 1e-9 else f"+{100 * over:.1f}%", str(max(option.timed.in_flight))]
-                ),
-                *([f"{max(option.timed.peak_bytes) / 2**20:,.4g}"] if sized else []),
-            ]
-            table.add_row(*row, style="bold" if chosen else None)
+            table.add_row(f"{'*' if chosen else ' '} {option.name}", *row.values(), style="bold" if chosen else None)
         return table
+
+    def _row(self, option: methods.Option, speed: float, *, narrow: bool) -> dict[str, str]:
+        """Return what the table says of a method, by heading."""
+        row = {"M": str(option.num_microbatches)}
+        if self.recipe is None:
+            row["time"] = f"{option.period:.4g}"
+        else:
+            row["ms"] = f"{1e3 * option.period:.4g}"
+        row["speed"] = "–" if math.isnan(speed) else f"{speed:.2f}"
+        if not narrow:
+            over = methods.ratio(option.period, option.timed.lower_bound) - 1
+            row["bound"] = "optimal" if over < 1e-9 else f"+{100 * over:.1f}%"
+            row["held"] = str(max(option.timed.in_flight))
+        if self.recipe is not None or self.memory is not None:
+            row["MiB"] = f"{max(option.timed.peak_bytes) / 2**20:,.4g}"
+        return row
 
     def _print_cut(self, console: Output, plan: methods.Methods, measured: Profile) -> None:
         chosen = plan.recommended
@@ -213,13 +211,13 @@ class PlanCommand:
         costs = stage_costs(measured.pieces[m], measured.starts, [batch[0] for batch in flows])
         return ",".join(map(str, balanced(stage_work(flows, costs), self.devices)))
 
-    def _as_json(self, plan: methods.Methods, measured: Profile | None) -> dict[str, Any]:
+    def _as_json(self, plan: methods.Methods, measured: Profile | None, lines: list[str]) -> dict[str, Any]:
         record: dict[str, Any] = {
             "devices": self.devices,
             "recommended": plan.recommended.name,
             "options": [{**option.as_json(), "speedup": plan.speedup(option)} for option in plan.options],
             "too_large": plan.skipped,
-            "verdict": verdict(plan, _milliseconds if measured else "{:.4g}".format),
+            "verdict": lines,
         }
         if measured is not None:
             record["placement"] = self._placement(plan, measured)

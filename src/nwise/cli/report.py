@@ -77,8 +77,13 @@ def _print_comparison(console: Output, run: Summary, comparison: Comparison) -> 
 def _numbers(run: Summary) -> dict[str, Any]:
     last = run.tests[-1]
     scores = {name: last[name] for name in ("step", "samples", "seconds", "loss", "accuracy")}
-    numbers = {"run": run.name, "strategy": run.strategy.name, "status": run.run.status, "last_test": scores}
-    return {**numbers, "timeline": None if run.measured is None else _timeline(run.measured, _trace_file(run))}
+    return {
+        "run": run.name,
+        "strategy": run.strategy.name,
+        "status": run.run.status,
+        "last_test": scores,
+        "timeline": None if run.measured is None else _timeline(run.measured, _trace_file(run)),
+    }
 
 
 def _timeline(comparison: Comparison, trace: Path) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from rich.table import Table
 
 from nwise._records import json_line, write_text
 from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
-from nwise.data import Tokens
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.report import compare as comparison
 from nwise.report.card import card_files
-from nwise.report.display import display_for, number, numbers_table, quality
+from nwise.report.display import display_for, head_name, number, numbers_table, quality_on, score_cells
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.launch import variable
@@ -122,12 +121,13 @@ def stopping(trainer: Trainer) -> Iterator[None]:
         yield
         return
 
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
     def handler(number: int, frame: object) -> None:
         del frame
         trainer.stop()
         signal.signal(number, before[number])  # a second signal ends the process at once
 
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for number in before:
             signal.signal(number, handler)
@@ -208,7 +208,7 @@ class EvaluateCommand:
     def run(self, console: Output) -> int:
         run = Run.open(self.folder)
         pipe, test_data = run.trained(self.device)
-        kind: Any = "perplexity" if isinstance(test_data, Tokens) else "accuracy"
+        kind = quality_on(test_data)
         scores = evaluate(pipe, test_data, 2 * run.recipe.batch_size, ensembles=True)
         if self.json:
             print_json(dataclasses.asdict(scores))
@@ -217,11 +217,10 @@ class EvaluateCommand:
         console.say(f"{self.folder}{status}: {len(test_data):,} test samples")
         table = numbers_table(None, "head", "loss", kind)
         for k, score in enumerate(scores.heads):
-            name = f"stage {k}" + (" (output)" if k == len(scores.heads) - 1 else "")
-            table.add_row(name, number(None if score is None else score.loss), quality(score, kind))
+            table.add_row(head_name(k, len(scores.heads)), *score_cells(score, kind))
         table.add_section()
         for n, score in enumerate(scores.ensembles[1:], start=2):
-            table.add_row(f"mean of the top {n}", number(score.loss), quality(score, kind))
+            table.add_row(f"mean of the top {n}", *score_cells(score, kind))
         console.print(table)
         return OK
 

@@ -94,7 +94,7 @@ def card_files(run: Run, weights: Path) -> dict[Path, str]:
 def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
     recipe, quality = summary.recipe, summary.quality
     values = to_json(recipe)
-    data, scores = values["data"]["type"], list(_scores(summary))
+    data, scores = values["data"]["type"], _scores(summary)
     result = hub.EvalResult(
         task_type="text-generation" if quality == "perplexity" else "image-classification",
         dataset_type=data.lower(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nwise.report.display import head_name
 from nwise.report.figures import COLOURS
 from nwise.report.grid import KIND_COLOURS, KIND_NAMES
 from nwise.report.summary import AXES, Series
@@ -28,7 +29,7 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
     for i, (name, num_stages, curves) in enumerate(runs):
         for series in curves:
             output = series.head == num_stages - 1
-            head = f"stage {series.head}" + (" (output)" if output else "")
+            head = head_name(series.head, num_stages)
             colour = i if several else series.head
             traces.append(
                 {

@@ -13,6 +13,7 @@ import numpy as np
 from nwise.data import Images, Tokens
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
+from nwise.report.display import quality_on
 from nwise.report.figures import Curve, compare_figure
 from nwise.schedule import PAPER, best
 from nwise.training import Callback, Run, Trainer, new_run
@@ -88,7 +89,7 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
         raise OSError(
             f"{run.folder} should have the results of {recipe.strategy}. Found that nwise could not write them."
         )
-    kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
+    kind = quality_on(trainer.test_data)
     steps, values, seconds = _tests(run, kind)
     return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer.pipe, steps)), seconds)
 
@@ -107,13 +108,12 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
 
 def _slots(pipe: Pipeline, steps: Sequence[int]) -> list[float]:
     """Model the slots until each of the steps, on one accelerator per stage."""
-    rates = [(first, last, _slots_per_step(pipe, first)) for first, last in pipe.strategy.phases(stop=steps[-1])]
+    rates = []
+    for first, last in pipe.strategy.phases(stop=steps[-1]):
+        now = pipe.strategy.in_force(first)
+        timed = best(now, num_stages=pipe.num_stages, num_microbatches=pipe.num_microbatches, costs=PAPER)
+        rates.append((first, last, timed.period))
     return [sum(rate * (min(step, last) - first) for first, last, rate in rates if first < step) for step in steps]
-
-
-def _slots_per_step(pipe: Pipeline, step: int) -> float:
-    now = pipe.strategy.in_force(step)
-    return best(now, num_stages=pipe.num_stages, num_microbatches=pipe.num_microbatches, costs=PAPER).period
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:

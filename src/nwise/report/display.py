@@ -15,6 +15,8 @@ from torch import Tensor
 from nwise.data import Tokens
 from nwise.training import Callback, Score, Scores, Trainer
 
+Quality = Literal["accuracy", "perplexity"]
+
 # Redrawing more often would cost more than a small model's step.
 _REFRESH_PER_SECOND = 4
 
@@ -28,11 +30,26 @@ def number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None or value != value else f"{value:.{digits}f}"
 
 
-def quality(score: Score | None, kind: Literal["accuracy", "perplexity"]) -> str:
+def quality_on(data: object) -> Quality:
+    """Return what heads are scored by on some data, beside the loss."""
+    return "perplexity" if isinstance(data, Tokens) else "accuracy"
+
+
+def _quality(score: Score | None, kind: Quality) -> str:
     """Format accuracy in per cent, or perplexity."""
     if score is None:
         return "–"
     return f"{100 * score.accuracy:.2f} %" if kind == "accuracy" else f"{score.perplexity:.2f}"
+
+
+def head_name(stage: int, num_stages: int) -> str:
+    """Name a head by its stage; that of the last stage is the network's output."""
+    return f"stage {stage}" + (" (output)" if stage == num_stages - 1 else "")
+
+
+def score_cells(score: Score | None, kind: Quality) -> tuple[str, str]:
+    """Format loss and accuracy or perplexity of a head for a table."""
+    return number(None if score is None else score.loss), _quality(score, kind)
 
 
 def numbers_table(title: str | None, *headings: str) -> Table:
@@ -43,23 +60,16 @@ def numbers_table(title: str | None, *headings: str) -> Table:
     return table
 
 
-def describe_resumption(step: int, changes: str) -> str:
-    """Say in one line where a run resumes and what has changed."""
-    return f"resuming at step {step}" + (f": {changes}" if changes else "")
-
-
 class _Display(Callback):
     """Base class of both displays."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.kind: Literal["accuracy", "perplexity"] = "accuracy"
-        self.began = time.perf_counter()
 
     def begin(self, trainer: Trainer) -> str:
         """Start the clock and describe the run in one line."""
         self.began = time.perf_counter()
-        self.kind = "perplexity" if isinstance(trainer.test_data, Tokens) else "accuracy"
+        self.kind = quality_on(trainer.test_data)
         recipe, pipe = trainer.recipe, trainer.pipe
         parameters, side = trainer.num_parameters
         threads = torch.get_num_threads()
@@ -69,6 +79,10 @@ class _Display(Callback):
             f"{'' if pipe.processes.size == 1 else f', {pipe.processes.size} processes'}"
             f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.processes.size == 1 else ' each'}"
         )
+
+    def resumed(self, step: int, changes: str) -> None:
+        """Print where the run resumes and what has changed; a live table stays below the line."""
+        self.console.print(f"resuming at step {step}" + (f": {changes}" if changes else ""), soft_wrap=True)
 
 
 class LiveDisplay(_Display):
@@ -112,8 +126,7 @@ class LiveDisplay(_Display):
         self.live.update(self.draw())
 
     def resumed(self, step: int, changes: str) -> None:
-        """Print a line above the table."""
-        self.live.console.print(describe_resumption(step, changes), soft_wrap=True)
+        super().resumed(step, changes)
         self.progress.update(self.task, completed=step)
 
     def finished(self, status: str) -> None:
@@ -127,9 +140,7 @@ class LiveDisplay(_Display):
         table = numbers_table(self.title, "head", "training loss", "test loss", f"test {self.kind}")
         for k, loss in enumerate(self.losses):
             score = None if self.scores is None else self.scores.heads[k]
-            name = f"stage {k}" + (" (output)" if k == len(self.losses) - 1 else "")
-            test_loss = number(None if score is None else score.loss)
-            table.add_row(name, number(loss), test_loss, quality(score, self.kind))
+            table.add_row(head_name(k, len(self.losses)), number(loss), *score_cells(score, self.kind))
         return Group(table, self.progress)
 
 
@@ -154,14 +165,10 @@ class PlainDisplay(_Display):
     def evaluated(self, step: int, scores: Scores) -> None:
         """Print the line."""
         seconds = time.perf_counter() - self.began
-        values = " ".join(quality(score, self.kind).replace(" ", "") for score in scores.heads)
+        values = " ".join(_quality(score, self.kind).replace(" ", "") for score in scores.heads)
         self.console.print(
             f"step {step:>6}/{self.total}  {seconds:7.1f} s  test {self.kind} {values}{self.losses}", soft_wrap=True
         )
-
-    def resumed(self, step: int, changes: str) -> None:
-        """Print where the run resumes."""
-        self.console.print(describe_resumption(step, changes), soft_wrap=True)
 
     def finished(self, status: str) -> None:
         """Print how the run ended."""

@@ -6,7 +6,7 @@ This module times every combination; the page only looks them up.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from nwise.schedule import Timed
 from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
 from nwise.schedule.costs import Costs, prices
 from nwise.schedule.methods import is_late
+from nwise.schedule.simulate import Event
 from nwise.strategies import NWise, Switch, strategy
 
 METHODS = (
@@ -35,9 +36,7 @@ METHODS = (
 )
 _END_TO_END = (*BASELINES, "end-to-end")
 MOST = 20_000  # actions in one picture
-_ACTIONS = 5  # approximate number per stage and micro-batch
-# The page's short names for the names of `nwise plan --json`.
-_KEYS = {"bound": "lower_bound", "held": "in_flight", "busy": "utilisation"}
+_ACTIONS = 10  # approximate number per stage and micro-batch in the two mini-batches of a picture
 # Indices of a schedule's method, stages, micro-batches, costs and latency in their lists.
 Place = tuple[int, ...]
 
@@ -52,7 +51,6 @@ class Choices:
         microbatches: numbers of micro-batches, M.
         costs: costs of a whole mini-batch in one stage, by name.
         latency: times of a message, in the unit of the costs.
-        batches: number of mini-batches to draw.
     """
 
     methods: Sequence[str]
@@ -60,7 +58,6 @@ class Choices:
     microbatches: Sequence[int]
     costs: dict[str, Costs]
     latency: Sequence[float]
-    batches: int = 2
 
     def check(self) -> None:
         """Raise early, before any schedule is timed, for choices that cannot be drawn.
@@ -68,7 +65,7 @@ class Choices:
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
         """
-        size = max(self.stages) * max(self.microbatches) * self.batches * _ACTIONS
+        size = max(self.stages) * max(self.microbatches) * _ACTIONS
         if size > MOST:
             raise ValueError(
                 f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(self.stages)} stages and "
@@ -131,7 +128,7 @@ def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None
     places = choices.combinations()
     entries: dict[Place, Any] = {}
     for done, place in enumerate(places, start=1):
-        entries[place] = _make_entry(Picture("", choices.time(place), choices.batches))
+        entries[place] = _make_entry(Picture("", choices.time(place)))
         on_schedule(done, len(places))
     dimensions = {
         "method": choices.methods,
@@ -140,14 +137,12 @@ def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None
         "costs": list(choices.costs),
         "latency": choices.latency,
     }
-    write_schedules(path, "Schedule explorer", dimensions, entries)
-    return [
-        {
-            **{name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)},
-            **{_KEYS.get(name, name): value for name, value in entry.items() if name not in ("events", "rows")},
-        }
-        for place, entry in entries.items()
-    ]
+    _write(path, "Schedule explorer", dimensions, entries)
+    records = []
+    for place, entry in entries.items():
+        chosen = {name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)}
+        records.append(chosen | {name: value for name, value in entry.items() if name not in ("events", "rows")})
+    return records
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
@@ -159,24 +154,16 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
     """
     dimensions = {"method": [picture.title for picture in pictures], "microbatches": [""]}
     entries: dict[Place, Any] = {(i, 0): _make_entry(picture) for i, picture in enumerate(pictures)}
-    write_schedules(path, "Schedules", dimensions, entries, compared=False)
+    _write(path, "Schedules", dimensions, entries, compared=False)
 
 
-def write_schedules(
+def _write(
     path: Path, title: str, dimensions: dict[str, Any], entries: dict[Place, Any], *, compared: bool = True
 ) -> None:
-    """Write the page of all schedules.
-
-    Args:
-        path: path of the page.
-        title: title of the page.
-        dimensions: lists of choices by name.
-        entries: every schedule by its indices in those lists.
-        compared: whether the page names the best schedule, each method at its best number of micro-batches.
-    """
+    """Write the page; `compared` says whether it names the best schedule."""
     own = [name for name in dimensions["method"] if compared and name not in _END_TO_END]
     local = [name for name in own if is_late(strategy(name)) or _is_local(name, max(dimensions["stages"]))]
-    numbers = {name for name, values in dimensions.items() if not isinstance(values[0], str)}
+    numbers = [name for name, values in dimensions.items() if not isinstance(values[0], str)]
     data = {
         "dimensions": dimensions,
         "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
@@ -206,18 +193,19 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
     timed = picture.timed
     return {
         "period": _round(timed.period),
-        "bound": _round(timed.lower_bound),
+        "lower_bound": _round(timed.lower_bound),
         "optimal": timed.optimal,
         "order": timed.order,
-        "held": list(timed.in_flight),
+        "in_flight": list(timed.in_flight),
         "rows": picture.rows,
-        "busy": [_round(share) for share in steady_utilisation(picture)],
-        "events": list(_events(picture)),
+        "utilisation": [_round(share) for share in steady_utilisation(picture)],
+        "events": [_describe(picture, event) for event in picture.events],
     }
 
 
 def steady_utilisation(picture: Picture) -> list[float]:
     """Return the share of a steady mini-batch that each rank computes."""
+    # The simulation of a picture has too few mini-batches for this: the pipeline fills in the first and empties in the last.
     schedule, costs = picture.timed.schedule, picture.timed.costs
     price, flows = prices(costs, schedule.num_stages), schedule.flows
     work = [0.0] * schedule.num_ranks
@@ -227,19 +215,10 @@ def steady_utilisation(picture: Picture) -> list[float]:
     return [each / picture.timed.period if picture.timed.period else 0.0 for each in work]
 
 
-def _events(picture: Picture) -> Iterator[list[Any]]:
-    """List kind, row, micro-batch, loss, mini-batch, start and length of every event."""
-    for event in picture.events:
-        kind, _, m, *_ = event.action
-        yield [
-            kind.value,
-            picture.row(event),
-            m,
-            picture.farthest_loss(event),
-            event.batch,
-            _round(event.start),
-            _round(event.end - event.start),
-        ]
+def _describe(picture: Picture, event: Event) -> list[Any]:
+    """Return kind, row, micro-batch, loss, mini-batch, start and length of an event."""
+    action, times = event.action, (_round(event.start), _round(event.end - event.start))
+    return [action.kind.value, picture.row(event), action.microbatch, picture.farthest_loss(event), event.batch, *times]
 
 
 def _round(number: float) -> float:

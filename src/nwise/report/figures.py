@@ -5,10 +5,11 @@ matplotlib is imported only to draw, because the import takes half a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from nwise.strategies import Strategy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
@@ -46,33 +48,41 @@ def check_format(path: Path | None) -> None:
     needed("matplotlib", "figures", "A figure")
 
 
-def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
-    """Draw quality over steps, and over the time of A accelerators in the timing model."""
+@contextmanager
+def new_figure(width: float, height: float, path: Path, **saving: Any) -> Iterator[Figure]:
+    """Yield an empty figure in the style of all; write it at the end.
+
+    Args:
+        width, height: size in inches.
+        path: file to write.
+        saving: other options of matplotlib's `savefig`.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(path, dpi=150, **saving)
+
+
+def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
+    """Draw quality over steps, and over the time of A accelerators in the timing model."""
+    with new_figure(8.2, 3.6, path) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for i, (name, curve) in enumerate(curves.items()):
             # All runs start equal, and far from where they differ.
-            first = 1 if len(curve.steps) > 2 else 0
-            steps, values, slots = curve.steps[first:], curve.values[first:], curve.slots[first:]
-            style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-            left.plot(steps, values, label=name, **style)
-            right.plot(slots, values, label=name, **style)
+            shown = slice(1 if len(curve.steps) > 2 else 0, None)
+            for axes, along in ((left, curve.steps), (right, curve.slots)):
+                _plot(axes, i, name, along[shown], curve.values[shown])
         left.set_xlabel("steps")
         left.set_ylabel(quality)
         right.set_xlabel("modelled time on one accelerator per stage, slots")
         right.set_title("(paper's timing model, not measured)", fontsize=8)
         if quality.endswith("perplexity"):
             left.set_yscale("log")
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
         left.legend(frameon=False)
         figure.suptitle(title, fontsize=10)
-        figure.savefig(path, dpi=150)
 
 
 def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
@@ -82,22 +92,21 @@ def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path
         curves: for every network points of (share of the main network's work, accuracy in per cent).
         path: file to write.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    with new_figure(5.6, 3.8, path) as figure:
         axes = figure.subplots()
         for i, (name, points) in enumerate(curves.items()):
             work, accuracy = zip(*sorted(points), strict=True)
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            axes.plot([100 * share for share in work], accuracy, label=name, color=colour, marker=marker, markersize=4)
+            _plot(axes, i, name, [100 * share for share in work], accuracy)
         axes.set_xlabel("floating-point operations of a sample, % of the main network")
         axes.set_ylabel("test accuracy, %")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        figure.savefig(path, dpi=150)
+
+
+def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4)
+    axes.grid(visible=True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
@@ -107,17 +116,14 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
     head and loss if those run. Black arrows are activations; coloured ones are gradients, in the colour of the farthest loss
     that they carry.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
-        phases = [strategy.in_force(first) for strategy in strategies for first, _ in strategy.phases()]
-        turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
-        columns = min(len(turns), max(1, 12 // num_stages))
-        if len(turns) == columns + 1 and columns > 1:
-            columns = -(-len(turns) // 2)  # two even rows, not one panel alone in the second
-        rows = -(-len(turns) // columns)
-        figure = Figure(figsize=(1.05 * (num_stages + 0.5) * columns, 2.2 * rows), layout="constrained")
+    phases = [strategy.in_force(first) for strategy in strategies for first, _ in strategy.phases()]
+    turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
+    columns = min(len(turns), max(1, 12 // num_stages))
+    if len(turns) == columns + 1 and columns > 1:
+        columns = -(-len(turns) // 2)  # two even rows, not one panel alone in the second
+    rows = -(-len(turns) // columns)
+    width, height = 1.05 * (num_stages + 0.5) * columns, 2.2 * rows
+    with new_figure(width, height, path, bbox_inches="tight", pad_inches=0.12) as figure:
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes in panels:
             axes.axis("off")
@@ -125,7 +131,6 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
             title = strategy.name + (f", turn {turn + 1} of {strategy.turns}" if strategy.turns > 1 else "")
             axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
             _draw_flow(axes, strategy.credit(num_stages, turn))
-        figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.12)
 
 
 def _draw_flow(axes: Axes, credit: Tensor) -> None:

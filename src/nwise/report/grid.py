@@ -1,7 +1,4 @@
-"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's.
-
-matplotlib is imported only to draw, because the import takes half a second.
-"""
+"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's."""
 
 from __future__ import annotations
 
@@ -14,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from nwise.report.figures import COLOURS
+from nwise.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
+from nwise.schedule.actions import PASSES
 from nwise.schedule.placement import Placement
 from nwise.schedule.simulate import Event
 
@@ -40,10 +38,6 @@ KIND_NAMES = {
     Kind.UPDATE: "update",
 }
 _LONGEST = 300  # time axis of a terminal, in units of the shortest action drawn
-EXPLANATION = (
-    "time, in the unit of the costs; numbers are {numbers}, small ones the loss that a gradient comes from; "
-    "every other mini-batch is hatched"
-)
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Picture:
     def farthest_loss(self, event: Event) -> int | None:
         """Return the loss that a backward pass comes from; of several, the farthest."""
         kind, k, m, q, turn, _ = event.action
-        if kind in (Kind.INPUT_GRAD, Kind.BOTH, Kind.WEIGHT_GRAD):
+        if kind in PASSES:
             return self.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
         return None
 
@@ -123,7 +117,11 @@ def terminal_grid(picture: Picture, width: int) -> Text:
     margin = max(map(len, rows))
     if not events:
         return Text("nothing takes any time\n", "dim")
-    # The shortest action must have room for its name and a space.
+    # A character stands for a fixed time. The shortest action has room for the longest name and a space, a cell; a wait has one
+    # dot in every cell:
+    #
+    #     stage 0 F0 F1  · W0  · W1
+    #     stage 1  · F0 I0 F1 I1 W0
     cell = max(len(picture.name(event)) for event in events) + 1
     last = max(event.end for event in events)
     scale = cell / max(last / _LONGEST, min(event.end - event.start for event in events))
@@ -137,12 +135,12 @@ def terminal_grid(picture: Picture, width: int) -> Text:
                 cut = True
                 break
             grid.append("".join("·" if i % cell == 1 and i < begin - at - 1 else " " for i in range(begin - at)), "dim")
-            shade = "white" if event.action.kind is Kind.UPDATE else "black"
-            style = f"{shade} on {KIND_COLOURS[event.action.kind]}" + (" bold" if event.batch % 2 else "")
+            style = _style(event.action.kind) + (" bold" if event.batch % 2 else "")
             if end > begin:  # else it is too short to draw
                 name = picture.name(event)[: end - begin]
                 grid.append(name.ljust(end - begin - 1, "─"), style)
-                grid.append(" " * (end - begin > len(name)))
+                if end - begin > len(name):
+                    grid.append(" ")
                 at = end
         grid.append("\n")
     if cut:
@@ -152,36 +150,39 @@ def terminal_grid(picture: Picture, width: int) -> Text:
 
 def legend(pictures: Sequence[Picture]) -> Text:
     """Explain the letters and colours."""
-    kinds = {event.action.kind for picture in pictures for event in picture.events}
     text = Text()
-    for kind, name in KIND_NAMES.items():
-        if kind in kinds:
-            text.append(f" {kind.value} ", f"{'white' if kind is Kind.UPDATE else 'black'} on {KIND_COLOURS[kind]}")
-            text.append(f" {name}  ")
+    for kind in _kinds(pictures):
+        text.append(f" {kind.value} ", _style(kind))
+        text.append(f" {KIND_NAMES[kind]}  ")
     text.append("numbers are micro-batches; every other mini-batch is bold")
     return text
 
 
+def _style(kind: Kind) -> str:
+    return f"{'white' if kind is Kind.UPDATE else 'black'} on {KIND_COLOURS[kind]}"
+
+
+def _kinds(pictures: Sequence[Picture]) -> list[Kind]:
+    shown = {event.action.kind for picture in pictures for event in picture.events}
+    return [kind for kind in KIND_NAMES if kind in shown]
+
+
 def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     """Draw grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
-        drawn = [picture.events for picture in pictures]
-        if not all(drawn):
-            raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
-        longest = max(event.end for events in drawn for event in events)
-        shortest = min(e.end - e.start for events in drawn for e in events if e.action.kind is not Kind.UPDATE)
-        rows = [len(picture.rows) for picture in pictures]
-        width = min(24.0, max(5.0, 0.26 * longest / shortest))
-        heights = [0.24 * count + 0.9 for count in rows]
-        figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
+    if not all(picture.events for picture in pictures):
+        raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
+    events = [event for picture in pictures for event in picture.events]
+    longest = max(event.end for event in events)
+    shortest = min(event.end - event.start for event in events if event.action.kind is not Kind.UPDATE)
+    width = min(24.0, max(5.0, 0.26 * longest / shortest))
+    heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
+    with new_figure(width, sum(heights) + 0.75, path) as figure:
         panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, picture, events in zip(panels, pictures, drawn, strict=True):
-            _draw(axes, picture, events, longest, width)
-        kinds = [kind for kind in KIND_NAMES if any(e.action.kind is kind for events in drawn for e in events)]
+        for axes, picture in zip(panels, pictures, strict=True):
+            _draw(axes, picture, longest, width)
+        kinds = _kinds(pictures)
         patches = [
             Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {KIND_NAMES[k]}") for k in kinds
         ]
@@ -189,9 +190,12 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
         whole = [_is_whole(picture) for picture in pictures]
         numbers = "mini-batches" if all(whole) else "micro-batches" + (" (mini-batches if M = 1)" if any(whole) else "")
-        explanation = textwrap.fill(EXPLANATION.format(numbers=numbers), int(15 * width), break_on_hyphens=False)
-        panels[-1].set_xlabel(explanation, fontsize=8, color="#555555")
-        figure.savefig(path, dpi=150)
+        explanation = (
+            f"time, in the unit of the costs; numbers are {numbers}, small ones the loss that a gradient comes from; "
+            "every other mini-batch is hatched"
+        )
+        lines = textwrap.fill(explanation, int(15 * width), break_on_hyphens=False)
+        panels[-1].set_xlabel(lines, fontsize=8, color="#555555")
 
 
 def _is_whole(picture: Picture) -> bool:
@@ -199,13 +203,13 @@ def _is_whole(picture: Picture) -> bool:
     return picture.timed.schedule.num_microbatches == 1
 
 
-def _draw(axes: Axes, picture: Picture, events: Sequence[Event], longest: float, width: float) -> None:
+def _draw(axes: Axes, picture: Picture, longest: float, width: float) -> None:
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator
 
     rows = picture.rows
     inch = width / longest
-    for event in events:
+    for event in picture.events:
         k, length = picture.row(event), event.end - event.start
         later = event.batch % 2
         box = Rectangle(

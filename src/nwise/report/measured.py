@@ -11,10 +11,10 @@ from typing import Any
 
 from nwise.report.trace import make_trace, process_events
 from nwise.schedule import Costs, Schedule, Timeline, simulate
-from nwise.schedule.actions import SENDS, Action, Kind, counterpart
+from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart
 from nwise.schedule.simulate import Event, Message
 
-_COMPUTE = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
+_COMPUTE = (Kind.FORWARD, Kind.HEAD, *PASSES)
 _MS = 1e3
 
 # What one rank did: step, action, and its start and end in seconds.
@@ -47,22 +47,22 @@ class Comparison:
     @cached_property
     def costs(self) -> Costs:
         """Medians of the measured times; for messages, of those that a receiver waited for."""
-        columns: dict[str, list[float]] = {name: [] for name in ("forward", "head", "input_grad", "weight_grad")}
+        rows = []
         for k in range(self.schedule.num_stages):
             times: dict[Kind, list[float]] = defaultdict(list)
             for _, action, begin, end in self.ranks[self.schedule.placement[k]]:
                 if action.stage == k:
                     times[action.kind].append(_MS * (end - begin))
             middle = {kind: median(values) for kind, values in times.items()}
-            both = middle.get(Kind.BOTH, 0.0)  # of a B only the sum of I and W is known: halve it
-            columns["forward"].append(middle.get(Kind.FORWARD, 0.0))
-            columns["head"].append(middle.get(Kind.HEAD, 0.0))
-            columns["input_grad"].append(middle.get(Kind.INPUT_GRAD, both / 2))
-            columns["weight_grad"].append(
-                max(both - columns["input_grad"][-1], 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
-            )
+            # A B measures only the sum of I and W. I is known where another loss has an I of its own; else it is half.
+            both = middle.get(Kind.BOTH, 0.0)
+            back = middle.get(Kind.INPUT_GRAD, both / 2)
+            weights = max(both - back, 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
+            rows.append((middle.get(Kind.FORWARD, 0.0), middle.get(Kind.HEAD, 0.0), back, weights))
+        # A message that nobody waited for may lie in its buffer until its receiver is free, which is no latency.
         latency = median([_MS * travel for travel, waited in self._travels if waited > 0] or [0.0])
-        return Costs(**columns, chain_share=0.0, latency=latency)  # type: ignore[arg-type]
+        forward, head, input_grad, weight_grad = zip(*rows, strict=True)
+        return Costs(forward, head, input_grad, weight_grad, chain_share=0.0, latency=latency)
 
     @cached_property
     def predicted(self) -> Timeline:

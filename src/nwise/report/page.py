@@ -77,8 +77,7 @@ def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
         curves = [(run.name, run.num_stages, run.series(kind, score)) for run in shown]
         chart = lines(curves, title, several=len(runs) > 1)
         if chart is not None:
-            charts[name] = chart
-            parts += _chart(name, title)
+            parts += _chart(charts, name, title, chart)
     text += f'<div class="charts">{parts}</div>'
     if len(runs) > 1:
         text += '<p class="note">Of several runs the last head is shown; a click in the legend shows others.</p>'
@@ -95,13 +94,13 @@ def _timeline(index: int, run: Summary, charts: dict[str, Any]) -> str:
             ["overlap of messages with work, %", f"{100 * measured.overlap:.1f}", "–"],
         ]
         text += table(["", "measured", "predicted"], rows)
-        charts[f"measured-{index}"] = gantt(measured.events, "time, ms", _BATCHES)
-        charts[f"predicted-{index}"] = gantt(predicted.events, "time, ms", _BATCHES)
-        shares = {"measured": measured.utilisation, "predicted": predicted.utilisation}
-        text += "<h3>Measured</h3>" + _chart(f"measured-{index}", f"{run.name}: measured timeline")
+        chart = gantt(measured.events, "time, ms", _BATCHES)
+        text += "<h3>Measured</h3>" + _chart(charts, f"measured-{index}", f"{run.name}: measured timeline", chart)
+        chart = gantt(predicted.events, "time, ms", _BATCHES)
         text += "<h3>Predicted: the same lists, simulated with the medians of the measured times</h3>"
-        text += _chart(f"predicted-{index}", f"{run.name}: predicted timeline")
-        return text + _utilisation(f"utilisation-{index}", run.name, shares, charts)
+        text += _chart(charts, f"predicted-{index}", f"{run.name}: predicted timeline", chart)
+        shares = {"measured": measured.utilisation, "predicted": predicted.utilisation}
+        return text + _utilisation(charts, f"utilisation-{index}", run.name, shares)
     text += (
         "<p class='note'>Predicted by the paper's timing model, on one accelerator for every stage: a forward takes one slot, "
         "each loss's pass through a stage one, heads none. There are no measured times, because this run had one process, or "
@@ -112,22 +111,22 @@ def _timeline(index: int, run: Summary, charts: dict[str, Any]) -> str:
         strategy = run.strategy.in_force(first)
         timed = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
         picture, suffix = Picture("", timed, _BATCHES), f"{index}-{i}" if i else str(index)
-        charts[f"predicted-{suffix}"] = gantt(picture.events, "time, slots", _BATCHES)
+        chart = gantt(picture.events, "time, slots", _BATCHES)
         since = f", from step {first} on" if len(phases) > 1 else ""
         text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
-        text += _chart(f"predicted-{suffix}", f"{run.name}: predicted timeline of {strategy.name}")
-        text += _utilisation(f"utilisation-{suffix}", run.name, {"predicted": picture.timeline.utilisation}, charts)
+        text += _chart(charts, f"predicted-{suffix}", f"{run.name}: predicted timeline of {strategy.name}", chart)
+        text += _utilisation(charts, f"utilisation-{suffix}", run.name, {"predicted": picture.timeline.utilisation})
     return text
 
 
-def _utilisation(name: str, run: str, shares: Mapping[str, Sequence[float]], charts: dict[str, Any]) -> str:
-    charts[name] = utilisation(shares)
-    return "<h3>Utilisation: share of the time that each stage computes</h3>" + _chart(
-        name, f"{run}: utilisation of every stage"
-    )
+def _utilisation(charts: dict[str, Any], name: str, run: str, shares: Mapping[str, Sequence[float]]) -> str:
+    heading = "<h3>Utilisation: share of the time that each stage computes</h3>"
+    return heading + _chart(charts, name, f"{run}: utilisation of every stage", utilisation(shares))
 
 
-def _chart(name: str, title: str) -> str:
+def _chart(charts: dict[str, Any], name: str, title: str, chart: dict[str, Any]) -> str:
+    """Add a chart to the page's data; return the element that shows it."""
+    charts[name] = chart
     return f'<div id="{name}" class="chart" role="img" aria-label="{html.escape(title)}"></div>\n'
 
 

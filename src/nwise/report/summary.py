@@ -116,16 +116,14 @@ class Summary:
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        state = json.loads((self.run.folder / "run.json").read_text())
-        return state if isinstance(state, dict) else {}
+        return json.loads((self.run.folder / "run.json").read_text())
 
     @cached_property
     def strategy(self) -> Strategy:
         """The recipe's strategy, with epochs turned into steps by means of the records."""
         last = self.tests[-1]
         per_epoch = round(last["step"] / last["epoch"]) if last.get("epoch") else 1
-        strategy: Strategy = self.recipe.strategy_for(max(1, per_epoch))
-        return strategy
+        return self.recipe.strategy_for(max(1, per_epoch))
 
     @property
     def title(self) -> str:
@@ -187,7 +185,8 @@ def _is_whole(record: dict[str, Any]) -> bool:
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
 
-    heads = [record.get(name) for name in ("loss", "accuracy")[: 1 + (record["kind"] == "test")]]
+    names = ("loss", "accuracy") if record["kind"] == "test" else ("loss",)
+    heads = [record.get(name) for name in names]
     return all(number(record.get(axis)) for axis in AXES) and all(
         isinstance(values, list) and values and all(value is None or number(value) for value in values)
         for values in heads

@@ -28,9 +28,9 @@ function draw() {
   if (!entry) { document.getElementById("absent").textContent = absence(); return; }
   document.getElementById("period").textContent = show(entry.period);
   document.getElementById("bound").textContent = entry.optimal
-    ? `${show(entry.bound)}: no order is faster` : `${show(entry.bound)} (this is ${((entry.period / entry.bound - 1) * 100).toFixed(1)} % above it)`;
-  document.getElementById("held").textContent = `${entry.held.join(", ")} micro-batches on stages 0 to ${entry.held.length - 1}`;
-  document.getElementById("busy").textContent = `${entry.busy.map(share => Math.round(100 * share)).join(", ")} %`;
+    ? `${show(entry.lower_bound)}: no order is faster` : `${show(entry.lower_bound)} (this is ${((entry.period / entry.lower_bound - 1) * 100).toFixed(1)} % above it)`;
+  document.getElementById("held").textContent = `${entry.in_flight.join(", ")} micro-batches on stages 0 to ${entry.in_flight.length - 1}`;
+  document.getElementById("busy").textContent = `${entry.utilisation.map(share => Math.round(100 * share)).join(", ")} %`;
   document.getElementById("order").textContent = entry.order;
   grid(entry);
 }
@@ -84,9 +84,9 @@ function table() {
     if (compared && winner === method) row.classList.add("best");
     cell(row, dimensions.method[method] + (isBaseline(method) ? " (end-to-end)" : ""), "th");
     cell(row, show(entry.period));
-    cell(row, show(entry.bound));
-    cell(row, Math.max(...entry.held));
-    cell(row, `${Math.round(100 * entry.busy.reduce((a, b) => a + b) / entry.busy.length)} %`);
+    cell(row, show(entry.lower_bound));
+    cell(row, Math.max(...entry.in_flight));
+    cell(row, `${Math.round(100 * entry.utilisation.reduce((a, b) => a + b) / entry.utilisation.length)} %`);
     if (compared) { cell(row, show(best.entry.period)); cell(row, best.m); }
     return row;
   }));
@@ -99,8 +99,7 @@ function verdict() {
   const first = list => list.reduce((a, b) => (b && (!a || b.entry.period < a.entry.period * (1 - 1e-9)) ? b : a), null);
   const pipeline = first(all.filter(one => isBaseline(one.method)));
   const strategy = first(all.filter(one => !isBaseline(one.method)));
-  const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)}` +
-    `)`;
+  const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)})`;
   if (!pipeline || !strategy) {
     const only = pipeline || strategy;
     return { winner: only && only.method, text: only ? `The shortest step: ${named(only)}.` : "" };
