@@ -323,6 +323,12 @@ def test_explorer_json_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "events" not in found[0]
 
 
+def test_explorer_of_a_delay(tmp_path: Path) -> None:
+    """Regression: the bound of a delay was a number of numpy's, which is not JSON, so the page could not be written."""
+    arguments = ["--strategy", "end-to-end-delay-1", "--stages", "4", "--microbatches", "1", "--costs", "paper"]
+    assert cli.run(["explore", *arguments, "--latency", "0", "--out", str(tmp_path / "e.html")]) == 0
+
+
 def test_empty_explorer_and_report_of_non_finite_run(tmp_path: Path) -> None:
     assert Choices(("2-wise",), (2,), (1,), {"paper": Costs(1, 0, 1, 0)}, (0.0,)).combinations() == []
     assert (

@@ -72,7 +72,8 @@ def delay_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
         for i, action in enumerate(paths.actions):
             if action.kind is Kind.WEIGHT_GRAD:
                 k = action.stage
-                known = max(known, len(flows) * (start[i, k] + paths.work[i] + end[i, k]) / (ages[k] + 1))
+                path = float(start[i, k] + paths.work[i] + end[i, k])
+                known = max(known, len(flows) * path / (ages[k] + 1))
     return known
 
 
