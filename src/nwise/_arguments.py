@@ -95,10 +95,10 @@ def checked(
 def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
     """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
     if target is None and len(inputs) > 1 and not _takes(first, inputs):
-        found = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
+        given = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
         raise TypeError(
             "The first stage should get the inputs that its forward takes; pass the target by name, "
-            f"`pipe.step(x, target=y)`. Found {found} and no target."
+            f"`pipe.step(x, target=y)`. Found {given} and no target."
         )
 
 
@@ -142,10 +142,10 @@ def placed(
     begins = [next(iter(stage.pieces())) for stage in stages if isinstance(stage, Chain)]
     count = len(placement.placement)
     if len(stages) != count or (len(begins) == count and tuple(begins[1:]) != placement.at):
-        found = f"{len(stages)} stages" + (f" that begin at {', '.join(begins[1:])}" if begins[1:] else "")
+        cut = f"{len(stages)} stages" + (f" that begin at {', '.join(begins[1:])}" if begins[1:] else "")
         raise ValueError(
             f"`placement` should be a plan for these stages. Found one for {count} stages that begin at "
-            f"{', '.join(placement.at)}, and {found}; cut the network with `nwise.split(model, at=plan.at)`."
+            f"{', '.join(placement.at)}, and {cut}; cut the network with `nwise.split(model, at=plan.at)`."
         )
     return placement, placement.placement, num_microbatches or placement.num_microbatches
 

@@ -53,7 +53,7 @@ def reference_grads(
     """
     mains = [copy.deepcopy(stage) for stage in stages]
     sides = [copy.deepcopy(head) for head in (heads or [])] + [None] * (len(mains) - len(heads or []))
-    losses_of = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(mains)
+    losses = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(mains)
     parts, targets = _cut(x, num_microbatches), _cut(y, num_microbatches)
     sizes = [len(index) for index in torch.arange(len(_first(x))).tensor_split(num_microbatches)]
     counts = [float(size if count is None else count(target)) for size, target in zip(sizes, targets, strict=True)]
@@ -78,7 +78,7 @@ def reference_grads(
             if not runs or (side is None and j < len(mains) - 1):
                 continue
             output = hidden if side is None else _call(side, hidden)
-            loss = losses_of[j](output, target) * share
+            loss = losses[j](output, target) * share
             for k in range(j + 1):
                 _add(grads, f"stages.{k}.", mains[k], loss, float(matrix[j, k]))
             if side is not None:

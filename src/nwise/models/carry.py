@@ -191,8 +191,8 @@ def _by_name(name: str, output: Any) -> dict[str, Tensor]:
     """Return what a piece writes; an entry that is None is not there."""
     made = {HIDDEN: output} if isinstance(output, Tensor) else output
     if not isinstance(made, Mapping) or HIDDEN not in made:
-        found = f"names {', '.join(made)}" if isinstance(made, Mapping) else type(made).__name__
-        raise TypeError(f"{name!r} should return a tensor, or a dictionary with {HIDDEN!r} in it. Found {found}.")
+        kind = f"names {', '.join(made)}" if isinstance(made, Mapping) else type(made).__name__
+        raise TypeError(f"{name!r} should return a tensor, or a dictionary with {HIDDEN!r} in it. Found {kind}.")
     return {key: x for key, x in made.items() if x is not None}
 
 

@@ -231,11 +231,11 @@ def plan(
             message_latency(network.device),
             measured.as_json(),
         )
-        first, *_ = found = everyone(facts)
+        first, *_ = reports = everyone(facts)
         measured = Profile.from_json(first[4])
-        links["overhead"] = max(one[2] for one in found)
+        links["overhead"] = max(one[2] for one in reports)
         links["latency"] = first[3] if latency is None else latency
-        known = known or tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in found]))
+        known = known or tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in reports]))
     known = known or (Device(),)
     cut = search(measured.pieces, rule, known, num_stages, **links)
     result = Plan(
@@ -283,8 +283,8 @@ def _equal(
         names = even_starts(model, num_stages)
     except ValueError:  # fewer blocks than stages
         return float("nan")
-    found = [next((i for i, piece in enumerate(pieces) if f"{piece}.".startswith(f"{name}.")), None) for name in names]
-    starts = [0, *(i for i in found if i is not None)]
+    places = [next((i for i, piece in enumerate(pieces) if f"{piece}.".startswith(f"{name}.")), None) for name in names]
+    starts = [0, *(i for i in places if i is not None)]
     if len(starts) < num_stages:
         return float("nan")
     placement = tuple(k * len(devices) // num_stages for k in range(num_stages))

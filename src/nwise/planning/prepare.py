@@ -140,14 +140,14 @@ def _apart(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
 
 
 def _checked_heads(heads: Any, num_stages: int) -> list[nn.Module | None]:
-    found = list(heads) if isinstance(heads, Iterable) else [heads]
-    if len(found) != num_stages - 1 or not all(head is None or isinstance(head, nn.Module) for head in found):
-        kinds = ", ".join(type(head).__name__ for head in found) or "none"
+    modules = list(heads) if isinstance(heads, Iterable) else [heads]
+    if len(modules) != num_stages - 1 or not all(head is None or isinstance(head, nn.Module) for head in modules):
+        kinds = ", ".join(type(head).__name__ for head in modules) or "none"
         raise ValueError(
             f"`heads` should return a module or None for every stage but the last: {num_stages - 1} for {num_stages}. "
             f"Found {kinds}."
         )
-    return copy.deepcopy(found)  # those of the caller may be used elsewhere
+    return copy.deepcopy(modules)  # those of the caller may be used elsewhere
 
 
 def _made(optimizer: Optimizers, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -187,14 +187,14 @@ class _Bench:
 
     def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
         leaves = each(outputs, lambda y: y.detach().requires_grad_(y.is_floating_point()))
-        head, loss_of = self._head(i, size)
+        head, loss_fn = self._head(i, size)
         parameters = [] if head is None else [p for p in head.parameters() if p.requires_grad]
         wrt: list[Tensor] = [] if head is None else [*parameters, *(y for y in leaves if y.requires_grad)]
 
         def whole() -> None:
             with self._autocast():
                 try:
-                    loss = loss_of(run_module(head, leaves, _WHAT) if head is not None else leaves)
+                    loss = loss_fn(run_module(head, leaves, _WHAT) if head is not None else leaves)
                 except (TypeError, ValueError, RuntimeError, IndexError) as error:
                     target = self._network.batch(size)[1]
                     known = None if target is None else as_tuple(target, "`target`")
@@ -220,8 +220,8 @@ class _Bench:
             update_peak = allocated(lambda _: self._update(i), self._device).peak
             part = PieceSizes(piece, leaves, self._device)
             passes = part.measure()
-            head, loss_of = self._head(i, size)
-            sizes = {} if head is None else head_sizes(head, part.outputs, loss_of, self._device)
+            head, loss_fn = self._head(i, size)
+            sizes = {} if head is None else head_sizes(head, part.outputs, loss_fn, self._device)
         for p, gradient in zip(learns, given, strict=True):
             p.grad = gradient
         return {**passes, **sizes, "update_peak_bytes": float(update_peak)}

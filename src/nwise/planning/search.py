@@ -143,19 +143,19 @@ class Search:
         """Balanced assignments for the orders of the devices along the network, the least busy one first."""
         # Stages of frozen pieces alone pass no gradient on, which changes the work of all: every number of them is a case.
         cases = range(self._num_stages if self._frozen else 1)
-        found = [one for frozen in cases for one in self._balanced(lambda d, f=frozen: self._times(d, f))]  # type: ignore[misc]
+        options = [one for frozen in cases for one in self._balanced(lambda d, f=frozen: self._times(d, f))]  # type: ignore[misc]
         if self._memory is not None:
-            found += self._balanced(self._sizes)
-        return sorted(dict.fromkeys(found), key=lambda one: self.bound(*one))
+            options += self._balanced(self._sizes)
+        return sorted(dict.fromkeys(options), key=lambda one: self.bound(*one))
 
     def _balanced(self, tables_for: Callable[[Device], list[Matrix]]) -> list[Assignment]:
         tables = {device: tables_for(device) for device in set(self._devices)}
         results: list[Assignment] = []
         for order in self._orders:
             by_rank = [tables[self._devices[i]] for i in order]
-            found = assign(lambda rank, k, by_rank=by_rank: by_rank[rank][k], self._num_stages, len(order))  # type: ignore[misc]
-            if found is not None:
-                results.append((found[0], tuple(order[rank] for rank in found[1])))
+            cut = assign(lambda rank, k, by_rank=by_rank: by_rank[rank][k], self._num_stages, len(order))  # type: ignore[misc]
+            if cut is not None:
+                results.append((cut[0], tuple(order[rank] for rank in cut[1])))
         return results
 
     def _times(self, device: Device, frozen: int) -> list[Matrix]:

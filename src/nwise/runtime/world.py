@@ -194,12 +194,12 @@ class World(Processes):
     def everyone(self, name: str, value: Any) -> list[Any]:
         return exchange(self.store, self._key(name), self.rank, self.size, value)
 
-    def hand_on(self, name: str, stages: Sequence[int], value_of: Callable[[int, Any], Any]) -> None:
+    def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
         pipeline = next(i for i, column in enumerate(self._columns()) if self.rank in column)
         key = f"{self._key(name)}/{pipeline}"
         for k in stages:
             before = json.loads(self.store.get(f"{key}/{k - 1}")) if k else None
-            self.store.set(f"{key}/{k}", json.dumps(value_of(k, before)))
+            self.store.set(f"{key}/{k}", json.dumps(make(k, before)))
 
     def _key(self, name: str) -> str:
         # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.

@@ -59,8 +59,8 @@ def weight_ages(strategy: Strategy, flows: Flows) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _hogwild(flows: Flows) -> tuple[int, ...]:
     """Return the ages of a gradient that travels without waiting, for each stage the largest of all flows."""
-    found = [_path_ages(flow, len(flows[0])) for flow in dict.fromkeys(flow for batch in flows for flow in batch)]
-    return tuple(map(max, zip(*found, strict=True)))
+    paths = [_path_ages(flow, len(flows[0])) for flow in dict.fromkeys(flow for batch in flows for flow in batch)]
+    return tuple(map(max, zip(*paths, strict=True)))
 
 
 def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:

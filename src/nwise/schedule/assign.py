@@ -36,18 +36,18 @@ def assign(work: Callable[[int, int], Matrix], num_stages: int, num_ranks: int) 
     ((0, 1), (0, 1))
     """
     tables = [[work(rank, stage) for stage in range(num_stages)] for rank in range(num_ranks)]
-    found = _within(np.inf, tables)
-    if found is None:
+    known = _within(np.inf, tables)
+    if known is None:
         return None
-    low, high = 0.0, _busiest(found, tables)
+    low, high = 0.0, _busiest(known, tables)
     while high - low > _CLOSE * high:
         middle = (low + high) / 2
         better = _within(middle, tables)
         if better is None:
             low = middle
         else:
-            found, high = better, _busiest(better, tables)
-    return found
+            known, high = better, _busiest(better, tables)
+    return known
 
 
 def _within(limit: float, tables: list[list[Matrix]]) -> Assignment | None:

@@ -99,10 +99,10 @@ def _cells(text: str) -> list[tuple[int, str, int]]:
         return []
     overlap = _OVERLAP.fullmatch(text.strip())
     parts = overlap[1].split(";") if overlap else [text.strip()] if text.strip() else []
-    found = [_CELL.fullmatch(part) for part in parts]
-    if not all(found):
+    cells = [_CELL.fullmatch(part) for part in parts]
+    if not all(cells):
         raise ValueError(f"A cell should be a stage, one of F, I, W, B, and a micro-batch, like 0F0. Found {text!r}.")
-    return [(int(match[1]), match[2], int(match[3])) for match in found if match]
+    return [(int(match[1]), match[2], int(match[3])) for match in cells if match]
 
 
 def _actions(stage: int, kind: str, m: int, *, last: bool, split: bool) -> list[Action]:

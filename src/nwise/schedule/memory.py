@@ -98,13 +98,15 @@ def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool
     places = _places(word, late)
     if not recompute:
         return {
-            key: [(found[0], found[-1])] for key, found in places.items() if any(word[i].kind in PASSES for i in found)
+            key: [(indices[0], indices[-1])]
+            for key, indices in places.items()
+            if any(word[i].kind in PASSES for i in indices)
         }
     graphs: dict[_Tape, list[tuple[int, int]]] = {}
-    for (k, m, turn), found in places.items():
+    for (k, m, turn), indices in places.items():
         fused = schedule.flows[turn][m].stages[k].fused
         spans, begun, kept = [], None, False
-        for i in found:
+        for i in indices:
             action = word[i]
             if begun is None and (action.kind in PASSES or action in schedule.continued):
                 begun = i
@@ -147,14 +149,14 @@ def _spans(
         return late[i], i
 
     places = _places(word, late)
-    for (k, m, turn), found in places.items():
+    for (k, m, turn), indices in places.items():
         used: set[int] = set()
         flow = schedule.flows[turn][m].stages[k]
         above = places.get((k + 1, m, turn), [])
-        first, last = found[0], found[-1]
+        first, last = indices[0], indices[-1]
         # The output of F lives until its graph and the head have gone, and as the input of the next stage. Another forward makes
         # another one.
-        uses = [i for i in found if word[i].kind is Kind.HEAD]
+        uses = [i for i in indices if word[i].kind is Kind.HEAD]
         for begin, end in graphs.get((k, m, turn), []):
             yield span(begin, end, activation[k])
             if word[begin].kind in PASSES:
@@ -164,12 +166,12 @@ def _spans(
         yield span(first, max([first, *uses, *above[-1:]], key=order), output[k])
         if k and (k - 1, m, turn) not in places:
             yield span(first, last, output[k - 1])  # received
-        for i in found:
+        for i in indices:
             kind, message = word[i].kind, word[i].message
             if kind is Kind.HEAD and flow.own:
                 yield span(i, last, output[k])
             elif kind is Kind.WEIGHT_GRAD and flow.fused is not None:
-                begin = next(j for j in found if word[j].kind is Kind.INPUT_GRAD and word[j].message == flow.fused)
+                begin = next(j for j in indices if word[j].kind is Kind.INPUT_GRAD and word[j].message == flow.fused)
                 yield span(begin, i, cotangent[k])
             if kind in PASSES and not above:
                 received = set(flow.cotangent(message).needed) - used

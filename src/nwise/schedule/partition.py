@@ -90,9 +90,9 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     """
     num_stages = len(flows[0].stages)
     check_enough(pieces, num_stages)
-    found = assign(lambda _, stage: work(pieces, [flow.stages[stage] for flow in flows]), num_stages, num_stages)
-    assert found is not None, "nothing forbids a cut"
-    return list(found[0])
+    cut = assign(lambda _, stage: work(pieces, [flow.stages[stage] for flow in flows]), num_stages, num_stages)
+    assert cut is not None, "nothing forbids a cut"
+    return list(cut[0])
 
 
 def check_enough(pieces: Sequence[object], num_stages: int) -> None:

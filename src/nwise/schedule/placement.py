@@ -57,9 +57,9 @@ def balanced(work: Sequence[float], num_ranks: int) -> Placement:
     tables = [np.full((size + 1, size + 1), np.inf) for _ in work]
     for k, time in enumerate(work):
         tables[k][k, k + 1] = time
-    found = assign(lambda _, stage: tables[stage], size, num_ranks)
-    assert found is not None, "there are as many stages as ranks"
-    return found[1]
+    groups = assign(lambda _, stage: tables[stage], size, num_ranks)
+    assert groups is not None, "there are as many stages as ranks"
+    return groups[1]
 
 
 def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: int) -> Placement:

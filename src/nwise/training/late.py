@@ -17,13 +17,13 @@ from nwise.pipeline import Pipeline
 
 def hidden_matrices(pipe: Pipeline) -> list[nn.Parameter]:
     """Return this process's matrices but those of embeddings, and but the last one of a head or of the network."""
-    found = []
+    hidden = []
     for k in pipe.processes.here:
         for part, ends in ((pipe.stages[k], k == pipe.num_stages - 1), (pipe.heads.get(k), True)):
             modules = [] if part is None else [m for m in part.modules() if not isinstance(m, nn.Embedding)]
             matrices = [p for m in modules for p in m._parameters.values() if p is not None and p.ndim == 2]
-            found += matrices[:-1] if ends else matrices
-    return list(dict.fromkeys(found))
+            hidden += matrices[:-1] if ends else matrices
+    return list(dict.fromkeys(hidden))
 
 
 class MuonWithAdam(torch.optim.Optimizer):
