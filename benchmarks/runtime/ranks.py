@@ -140,7 +140,7 @@ def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
 
     stages: Any = [stage(k) for k in here]
     schedule = TORCH[case.method](stages[0] if case.method in ("gpipe", "1f1b") else stages, size, **options)
-    inputs = [torch.zeros(size, case.message.numel())] if 0 in here else []
+    inputs = [torch.zeros(size, case.message.numel(), dtype=case.message.dtype)] if 0 in here else []
     target = {"target": torch.zeros(size)} if case.stages - 1 in here else {}
     return lambda: schedule.step(*inputs, **target)
 
