@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from nwise._arguments import HeadDict
 from nwise.microbatch import batch_size
 from nwise.runtime.processes import Alone, Processes
-from nwise.stage import unchanged
-from nwise.tensors import Tensors, as_inputs, call, each, names, run_module, with_names
+from nwise.tensors import Tensors, as_inputs, call, each, names, run_module, unchanged, with_names
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from nwise._autograd import add_gradients
 from nwise.flow import Cotangent, StageFlow
 from nwise.kept import Kept, gradient_to_inputs
-from nwise.tensors import Tensors, as_argument, as_tuple, call, each, names
+from nwise.tensors import Tensors, as_argument, as_leaves, call, each, names, run_module, unchanged
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -116,7 +116,7 @@ class Stage:
                 pass.
             continued: whether a pass follows before any other work of this rank (`Schedule.continued`). Default: True.
         """
-        leaves = each(inputs, lambda x: x.detach().requires_grad_(bool(flow.messages) and _carries(x)))
+        leaves = as_leaves(inputs, tracked=bool(flow.messages))
         has_graph = passes > 0 and (continued or not self.recompute)
         buffers = _copies(self.module.named_buffers()) if passes and self.recompute else None
         with nullcontext() if has_graph else torch.no_grad():
@@ -140,8 +140,8 @@ class Stage:
             )
         _draw_from(seed, inputs[0].device)
         with unchanged(inputs, f"Stage {self.index}"):
-            outputs = call(self._replaced(replaced) if replaced else self.module, inputs)
-        return as_tuple(outputs, f"The output of stage {self.index}")
+            function = self._replaced(replaced) if replaced else self.module
+            return run_module(function, inputs, f"The output of stage {self.index}")
 
     def _replaced(self, tensors: Mapping[str, Tensor]) -> Callable[..., Any]:
         """Return the module as a function that uses these parameters and buffers instead of its own."""
@@ -152,7 +152,7 @@ class Stage:
 
         `weight` is the share of this micro-batch in the mini-batch.
         """
-        leaves = each(tape.outputs, lambda y: y.detach().requires_grad_(flow.own and _carries(y)))
+        leaves = as_leaves(tape.outputs, tracked=flow.own)
         _draw_from(seed, leaves[0].device)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:
@@ -270,31 +270,6 @@ def _draw_from(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-class unchanged:
-    """Raise ValueError if the body changes tensors in place whose values are still needed.
-
-    A class, because a context of `contextlib` costs more, and a step enters two of them for every stage.
-    """
-
-    __slots__ = ("_counters", "_inputs", "_who")
-
-    def __init__(self, inputs: Tensors, who: str) -> None:
-        self._inputs, self._who = inputs, who
-
-    def __enter__(self) -> None:
-        self._counters = _versions(self._inputs)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        in_place = "a leaf Variable that requires grad is being used in an in-place"
-        if (error is None and self._counters != _versions(self._inputs)) or (
-            isinstance(error, RuntimeError) and in_place in str(error)
-        ):
-            raise ValueError(
-                f"{self._who} should not change its input in place, because other passes still need the values. "
-                "Found an in-place operation; set `inplace=False` in its first layer."
-            ) from error
-
-
 def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | None) -> None:
     """Add to an error of a head or loss the place that it comes from; raise TypeError if a target is missing."""
     if target is None and isinstance(error, TypeError | AttributeError):
@@ -313,15 +288,6 @@ def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | Non
         error.add_note("nwise: `nwise.losses.TokenCrossEntropy()` is the loss of logits for every token")
     given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
     error.add_note(f"nwise: in the head or loss of {where}, given {given}, with a target of {wanted}")
-
-
-def _versions(tensors: Tensors) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _carries(tensor: Tensor) -> bool:
-    """Tell whether a gradient can travel through a tensor."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:

@@ -62,7 +62,13 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     >>> each(Named({"x": torch.zeros(2)}), torch.exp).names
     ('x',)
     """
-    return with_names(map(function, tensors), names(tensors))
+    made = map(function, tensors)
+    return Named(dict(zip(tensors.names, made, strict=True))) if isinstance(tensors, Named) else tuple(made)
+
+
+def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
+    """Return detached tensors that record a graph of their own; with `tracked` they have gradients where they can."""
+    return each(tensors, lambda x: x.detach().requires_grad_(tracked and (x.is_floating_point() or x.is_complex())))
 
 
 def as_tuple(value: Any, what: str) -> Tensors:
@@ -128,6 +134,31 @@ def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensor
     return as_tuple(call(module, inputs), what)
 
 
+class unchanged:
+    """Raise ValueError if the body changes tensors in place whose values are still needed.
+
+    A class, because a context of `contextlib` costs more, and a step enters two of them for every stage.
+    """
+
+    __slots__ = ("_counters", "_inputs", "_who")
+
+    def __init__(self, inputs: Tensors, who: str) -> None:
+        self._inputs, self._who = inputs, who
+
+    def __enter__(self) -> None:
+        self._counters = _versions(self._inputs)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        in_place = "a leaf Variable that requires grad is being used in an in-place"
+        if (error is None and self._counters != _versions(self._inputs)) or (
+            isinstance(error, RuntimeError) and in_place in str(error)
+        ):
+            raise ValueError(
+                f"{self._who} should not change its input in place, because other passes still need the values. "
+                "Found an in-place operation; set `inplace=False` in its first layer."
+            ) from error
+
+
 def main_tensor(tensors: Tensors) -> Tensor:
     """Return the tensor that a head looks at: the first; of named ones the hidden state, or the first floating-point one."""
     known = dict(zip(names(tensors), tensors, strict=False))
@@ -141,3 +172,7 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     if isinstance(tensors, Named):
         return tensors.by_name()
     return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

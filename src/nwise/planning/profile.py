@@ -21,7 +21,7 @@ from nwise._memory import allocated
 from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.partition import Piece
 from nwise.stage import explain
-from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
+from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
 _WHAT = "The output of a piece"
 
@@ -186,7 +186,7 @@ class _Bench:
         return {"forward": forward, **passes, "head": head, "update": update}
 
     def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
-        leaves = each(outputs, lambda y: y.detach().requires_grad_(y.is_floating_point()))
+        leaves = as_leaves(outputs, tracked=True)
         head, loss_fn = self._head(i, size)
         parameters = [] if head is None else [p for p in head.parameters() if p.requires_grad]
         wrt: list[Tensor] = [] if head is None else [*parameters, *(y for y in leaves if y.requires_grad)]
@@ -242,7 +242,7 @@ class _Bench:
         }
 
     def _leaves(self, i: int, size: int, *, tracked: bool) -> Tensors:
-        return each(self._input(i, size), lambda x: x.detach().requires_grad_(tracked and x.is_floating_point()))
+        return as_leaves(self._input(i, size), tracked=tracked)
 
     def _input(self, i: int, size: int) -> Tensors:
         """Return the input of piece i for a micro-batch of this size."""

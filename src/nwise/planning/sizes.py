@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nwise._autograd import add_gradients
 from nwise._memory import allocated
 from nwise.kept import gradient_to_inputs
-from nwise.tensors import Tensors, each, run_module
+from nwise.tensors import Tensors, as_leaves, each, run_module
 
 
 class PieceSizes:
@@ -101,7 +101,7 @@ def head_sizes(
         device: device of all.
     """
     learns: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
-    leaves = each(inputs, lambda y: y.detach().requires_grad_(y.is_floating_point()))
+    leaves = as_leaves(inputs, tracked=True)
     wrt = [*learns, *(y for y in leaves if y.requires_grad)]
 
     def whole(_: None) -> None:

@@ -244,11 +244,11 @@ class Wire:
 
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
         """Return what arrives at a stage of the same process, under the same names; None stays None."""
-        rule = self.compression
-        if rule is None:
-            return tensors
+        assert self.compression is not None
         arrived: list[Tensor | None] = []
         for i, t in enumerate(tensors):
             key = None if sender is None else (sender, i)
-            arrived.append(None if t is None else self.restore(self._parts(rule, key, t), [make_spec(t)])[0])
+            arrived.append(
+                None if t is None else self.restore(self._parts(self.compression, key, t), [make_spec(t)])[0]
+            )
         return with_names(cast(Tensors, arrived), names(cast(Tensors, tensors)))

@@ -21,6 +21,7 @@ from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Specs, Step
 from nwise.runtime.shapes import carrying, packed, unpacked
+from nwise.runtime.watch import Doing
 from nwise.runtime.worker import Worker
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -145,7 +146,7 @@ class Engine:
             hidden = inputs
             for entry in script.steps:
                 action, key = entry.action, entry.key
-                self._processes.begin(step, action)
+                self._processes.doing = Doing(step, action, time.perf_counter())
                 if key is None:
                     hidden = call(action.stage, hidden)
                 elif action.kind is Kind.RECEIVE_ACTIVATION:
@@ -246,12 +247,13 @@ class Engine:
         # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
         # no such mini-batch: then nothing is computed, and its messages are zeros.
         processes, placement, wire = self._processes, self._processes.placement, self._wire
+        compressed = wire.compression is not None
         outbox: dict[Action, Tensors] = {}
         for entry in script.steps:
             action = entry.action
             kind, k, m, q, _, age = action
-            begin = time.perf_counter() if self.recorder is not None else 0.0
-            processes.begin(step, action)
+            begin = time.perf_counter()
+            processes.doing = Doing(step, action, begin)
             workers = self._workers.get(step - age)
             if entry.key is not None:
                 self._exchange(entry, step, workers, script, outbox)
@@ -265,7 +267,7 @@ class Engine:
                     made = workers[k].run(action)
                 if kind is Kind.FORWARD:
                     if k + 1 in workers:
-                        workers[k + 1].inputs[m] = cast(Tensors, wire.through(None, made))
+                        workers[k + 1].inputs[m] = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
                         _check_names(k, made, script.outputs[k, age][m])
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
@@ -273,7 +275,10 @@ class Engine:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
                     if k - 1 in workers:
-                        workers[k - 1].messages.setdefault(m, {})[q] = wire.through(action, made)
+                        # No name for the dictionary or the message here: it would keep them beyond their last pass.
+                        workers[k - 1].messages.setdefault(m, {})[q] = (
+                            wire.through(action, made) if compressed else made
+                        )
                     else:
                         specs = script.inputs[k, age][m]
                         gradients, absent = packed(made, specs, self.device)
@@ -283,7 +288,7 @@ class Engine:
             if self.recorder is not None:
                 self.recorder(step, action, begin, time.perf_counter())
             if on_action is not None:
-                processes.begin(step, action, over=True)
+                processes.doing = Doing(step, action, time.perf_counter(), over=True)
                 on_action(action)
 
     def _exchange(

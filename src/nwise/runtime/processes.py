@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from nwise.randomness import derive, seeded
 from nwise.runtime.channel import Receiver, Sender
-from nwise.schedule.actions import Action
+from nwise.runtime.watch import Doing
 from nwise.schedule.placement import Placement
 
 
@@ -29,8 +29,10 @@ class Processes(ABC):
         rank, size: rank of this process and number of processes, replicas included.
         replica, num_replicas: index of this replica of the stages, and the number of replicas.
         ranks: ranks of this replica's processes, by place.
+        doing: present action of this rank, for other ranks that wait for it; None between steps.
     """
 
+    doing: Doing | None = None
     placement: Placement
     place = 0
     rank = 0
@@ -161,15 +163,6 @@ class Processes(ABC):
     def replicas_group(self) -> ProcessGroup | None:
         """Return the group of the ranks that hold the same stages; None without replicas."""
         return None
-
-    def begin(self, step: int, action: Action, *, over: bool = False) -> None:  # noqa: B027 - nothing to do for one process
-        """Note the action that this rank begins, for other ranks that wait for it.
-
-        Args:
-            step: number of the mini-batch.
-            action: the action.
-            over: whether the action is done and the user's `on_action` is running; default: False.
-        """
 
     def watched(self, *, closing: bool = False) -> AbstractContextManager[None]:
         """End all ranks if the body raises.

@@ -82,16 +82,24 @@ class Watch:
         rank, world_size: this process's rank and the number of processes.
         stages: indices of the stages that this rank holds.
         limit: limit in seconds of one action, and of a rank's silence.
+        doing: function that returns the present action of this rank; None between steps.
 
     Attributes:
-        doing: present action, set by the runtime; None between steps.
         calls: number of steps and forwards that this rank has begun.
         on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
         left: number of calls at which this rank began to close; None before.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, stages: Sequence[int], limit: float) -> None:
-        self.doing: Doing | None = None
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        stages: Sequence[int],
+        limit: float,
+        doing: Callable[[], Doing | None],
+    ) -> None:
+        self._doing = doing
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
         self._store, self._error_store = store.clone(), store.clone()
@@ -126,11 +134,11 @@ class Watch:
     def failed(self, error: BaseException) -> RankError:
         """Report an error of this rank to all ranks, unless another came first; return the first one to raise."""
         if not self._failure:
-            what = f"failed {_where(self.doing)}: {type(error).__name__}: {error}"
+            what = f"failed {_where(self._doing())}: {type(error).__name__}: {error}"
             if isinstance(error, LostPeer):
                 # A rank that ends after an error reports it before its connections break. So the lost rank was killed, or
                 # its report has come first and `_tell` keeps it.
-                what = f"lost rank {error.peer} (last seen {self._last_seen(error.peer)}) {_where(self.doing)}"
+                what = f"lost rank {error.peer} (last seen {self._last_seen(error.peer)}) {_where(self._doing())}"
             self._tell(what)
         return RankError(self._failure)
 
@@ -210,13 +218,13 @@ class Watch:
                 self._check_next()
 
     def _beat(self) -> None:
-        doing = self.doing  # read once: the main thread may change it meanwhile
+        doing = self._doing()  # read once: the main thread may change it meanwhile
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
         beat |= {"left": self.left, "waits": doing is not None and doing.waits}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _check_self(self) -> None:
-        doing = self.doing
+        doing = self._doing()
         if doing is None:
             return
         # A waiting rank is rarely the cause; give it twice the limit so the stalled one reports first.
@@ -240,7 +248,7 @@ class Watch:
         left = beat.get("left")
         if left is not None and self.calls > left:  # even if this rank waits before its first action
             self._tell(
-                f"waits for rank {other}, which has left after {left} steps, {_where(self.doing)}", store=self._store
+                f"waits for rank {other}, which has left after {left} steps, {_where(self._doing())}", store=self._store
             )
         elif beat != self._heard[0]:
             self._heard = beat, now

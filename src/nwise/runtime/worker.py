@@ -48,6 +48,14 @@ class Worker:
         self._flows, self._batch, self._versions = schedule.flows[turn], batch, versions
         self._continued = schedule.continued
         self._left = {m: schedule.passes[turn][stage.index, m] for m in range(len(self._flows))}
+        # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
+        numbers = range(batch.first, batch.first + len(self._flows))
+        self._seeds = [derive(batch.seed, "stage", stage.index, number) for number in numbers]
+        heads = [flow.stages[stage.index].head for flow in self._flows]
+        self._head_seeds = [
+            derive(batch.seed, "head", stage.index, number) if runs else 0
+            for number, runs in zip(numbers, heads, strict=True)
+        ]
         self._tapes: dict[int, Tape] = {}
         self._losses: list[tuple[float, Tensor]] = []
 
@@ -56,23 +64,22 @@ class Worker:
         kind, k, m, q, _, _ = action
         stage, flow, batch = self.stage, self._flows[m].stages[k], self._batch
         if kind is Kind.FORWARD:
-            seed = derive(batch.seed, "stage", k, batch.first + m)
-            continued = action in self._continued
+            continued, seed = action in self._continued, self._seeds[m]
             tape, outputs = stage.forward(self.inputs.pop(m), flow, self._left[m], seed, self._versions, continued)
             if flow.head or self._left[m]:
                 self._tapes[m] = tape
             return outputs
         if kind is Kind.HEAD:
             weight = batch.weights[m][k]
-            seed = derive(batch.seed, "head", k, batch.first + m)
-            loss = stage.run_head(self._tapes[m], batch.targets[m], flow, weight, seed)
+            loss = stage.run_head(self._tapes[m], batch.targets[m], flow, weight, self._head_seeds[m])
             self._losses.append((weight, loss))
             batch.losses[k, m] = loss
             if not self._left[m]:
                 del self._tapes[m]
             return ()
         # Messages stay until the micro-batch's last pass, because several passes may use the same one.
-        cotangent = flow.cotangent(q)
+        cotangent = flow.weights if q is None else flow.messages[q]
+        assert cotangent is not None
         messages = self.messages.get(m, {})
         received = [messages.get(p, ()) for p in range(len(cotangent.received))]
         self._left[m] -= 1

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,8 +35,7 @@ from nwise._process import exit_at_once, on_uncaught_error
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_spec
 from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
-from nwise.runtime.watch import Doing, RankError, Watch
-from nwise.schedule.actions import Action
+from nwise.runtime.watch import RankError, Watch
 from nwise.schedule.placement import Placement, make_placement
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
@@ -110,7 +108,7 @@ class World(Processes):
         self._made = [group for group in own if group is not dist.group.WORLD]
         self._shared: dict[str, int] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
-        self.watch = Watch(self.store, self.rank, self.size, self.here, limit)
+        self.watch = Watch(self.store, self.rank, self.size, self.here, limit, lambda: self.doing)
         self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
         self._on_close: list[Callable[[], None]] = []
         _open.append(self)
@@ -260,9 +258,6 @@ class World(Processes):
                     dist.recv(tensor, rank, group=self.control)
         return tensors
 
-    def begin(self, step: int, action: Action, *, over: bool = False) -> None:
-        self.watch.doing = Doing(step, action, time.perf_counter(), over)
-
     @contextmanager
     def watched(self, *, closing: bool = False) -> Iterator[None]:
         self.watch.calls += not closing
@@ -277,7 +272,7 @@ class World(Processes):
         except Exception as error:
             raise self.watch.failed(error) from error
         finally:
-            self.watch.doing = None
+            self.doing = None
 
     @contextmanager
     def telling(self) -> Iterator[None]:
