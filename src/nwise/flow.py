@@ -223,13 +223,7 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
 
 def _losses(matrix: Vector, k: int) -> list[Vector]:
     """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
-    return [_unit(j, len(matrix)) for j in range(k, len(matrix)) if matrix[j, :k].any()]
-
-
-def _unit(j: int, size: int) -> Vector:
-    vector = np.zeros(size)
-    vector[j] = 1.0
-    return vector
+    return [unit for j, unit in enumerate(np.eye(len(matrix))) if j >= k and matrix[j, :k].any()]
 
 
 def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:

@@ -64,22 +64,15 @@ def _hogwild(flows: Flows) -> tuple[int, ...]:
 
 
 def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:
-    size = len(flow.stages)
     period = 1 + max(stage.passes for stage in flow.stages)  # slots of the busiest stage
-    arrival: dict[tuple[int, int], int] = {}
-    ages = [0] * size
-    for k in reversed(range(size)):
-        stage = flow.stages[k]
-
-        def begin(cotangent: Cotangent, k: int = k) -> int:
-            return max(k + 1, *(arrival[k + 1, p] for p in cotangent.needed)) if cotangent.needed else k + 1
-
-        for q, message in enumerate(stage.messages):
-            arrival[k, q] = begin(message) + 1
+    ages = [0] * len(flow.stages)
+    above: list[int] = []  # slots at which the messages of the next stage arrive
+    for k, stage in reversed(list(enumerate(flow.stages))):
         if stage.weights is not None:
             # From the first forward to the last weight gradient; the last micro-batch comes (M - 1) periods later.
-            waited = begin(stage.weights) - k + period * (num_microbatches - 1)
-            ages[k] = waited // (period * num_microbatches)
+            begin = max([k + 1, *(above[p] for p in stage.weights.needed)])
+            ages[k] = (begin - k + period * (num_microbatches - 1)) // (period * num_microbatches)
+        above = [1 + max([k + 1, *(above[p] for p in message.needed)]) for message in stage.messages]
     return ages
 
 

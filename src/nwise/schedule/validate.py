@@ -193,6 +193,26 @@ def _check_order(lists: Sequence[Word], schedule: Schedule) -> None:
         raise Deadlock(stuck)
 
 
+def _takes(action: Action, schedule: Schedule) -> list[Product]:
+    """Return the results that a rank must hold for an action."""
+    kind, k, m, q, turn, _ = action
+    if kind in _RECEIVES:
+        return []
+    if kind in SENDS or kind is Kind.DROP:
+        return [("F" if q is None else q, k, m, turn)]
+    return needs(action, schedule.flows)
+
+
+def _brings(action: Action) -> Product | None:
+    """Return the result that a rank holds after an action, if there is one: its own, or a received one."""
+    kind, k, m, q, turn, _ = action
+    if kind is Kind.RECEIVE_ACTIVATION:
+        return ("F", k - 1, m, turn)
+    if kind is Kind.RECEIVE_GRADIENT and q is not None:
+        return (q, k + 1, m, turn)
+    return product(action) if kind in COMPUTATIONS else None
+
+
 class _Holdings:
     """The results that a rank holds of each micro-batch while it runs its list."""
 
@@ -202,18 +222,15 @@ class _Holdings:
         self._held: dict[tuple[int, int], set[Product]] = {}  # by (micro-batch, turn)
         self._dropped: set[tuple[int, int, int]] = set()
         self._older: dict[Product, int] = {}
-        for action in schedule.words[rank]:
-            if (made := product(action)) is not None:
+        for action in schedule.lists[rank]:
+            if (made := _brings(action)) is not None:
                 self._older[made] = action.age
-        for kind, k, m, q, turn, age in schedule.lists[rank]:
-            if kind is Kind.RECEIVE_GRADIENT and q is not None:
-                self._older[q, k + 1, m, turn] = age
         self._to_drop = Counter(schedule.call(a) for a in schedule.lists[rank] if a.kind is Kind.DROP)
         self._updates = 0
 
     def run(self, action: Action) -> None:
         """Record an action; raise ValueError if it needs a result that the rank does not hold, or comes too late."""
-        kind, k, m, q, turn, _ = action
+        kind, k, m, _, turn, _ = action
         if kind is Kind.UPDATE:
             self._update(action)
             return
@@ -222,23 +239,13 @@ class _Holdings:
             raise ValueError(
                 f"The list of rank {self._rank} should drop a micro-batch after its last use. Found {action} after its drop."
             )
-        if kind is Kind.RECEIVE_ACTIVATION:
-            held.add(("F", k - 1, m, turn))
-        elif kind is Kind.RECEIVE_GRADIENT:
-            assert q is not None
-            held.add((q, k + 1, m, turn))
-        elif kind is Kind.DROP:
-            self._check(("F", k, m, turn), held, action)
+        for key in _takes(action, self._schedule):
+            self._check(key, held, action)
+        if (made := _brings(action)) is not None:
+            held.add(made)
+        if kind is Kind.DROP:
             self._dropped.add((k, m, turn))
             self._to_drop[self._schedule.call(action)] -= 1
-        elif kind in SENDS:
-            self._check(("F" if q is None else q, k, m, turn), held, action)
-        else:
-            for key in needs(action, self._schedule.flows):
-                self._check(key, held, action)
-            made = product(action)
-            if made is not None:
-                held.add(made)
 
     def _update(self, action: Action) -> None:
         left, turn = self._to_drop[action.turn], self._updates // len(self._here)
