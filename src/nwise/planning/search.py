@@ -143,17 +143,18 @@ class Search:
         """Balanced assignments for the orders of the devices along the network, the least busy one first."""
         # Stages of frozen pieces alone pass no gradient on, which changes the work of all: every number of them is a case.
         cases = range(self._num_stages if self._frozen else 1)
-        found = [one for frozen in cases for one in self._balanced(lambda d, f=frozen: self._times(d, f))]  # type: ignore[misc]
+        devices = set(self._devices)
+        found: list[Assignment] = []
+        for frozen in cases:
+            found += self._balanced({device: self._times(device, frozen) for device in devices})
         if self._memory is not None:
-            found += self._balanced(self._sizes)
+            found += self._balanced({device: self._sizes(device) for device in devices})
         return sorted(dict.fromkeys(found), key=lambda one: self.bound(*one))
 
-    def _balanced(self, tables_for: Callable[[Device], list[Matrix]]) -> list[Assignment]:
-        tables = {device: tables_for(device) for device in set(self._devices)}
+    def _balanced(self, tables: Mapping[Device, list[Matrix]]) -> list[Assignment]:
         results: list[Assignment] = []
         for order in self._orders:
-            by_rank = [tables[self._devices[i]] for i in order]
-            found = assign(lambda rank, k, by_rank=by_rank: by_rank[rank][k], self._num_stages, len(order))  # type: ignore[misc]
+            found = assign([tables[self._devices[i]] for i in order])
             if found is not None:
                 results.append((found[0], tuple(order[rank] for rank in found[1])))
         return results

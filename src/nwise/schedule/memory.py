@@ -56,7 +56,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         late = [schedule.cycles_late(action) for action in word]
         graphs = _graphs(schedule, word, late, recompute)
         reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
-        news = {i for i, _, _, _ in _gradients(schedule, word, fresh, fresh)}
+        news = {i for i, _ in _gradients(schedule, word)}
         for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes
@@ -176,17 +176,16 @@ def _spans(
                 used |= received
                 yield span(i, last, output[k] * len(received))
         yield from (span(i, last, output[k]) for i in above if word[i].message is not None)
-    yield from _gradients(schedule, word, gradient, head_gradient)
+    for i, last in _gradients(schedule, word):
+        yield i, last, 0, (head_gradient if word[i].kind is Kind.HEAD else gradient)[word[i].stage]
 
 
-def _gradients(
-    schedule: Schedule, word: Word, gradient: tuple[float, ...], head_gradient: tuple[float, ...]
-) -> Iterator[_Span]:
-    """Iterate over the gradients of stages and heads: each is made once in a call, and freed after its update."""
+def _gradients(schedule: Schedule, word: Word) -> Iterator[tuple[int, int]]:
+    """Iterate over the places at which a call makes the gradients of a stage or head, each with that of its update."""
     updates = {(a.stage, a.turn): i for i, a in enumerate(word) if a.kind is Kind.UPDATE}
     begun: set[tuple[bool, int, int]] = set()
     for i, a in enumerate(word):
         head, call = a.kind is Kind.HEAD, schedule.call(a)
         if (head or a.kind in (Kind.WEIGHT_GRAD, Kind.BOTH)) and (head, a.stage, call) not in begun:
             begun.add((head, a.stage, call))
-            yield i, updates.get((a.stage, call), len(word) - 1), 0, (head_gradient if head else gradient)[a.stage]
+            yield i, updates.get((a.stage, call), len(word) - 1)

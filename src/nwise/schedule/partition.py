@@ -90,7 +90,8 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     """
     num_stages = len(flows[0].stages)
     check_enough(pieces, num_stages)
-    found = assign(lambda _, stage: work(pieces, [flow.stages[stage] for flow in flows]), num_stages, num_stages)
+    tables = [work(pieces, [flow.stages[k] for flow in flows]) for k in range(num_stages)]
+    found = assign([tables] * num_stages)
     assert found is not None, "nothing forbids a cut"
     return list(found[0])
 
