@@ -21,6 +21,8 @@ from nwise.schedule.schedule import Schedule, Word
 
 # Stage, micro-batch and turn.
 _Tape = tuple[int, int, int]
+_Places = dict[_Tape, list[int]]
+_Graphs = dict[_Tape, list[tuple[int, int]]]
 # The first and the last action, by their places in a word; the number of cycles between them; and bytes.
 _Span = tuple[int, int, int, float]
 
@@ -54,10 +56,11 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in word})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
         late = [schedule.cycles_late(action) for action in word]
-        graphs = _graphs(schedule, word, late, recompute)
+        places = _places(word, late)
+        graphs = _graphs(schedule, word, places, recompute)
         reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
         news = {i for i, _ in _gradients(schedule, word)}
-        for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, graphs):
+        for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, places, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes
             ends[last] += num_bytes
@@ -93,14 +96,13 @@ def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     return tuple(sums)
 
 
-def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool) -> dict[_Tape, list[tuple[int, int]]]:
+def _graphs(schedule: Schedule, word: Word, places: _Places, recompute: bool) -> _Graphs:
     """Return the times at which every micro-batch of every stage has its graph: the places of their first and last action."""
-    places = _places(word, late)
     if not recompute:
         return {
             key: [(found[0], found[-1])] for key, found in places.items() if any(word[i].kind in PASSES for i in found)
         }
-    graphs: dict[_Tape, list[tuple[int, int]]] = {}
+    graphs: _Graphs = {}
     for (k, m, turn), found in places.items():
         fused = schedule.flows[turn][m].stages[k].fused
         spans, begun, kept = [], None, False
@@ -119,9 +121,9 @@ def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool
     return graphs
 
 
-def _places(word: Word, late: Sequence[int]) -> dict[_Tape, list[int]]:
+def _places(word: Word, late: Sequence[int]) -> _Places:
     """Return the places of the actions of every stage and micro-batch, in the order of time."""
-    places: dict[_Tape, list[int]] = {}
+    places: _Places = {}
     for i in sorted(range(len(word)), key=lambda i: (late[i], i)):
         if word[i].kind is not Kind.UPDATE:
             places.setdefault((word[i].stage, word[i].microbatch, word[i].turn), []).append(i)
@@ -129,11 +131,7 @@ def _places(word: Word, late: Sequence[int]) -> dict[_Tape, list[int]]:
 
 
 def _spans(
-    schedule: Schedule,
-    word: Word,
-    costs: Costs,
-    late: Sequence[int],
-    graphs: dict[_Tape, list[tuple[int, int]]],
+    schedule: Schedule, word: Word, costs: Costs, late: Sequence[int], places: _Places, graphs: _Graphs
 ) -> Iterator[_Span]:
     """Iterate over everything that is live for a while."""
     activation, output, cotangent, gradient, head_gradient = (
@@ -146,7 +144,6 @@ def _spans(
     def order(i: int) -> tuple[int, int]:
         return late[i], i
 
-    places = _places(word, late)
     for (k, m, turn), found in places.items():
         used: set[int] = set()
         flow = schedule.flows[turn][m].stages[k]

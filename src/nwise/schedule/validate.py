@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart, forwards, passes
+from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart, forwards, passes
 from nwise.schedule.costs import Costs
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.schedule import (
@@ -31,7 +31,6 @@ from nwise.schedule.schedule import (
 from nwise.schedule.timed import check_memory
 
 _RECEIVES = frozenset(SENDS.values())
-COMPUTATIONS = frozenset((Kind.FORWARD, Kind.HEAD, *PASSES))
 
 
 @dataclass(frozen=True, slots=True)
