@@ -111,6 +111,12 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     >>> message_ages(flows_for(nwise.EndToEnd(), 3, 1), (1, 1, 1)).messages
     ((), (1,), (1,))
     """
+    # A message may run in any call from that of its newest inputs to that of its first use. End-to-end, 3 stages, a delay of 2:
+    #
+    #     age of           message of stage 2   message of stage 1   W of stage 0
+    #     early                    0                    0                 2          the last hop may take two calls
+    #     share 0                  0                    1                 2          the last two hops may take one each
+    #     late                     2                    2                 2          W and message are one pass, B
     different = list(dict.fromkeys(flow for batch in flows for flow in batch))
     stages = range(len(weights))
     counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]

@@ -95,6 +95,7 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
     """
     known = max(resource_bound(flows, costs, placement), *_held_back(flows, costs, placement), 0.0)
     num_ranks = 1 + max(placement)
+    # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
     effort = num_ranks**2 * (len(flows[0]) * max(map(_actions, flows[0])) * len(placement) / num_ranks) ** 2
     if len(flows) == 1 and effort < _MOST_EFFORT:
         # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.

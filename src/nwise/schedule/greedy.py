@@ -82,6 +82,7 @@ class _Scheduler:
         self._all = Counter((a.stage, a.microbatch, a.turn) for a in actions)
         self._done = Counter[tuple[int, int, int]]()
         self._most = [0 if free is None else free.cap] * len(placement)
+        # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
         for k in range(len(placement)):
             self._most[k] += max(a.age for call in calls for a in call[k]) * len(flows[0])
         self._needs = {a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for a in actions}

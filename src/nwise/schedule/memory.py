@@ -60,6 +60,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         graphs = _graphs(schedule, word, places, recompute)
         reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
         news = {i for i, _ in _gradients(schedule, word)}
+        # In the steady state a span that ends some cycles later is live as often when the word begins.
         for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, places, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes
@@ -111,9 +112,10 @@ def _graphs(schedule: Schedule, word: Word, places: _Places, recompute: bool) ->
             if begun is None and (action.kind in PASSES or action in schedule.continued):
                 begun = i
             # A kept cotangent keeps the graph until its W.
-            kept = action.kind is not Kind.WEIGHT_GRAD and (
-                kept or (action.kind is Kind.INPUT_GRAD and fused is not None and action.message == fused)
-            )
+            if action.kind is Kind.WEIGHT_GRAD:
+                kept = False
+            elif action.kind is Kind.INPUT_GRAD and action.message == fused:
+                kept = True
             if begun is not None and not kept and action not in schedule.continued:
                 spans.append((begun, i))
                 begun = None
