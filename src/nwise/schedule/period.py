@@ -41,7 +41,7 @@ def period(net: Network) -> float:
     arcs: dict[Token, tuple[Token, float]] = {}
     previous = _previous(net)
     while True:
-        batch = run(net, _earlier(net, potential, oldest))
+        batch = run(net, _ends(net, potential, oldest))
         # A token of two calls was one of one call before.
         later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
         slack = _CLOSE * longest
@@ -64,16 +64,12 @@ def period(net: Network) -> float:
             longest, arcs = mean, {}
 
 
-def _earlier(net: Network, potential: dict[Token, float], oldest: int) -> list[SimulatedRun]:
-    """Return the calls before one as `run` expects them, with only the nodes that are tokens."""
-    calls = []
-    for age in range(oldest, 0, -1):
-        end = [float("-inf")] * len(net.duration)
-        for (node, one), time in potential.items():
-            if one == age:
-                end[node] = time
-        calls.append(SimulatedRun([], end))
-    return calls
+def _ends(net: Network, potential: dict[Token, float], oldest: int) -> list[list[float]]:
+    """Return the ends of nodes in earlier calls as `run` expects them, known only of tokens."""
+    ends = [[float("-inf")] * len(net.duration) for _ in range(oldest)]
+    for (node, calls), time in potential.items():
+        ends[calls - 1][node] = time
+    return ends
 
 
 def _previous(net: Network) -> list[Token]:

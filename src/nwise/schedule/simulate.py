@@ -238,7 +238,7 @@ def simulate(
         if jitter:
             for node in (node for word in net.words[: net.num_ranks] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        runs.append(run(net, runs, times))
+        runs.append(run(net, [one.end for one in reversed(runs)], times))
     return Timeline(schedule, costs, net, runs)
 
 
