@@ -213,12 +213,12 @@ def _brings(action: Action) -> Product | None:
 
 
 class _Holdings:
-    """The results that a rank holds of each micro-batch while it runs its list."""
+    """The results that a rank holds while it runs its list."""
 
     def __init__(self, rank: int, schedule: Schedule) -> None:
         self._rank, self._schedule = rank, schedule
         self._here = [k for k, r in enumerate(schedule.placement) if r == rank]
-        self._held: dict[tuple[int, int], set[Product]] = {}  # by (micro-batch, turn)
+        self._held: set[Product] = set()
         self._dropped: set[tuple[int, int, int]] = set()
         self._older: dict[Product, int] = {}
         for action in schedule.lists[rank]:
@@ -233,15 +233,14 @@ class _Holdings:
         if kind is Kind.UPDATE:
             self._update(action)
             return
-        held = self._held.setdefault((m, turn), set())
         if (k, m, turn) in self._dropped:
             raise ValueError(
                 f"The list of rank {self._rank} should drop a micro-batch after its last use. Found {action} after its drop."
             )
         for key in _takes(action, self._schedule):
-            self._check(key, held, action)
+            self._check(key, action)
         if (made := _brings(action)) is not None:
-            held.add(made)
+            self._held.add(made)
         if kind is Kind.DROP:
             self._dropped.add((k, m, turn))
             self._to_drop[self._schedule.call(action)] -= 1
@@ -255,9 +254,9 @@ class _Holdings:
             )
         self._updates += 1
 
-    def _check(self, key: Product, held: set[Product], action: Action) -> None:
+    def _check(self, key: Product, action: Action) -> None:
         # A result of a younger action is from an earlier call.
-        if key not in held and self._older.get(key, action.age) == action.age:
+        if key not in self._held and self._older.get(key, action.age) == action.age:
             what, stage = key[0], key[1]
             thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
             raise ValueError(
