@@ -171,19 +171,13 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
     # Upwards, because `_share` may replace a message of stage k, and what stage k then needs from stage k + 1 decides which
     # of that stage's messages may be replaced.
     fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
-    return Flow(
-        tuple(_stage(k, bool(runs[k]), messages[k], wanted[k], fused[k], messages[k + 1]) for k in range(len(matrix)))
-    )
-
-
-def _stage(
-    k: int, head: bool, messages: Sequence[Vector], wanted: Vector, fused: int | None, above: Sequence[Vector]
-) -> StageFlow:
-    """Describe how stage ``k`` learns and makes its messages from the messages of the stage above."""
-    kept = tuple(_combine(message, above, k) for message in messages)
-    weights = _combine(wanted, above, k) if wanted.any() else None
-    own = any(cotangent.own for cotangent in kept) or (weights is not None and weights.own != 0.0)
-    return StageFlow(head=head, own=own, messages=kept, weights=weights, fused=fused)
+    stages = []
+    for k, above in enumerate(messages[1:]):
+        sent = tuple(_combine(message, above, k) for message in messages[k])
+        weights = _combine(wanted[k], above, k) if wanted[k].any() else None
+        own = any(cotangent.own for cotangent in sent) or (weights is not None and weights.own != 0.0)
+        stages.append(StageFlow(bool(runs[k]), own, sent, weights, fused[k]))
+    return Flow(tuple(stages))
 
 
 def _messages(matrix: Vector) -> list[list[Vector]]:
@@ -223,13 +217,7 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
 
 def _losses(matrix: Vector, k: int) -> list[Vector]:
     """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
-    return [_unit(j, len(matrix)) for j in range(k, len(matrix)) if matrix[j, :k].any()]
-
-
-def _unit(j: int, size: int) -> Vector:
-    vector = np.zeros(size)
-    vector[j] = 1.0
-    return vector
+    return [unit for j, unit in enumerate(np.eye(len(matrix))) if j >= k and matrix[j, :k].any()]
 
 
 def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:

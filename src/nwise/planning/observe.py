@@ -10,11 +10,10 @@ from statistics import median
 from nwise._summary import table
 from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
-from nwise.schedule.actions import PASSES, Action, Kind
+from nwise.schedule.actions import COMPUTATIONS, Action
 
 _WARMUP = 2  # steps that are not counted: the first allocate memory
 _STEPS = 5
-_COMPUTES = (Kind.FORWARD, Kind.HEAD, *PASSES)
 
 Recorder = Callable[[int, Action, float, float], None]
 
@@ -42,7 +41,7 @@ class Observer:
 
         def record(step: int, action: Action, begin: float, end: float) -> None:
             self._begins.setdefault(step, begin)
-            if action.kind in _COMPUTES:
+            if action.kind in COMPUTATIONS:
                 self._busy[step] += end - begin
             if recorder is not None:
                 recorder(step, action, begin, end)

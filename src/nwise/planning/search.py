@@ -143,17 +143,18 @@ class Search:
         """Balanced assignments for the orders of the devices along the network, the least busy one first."""
         # Stages of frozen pieces alone pass no gradient on, which changes the work of all: every number of them is a case.
         cases = range(self._num_stages if self._frozen else 1)
-        options = [one for frozen in cases for one in self._balanced(lambda d, f=frozen: self._times(d, f))]  # type: ignore[misc]
+        devices = set(self._devices)
+        options: list[Assignment] = []
+        for frozen in cases:
+            options += self._balanced({device: self._times(device, frozen) for device in devices})
         if self._memory is not None:
-            options += self._balanced(self._sizes)
+            options += self._balanced({device: self._sizes(device) for device in devices})
         return sorted(dict.fromkeys(options), key=lambda one: self.bound(*one))
 
-    def _balanced(self, tables_for: Callable[[Device], list[Matrix]]) -> list[Assignment]:
-        tables = {device: tables_for(device) for device in set(self._devices)}
+    def _balanced(self, tables: Mapping[Device, list[Matrix]]) -> list[Assignment]:
         results: list[Assignment] = []
         for order in self._orders:
-            by_rank = [tables[self._devices[i]] for i in order]
-            cut = assign(lambda rank, k, by_rank=by_rank: by_rank[rank][k], self._num_stages, len(order))  # type: ignore[misc]
+            cut = assign([tables[self._devices[i]] for i in order])
             if cut is not None:
                 results.append((cut[0], tuple(order[rank] for rank in cut[1])))
         return results

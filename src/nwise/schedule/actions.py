@@ -58,6 +58,7 @@ class Action(NamedTuple):
 # The receive at the other end of every kind of send.
 SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
 PASSES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
+COMPUTATIONS = (Kind.FORWARD, Kind.HEAD, *PASSES)
 
 
 def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, turn: int = 0) -> list[Action]:

@@ -64,22 +64,15 @@ def _hogwild(flows: Flows) -> tuple[int, ...]:
 
 
 def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:
-    size = len(flow.stages)
     period = 1 + max(stage.passes for stage in flow.stages)  # slots of the busiest stage
-    arrival: dict[tuple[int, int], int] = {}
-    ages = [0] * size
-    for k in reversed(range(size)):
-        stage = flow.stages[k]
-
-        def begin(cotangent: Cotangent, k: int = k) -> int:
-            return max(k + 1, *(arrival[k + 1, p] for p in cotangent.needed)) if cotangent.needed else k + 1
-
-        for q, message in enumerate(stage.messages):
-            arrival[k, q] = begin(message) + 1
+    ages = [0] * len(flow.stages)
+    above: list[int] = []  # slots at which the messages of the next stage arrive
+    for k, stage in reversed(list(enumerate(flow.stages))):
         if stage.weights is not None:
             # From the first forward to the last weight gradient; the last micro-batch comes (M - 1) periods later.
-            waited = begin(stage.weights) - k + period * (num_microbatches - 1)
-            ages[k] = waited // (period * num_microbatches)
+            begin = max([k + 1, *(above[p] for p in stage.weights.needed)])
+            ages[k] = (begin - k + period * (num_microbatches - 1)) // (period * num_microbatches)
+        above = [1 + max([k + 1, *(above[p] for p in message.needed)]) for message in stage.messages]
     return ages
 
 
@@ -118,6 +111,12 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     >>> message_ages(flows_for(nwise.EndToEnd(), 3, 1), (1, 1, 1)).messages
     ((), (1,), (1,))
     """
+    # A message may run in any call from that of its newest inputs to that of its first use. End-to-end, 3 stages, a delay of 2:
+    #
+    #     age of           message of stage 2   message of stage 1   W of stage 0
+    #     early                    0                    0                 2          the last hop may take two calls
+    #     share 0                  0                    1                 2          the last two hops may take one each
+    #     late                     2                    2                 2          W and message are one pass, B
     different = list(dict.fromkeys(flow for batch in flows for flow in batch))
     stages = range(len(weights))
     counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]

@@ -10,7 +10,7 @@ rank that has this stage, under the condition that no rank so far needs more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +22,17 @@ Assignment = tuple[tuple[int, ...], tuple[int, ...]]
 _CLOSE = 1e-9
 
 
-def assign(work: Callable[[int, int], Matrix], num_stages: int, num_ranks: int) -> Assignment | None:
+def assign(tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
     """Return the assignment whose busiest rank has the least work; None if there is none.
 
     Args:
-        work: function from a rank and a stage to an array ``[P + 1, P + 1]``: the time of pieces a, ..., b - 1 in row a and
-            column b, infinite where the stage cannot have them.
-        num_stages: number of stages, at most that of the pieces.
-        num_ranks: number of ranks, at most that of the stages.
+        tables: for every rank and stage an array ``[P + 1, P + 1]``: the time of pieces a, ..., b - 1 in row a and column b,
+            infinite where the stage cannot have them.
 
     >>> times = np.array([[np.inf, 3.0, 4.0], [np.inf, np.inf, 1.0], [np.inf] * 3])  # pieces of 3 and 1
-    >>> assign(lambda rank, stage: times, 2, 2)
+    >>> assign([[times, times], [times, times]])
     ((0, 1), (0, 1))
     """
-    tables = [[work(rank, stage) for stage in range(num_stages)] for rank in range(num_ranks)]
     known = _within(np.inf, tables)
     if known is None:
         return None
@@ -50,7 +47,7 @@ def assign(work: Callable[[int, int], Matrix], num_stages: int, num_ranks: int) 
     return known
 
 
-def _within(limit: float, tables: list[list[Matrix]]) -> Assignment | None:
+def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
     """Return an assignment in which no rank works longer than the limit; None if there is none."""
     num_ranks, num_stages, size = len(tables), len(tables[0]), len(tables[0][0])
     # loads[r, p]: least work of rank r after a stage of it that ends before piece p; row -1 stands for the start.
@@ -81,7 +78,7 @@ def _within(limit: float, tables: list[list[Matrix]]) -> Assignment | None:
     return tuple(starts), tuple(ranks)
 
 
-def _busiest(assignment: Assignment, tables: list[list[Matrix]]) -> float:
+def _busiest(assignment: Assignment, tables: Sequence[Sequence[Matrix]]) -> float:
     starts, ranks = assignment
     ends = [*starts[1:], len(tables[0][0]) - 1]
     loads = [0.0] * len(tables)

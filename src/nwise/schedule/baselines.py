@@ -9,15 +9,14 @@ from typing import Any
 from nwise._errors import current_name, hint
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
-from nwise.schedule.best import DoesNotFit, best, place
+from nwise.schedule.best import best, fastest, place
 from nwise.schedule.costs import Costs, check_counts
 from nwise.schedule.greedy import Free
-from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import RULES, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timed import Timed, check_memory, timed
+from nwise.schedule.timed import Timed, check_memory
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as parse
 
@@ -76,12 +75,7 @@ def baseline(
     check_memory(memory)
     flows = method_flows(name, num_stages, num_microbatches)
     ranks = place(RULES[name].placement if placement is None else placement, num_ranks, flows, costs)
-    schedules = list(_schedules(name, flows, ranks, costs, small=memory is not None))
-    sizes = [max(peak_bytes(schedule, costs)) for schedule in schedules]
-    fitting = [s for s, size in zip(schedules, sizes, strict=True) if memory is None or size <= memory]
-    if not fitting:
-        raise DoesNotFit(name, min(sizes), memory or 0.0)
-    return min((timed(schedule, costs) for schedule in fitting), key=lambda option: option.rank)
+    return fastest(_schedules(name, flows, ranks, costs, small=memory is not None), costs, name, memory=memory)
 
 
 def timed_method(name: str, **options: Any) -> Timed:
@@ -118,17 +112,16 @@ def known_method(name: str) -> Strategy:
 
 def _schedules(name: str, flows: Flows, placement: Placement, costs: Costs, *, small: bool) -> Iterator[Schedule]:
     """Iterate over the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
-    size, num_stages = len(flows[0]), len(placement)
-    ages = (0,) * num_stages
-    yield named_schedule(name, flows, placement, ages, costs)
-    rule = RULES[name]
-    if rule.cap is None:
+    size, num_stages, named = len(flows[0]), len(placement), RULES[name]
+    yield named_schedule(name, flows, placement, (0,) * num_stages, costs)
+    if named.cap is None:
         return
-    if name in ("zb-h1", "zero-bubble"):
-        for stride in (1,) if name == "zb-h1" else (1, 2):
-            yield make_schedule(name, flows, partial(skewed, fuse=False, stride=stride), placement, costs=costs)
+    for stride in named.strides:
+        yield make_schedule(name, flows, partial(skewed, fuse=False, stride=stride), placement, costs=costs)
     caps = set(range(1, num_stages)) if small else set()
-    if rule.by_rank is not None:
-        caps.add(rule.cap(num_stages))  # shorter where messages take time
-    for cap in sorted({min(cap, size) for cap in (*caps, *((size,) if name == "zero-bubble" else ()))}):
-        yield make_schedule(name, flows, rule.rule, placement, costs=costs, free=Free(cap))
+    if named.by_rank is not None:
+        caps.add(named.cap(num_stages))  # shorter where messages take time
+    if named.any_cap:
+        caps.add(size)
+    for cap in sorted({min(cap, size) for cap in caps}):
+        yield make_schedule(name, flows, named.rule, placement, costs=costs, free=Free(cap))

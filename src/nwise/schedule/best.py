@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -126,22 +126,40 @@ def best_order(
         DoesNotFit: no order fits the memory.
     """
     bound = resource_bound(flows, costs, placement) / len(flows)
+    schedules = _candidates(flows, costs, placement, ages, small=memory is not None)
+    # The first candidates have the least memory, and first-in-first-out messages, so the first that meets the bound will do.
+    return fastest(schedules, costs, "the smallest order of this strategy", memory=memory, enough=bound * (1 + CLOSE))
+
+
+def fastest(
+    schedules: Iterable[Schedule], costs: Costs, what: str, *, memory: Limit = None, enough: float = 0.0
+) -> Timed:
+    """Return the best of the schedules that fit the memory.
+
+    Args:
+        schedules: the schedules; of equal ones the first is preferred.
+        costs: costs of one micro-batch.
+        what: name of the schedule with the least memory, for the error.
+        memory: limit in bytes, one for all ranks or one for each; default: none.
+        enough: period at which the search ends; default: it tries all.
+
+    Raises:
+        DoesNotFit: none fits.
+    """
     options: list[Timed] = []
     least = (float("inf"), 0.0, 0.0)
-    for schedule in _candidates(flows, costs, placement, ages, small=memory is not None):
+    for schedule in schedules:
         if memory is not None and (needed := excess(peak_bytes(schedule, costs), memory))[0] > 1:
             least = min(least, needed)
             continue
         try:
-            option = timed(schedule, costs)
+            options.append(timed(schedule, costs))
         except Deadlock:  # a delay puts the words of several turns together, which not every order allows
             continue
-        options.append(option)
-        # The first candidates have the least memory, and first-in-first-out messages.
-        if option.period <= bound * (1 + CLOSE):
+        if options[-1].period <= enough:
             break
     if not options:
-        raise DoesNotFit("the smallest order of this strategy", *least[1:])
+        raise DoesNotFit(what, *least[1:])
     return min(options, key=lambda option: option.rank)
 
 
@@ -160,12 +178,7 @@ def _candidates(
 
 
 def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[tuple[str, Rule, Free | None]]:
-    """Iterate over rules with their names and freedom.
-
-    Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
-        small: whether memory is limited.
-    """
+    """Iterate over rules with their names and freedom; `small`: whether memory is limited."""
     size = len(flows[0])
     # In the skewed order with stride 1 or 2, reach + 1 or 2 reach + 1 micro-batches are in flight: these caps give list
     # schedules with the same memory.

@@ -45,16 +45,15 @@ def stage_work(flows: Sequence[Sequence[Flow]], costs: Costs) -> list[float]:
     return work
 
 
-def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement = ()) -> float:
+def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement) -> float:
     """Return the work of the busiest rank or the time of the busiest link, per cycle of mini-batches."""
     num_stages = len(flows[0][0].stages)
-    ranks = placement or tuple(range(num_stages))
     ranks_and_links: dict[int | tuple[int, int], float] = defaultdict(float)
-    for rank, time in zip(ranks, stage_work(flows, costs), strict=True):
+    for rank, time in zip(placement, stage_work(flows, costs), strict=True):
         ranks_and_links[rank] += time
     times = [size / costs.bandwidth for size in costs.per_stage("message_bytes", num_stages)]
     for k in range(1, num_stages):
-        below, here = ranks[k - 1], ranks[k]
+        below, here = placement[k - 1], placement[k]
         for flow, count in counted(flows).items() if below != here else ():
             ranks_and_links[below, here] += count * times[k - 1]
             ranks_and_links[here, below] += count * times[k - 1] * len(flow.stages[k].messages)
@@ -84,9 +83,7 @@ def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placeme
     return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows, placement)]
 
 
-def lower_bound(
-    flows: Sequence[Sequence[Flow]], costs: Costs, enough: float = np.inf, placement: Placement = ()
-) -> float:
+def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, enough: float) -> float:
     """Return a lower bound on the time of one cycle of synchronous mini-batches, for any order.
 
     Large schedules get a cheaper, less sharp bound.
@@ -94,23 +91,23 @@ def lower_bound(
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
-        enough: time of a known schedule; the search ends at a bound that meets it. Default: no limit.
-        placement: rank of every stage; default: a rank for each.
+        placement: rank of every stage.
+        enough: time of a known schedule; the search ends at a bound that meets it.
     """
-    ranks = placement or tuple(range(len(flows[0][0].stages)))
-    known = max(resource_bound(flows, costs, ranks), *_held_back(flows, costs, ranks), 0.0)
-    num_ranks = 1 + max(ranks)
-    effort = num_ranks**2 * (len(flows[0]) * max(map(_actions, flows[0])) * len(ranks) / num_ranks) ** 2
+    known = max(resource_bound(flows, costs, placement), *_held_back(flows, costs, placement), 0.0)
+    num_ranks = 1 + max(placement)
+    # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
+    effort = num_ranks**2 * (len(flows[0]) * max(map(_actions, flows[0])) * len(placement) / num_ranks) ** 2
     if len(flows) == 1 and effort < _MOST_EFFORT:
         # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
-        known = max(known, float(np.diag(_least_times(flows[0], costs, ranks, pairs=False)).max()))
+        known = max(known, float(np.diag(_least_times(flows[0], costs, placement, pairs=False)).max()))
     if known >= enough * (1 - _CLOSE) or effort * num_ranks > _MOST_EFFORT:
         return known
     matrices: dict[tuple[Flow, ...], Matrix] = {}
     least: Matrix | None = None
     for batch in map(tuple, flows):
         if batch not in matrices:
-            matrices[batch] = _least_times(batch, costs, ranks)
+            matrices[batch] = _least_times(batch, costs, placement)
         this = matrices[batch]
         # Turns follow each other: a max-plus product, in which times add up and the longest path counts.
         least = this if least is None else (least[:, :, None] + this[None, :, :]).max(axis=1)

@@ -15,23 +15,16 @@ Scalars = float | Sequence[float]
 
 _LARGEST = 1e30  # keeps sums finite
 
-# Sizes and times that a mini-batch's micro-batches share, and those of a stage's parameters.
+# What a mini-batch's micro-batches share.
 _OF_BATCH = (
     *("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes", "output_bytes"),
     *("cotangent_bytes", "forward_peak_bytes", "head_peak_bytes"),
     *("input_grad_peak_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
 )
-_OF_PARAMETERS = (
-    "update",
-    "gradient_bytes",
-    "fresh_gradient_bytes",
-    "weight_bytes",
-    "fixed_bytes",
-    "update_peak_bytes",
-)
-_PER_STAGE = (*_OF_BATCH, *_OF_PARAMETERS, "chain_share", "head_gradient_bytes")
-# What a stage has only once, however many stages it is cut into.
-_WHOLE = ("head", "message_bytes", "output_bytes", "head_peak_bytes")
+# What all stages have in common.
+_COMMON = ("latency", "overhead", "bandwidth")
+# What a part of a stage has as much of as the whole stage.
+_WHOLE = ("head", "message_bytes", "output_bytes", "head_peak_bytes", "head_gradient_bytes", "chain_share")
 
 
 @dataclass(frozen=True)
@@ -106,14 +99,14 @@ class Costs:
             many = isinstance(value, Sequence) and not isinstance(value, str)
             if many and not value:
                 raise ValueError(f"`{field.name}` should be a number, or one per stage. Found none.")
-            if many and field.name in _PER_STAGE:
+            if many and field.name not in _COMMON:
                 object.__setattr__(self, field.name, tuple(value))
             for number in value if many else [value]:
                 _check(field.name, number)
-            if many and field.name not in _PER_STAGE:
+            if many and field.name in _COMMON:
                 raise ValueError(f"`{field.name}` should be one number. Found {value!r}.")
         shares = self.chain_share if isinstance(self.chain_share, Sequence) else [self.chain_share]
-        if max(shares, default=0) > 1:
+        if max(shares) > 1:
             raise ValueError(f"`chain_share` should be from 0 to 1. Found {max(shares)}.")
         if self.bandwidth == 0:
             raise ValueError("`bandwidth` should be above 0 (inf for links without cost). Found 0.")
@@ -145,15 +138,12 @@ class Costs:
         check_counts(parts=parts)
         if parts == 1:
             return self
-        divided = [name for name in (*_OF_BATCH, *_OF_PARAMETERS) if name not in _WHOLE]
-        cut: dict[str, Any] = {name: _divide(getattr(self, name), parts) for name in divided}
-        several = {**{name: getattr(self, name) for name in _PER_STAGE}, **cut}
-        changes: dict[str, Any] = {n: _repeat(v, parts) if isinstance(v, tuple) else v for n, v in several.items()}
+        changes: dict[str, Any] = {}
+        for name in (field.name for field in fields(self) if field.name not in _COMMON):
+            value = getattr(self, name)
+            part = value if name in _WHOLE else _divide(value, parts)
+            changes[name] = tuple(x for x in part for _ in range(parts)) if isinstance(part, tuple) else part
         return replace(self, **changes)
-
-
-def _repeat(values: Sequence[float], times: int) -> tuple[float, ...]:
-    return tuple(value for value in values for _ in range(times))
 
 
 def _check(name: str, number: object) -> None:

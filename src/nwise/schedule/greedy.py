@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,29 +78,22 @@ class _Scheduler:
         self._words: list[list[list[Action]]] = [[[] for _ in ranks] for _ in self._calls]
         self._arrival: dict[_Result, float] = {}
         self._in_flight = [0] * len(placement)
-        self._left: dict[tuple[int, int, int], int] = {}
-        for word in (word for call in calls for word in call):
-            for a in word:
-                if a.kind is not Kind.UPDATE:
-                    key = (a.stage, a.microbatch, a.turn)
-                    self._left[key] = self._left.get(key, 0) + 1
-        self._done: dict[tuple[int, int, int], int] = {}
+        actions = [a for call in calls for word in call for a in word]
+        self._all = Counter((a.stage, a.microbatch, a.turn) for a in actions)
+        self._done = Counter[tuple[int, int, int]]()
         self._most = [0 if free is None else free.cap] * len(placement)
+        # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
         for k in range(len(placement)):
             self._most[k] += max(a.age for call in calls for a in call[k]) * len(flows[0])
-        self._needs = {
-            a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for call in calls for word in call for a in word
-        }
+        self._needs = {a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for a in actions}
 
     def _load(self, rank: int, call: int) -> list[list[Action]]:
         """Return the queues of a rank in a call: one for each stage, or for each kind of action if their order is free."""
         queues: dict[object, list[Action]] = {}
-        if call < len(self._calls):
-            for k in self._stages[rank]:
-                for a in reversed(self._calls[call][k]):
-                    if a.kind is not Kind.UPDATE:
-                        key = (k, a.kind, a.message, a.age) if self._free else k
-                        queues.setdefault(key, []).append(a)
+        for k in self._stages[rank]:
+            for a in reversed(self._calls[call][k]):
+                key = (k, a.kind, a.message, a.age) if self._free else k
+                queues.setdefault(key, []).append(a)
         return list(queues.values())
 
     def run(self) -> list[list[Word]]:
@@ -145,8 +139,8 @@ class _Scheduler:
         self._words[call][rank].append(action)
         self._in_flight[action.stage] += action.kind is Kind.FORWARD
         key = (action.stage, action.microbatch, call - action.age)
-        self._done[key] = self._done.get(key, 0) + 1
-        if key[2] >= 0 and self._done[key] == self._left[action.stage, action.microbatch, action.turn]:
+        self._done[key] += 1
+        if key[2] >= 0 and self._done[key] == self._all[action.stage, action.microbatch, action.turn]:
             self._in_flight[action.stage] -= 1
         return action
 

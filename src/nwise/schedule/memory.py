@@ -21,6 +21,8 @@ from nwise.schedule.schedule import Schedule, Word
 
 # Stage, micro-batch and turn.
 _Tape = tuple[int, int, int]
+_Places = dict[_Tape, list[int]]
+_Graphs = dict[_Tape, list[tuple[int, int]]]
 # The first and the last action, by their places in a word; the number of cycles between them; and bytes.
 _Span = tuple[int, int, int, float]
 
@@ -54,10 +56,12 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in word})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
         late = [schedule.cycles_late(action) for action in word]
-        graphs = _graphs(schedule, word, late, recompute)
+        places = _places(word, late)
+        graphs = _graphs(schedule, word, places, recompute)
         reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
-        news = {i for i, _, _, _ in _gradients(schedule, word, fresh, fresh)}
-        for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, graphs):
+        news = {i for i, _ in _gradients(schedule, word)}
+        # In the steady state a span that ends some cycles later is live as often when the word begins.
+        for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, places, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes
             ends[last] += num_bytes
@@ -93,16 +97,15 @@ def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     return tuple(sums)
 
 
-def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool) -> dict[_Tape, list[tuple[int, int]]]:
+def _graphs(schedule: Schedule, word: Word, places: _Places, recompute: bool) -> _Graphs:
     """Return the times at which every micro-batch of every stage has its graph: the places of their first and last action."""
-    places = _places(word, late)
     if not recompute:
         return {
             key: [(indices[0], indices[-1])]
             for key, indices in places.items()
             if any(word[i].kind in PASSES for i in indices)
         }
-    graphs: dict[_Tape, list[tuple[int, int]]] = {}
+    graphs: _Graphs = {}
     for (k, m, turn), indices in places.items():
         fused = schedule.flows[turn][m].stages[k].fused
         spans, begun, kept = [], None, False
@@ -111,9 +114,10 @@ def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool
             if begun is None and (action.kind in PASSES or action in schedule.continued):
                 begun = i
             # A kept cotangent keeps the graph until its W.
-            kept = action.kind is not Kind.WEIGHT_GRAD and (
-                kept or (action.kind is Kind.INPUT_GRAD and fused is not None and action.message == fused)
-            )
+            if action.kind is Kind.WEIGHT_GRAD:
+                kept = False
+            elif action.kind is Kind.INPUT_GRAD and action.message == fused:
+                kept = True
             if begun is not None and not kept and action not in schedule.continued:
                 spans.append((begun, i))
                 begun = None
@@ -121,9 +125,9 @@ def _graphs(schedule: Schedule, word: Word, late: Sequence[int], recompute: bool
     return graphs
 
 
-def _places(word: Word, late: Sequence[int]) -> dict[_Tape, list[int]]:
+def _places(word: Word, late: Sequence[int]) -> _Places:
     """Return the places of the actions of every stage and micro-batch, in the order of time."""
-    places: dict[_Tape, list[int]] = {}
+    places: _Places = {}
     for i in sorted(range(len(word)), key=lambda i: (late[i], i)):
         if word[i].kind is not Kind.UPDATE:
             places.setdefault((word[i].stage, word[i].microbatch, word[i].turn), []).append(i)
@@ -131,11 +135,7 @@ def _places(word: Word, late: Sequence[int]) -> dict[_Tape, list[int]]:
 
 
 def _spans(
-    schedule: Schedule,
-    word: Word,
-    costs: Costs,
-    late: Sequence[int],
-    graphs: dict[_Tape, list[tuple[int, int]]],
+    schedule: Schedule, word: Word, costs: Costs, late: Sequence[int], places: _Places, graphs: _Graphs
 ) -> Iterator[_Span]:
     """Iterate over everything that is live for a while."""
     activation, output, cotangent, gradient, head_gradient = (
@@ -148,7 +148,6 @@ def _spans(
     def order(i: int) -> tuple[int, int]:
         return late[i], i
 
-    places = _places(word, late)
     for (k, m, turn), indices in places.items():
         used: set[int] = set()
         flow = schedule.flows[turn][m].stages[k]
@@ -178,17 +177,16 @@ def _spans(
                 used |= received
                 yield span(i, last, output[k] * len(received))
         yield from (span(i, last, output[k]) for i in above if word[i].message is not None)
-    yield from _gradients(schedule, word, gradient, head_gradient)
+    for i, last in _gradients(schedule, word):
+        yield i, last, 0, (head_gradient if word[i].kind is Kind.HEAD else gradient)[word[i].stage]
 
 
-def _gradients(
-    schedule: Schedule, word: Word, gradient: tuple[float, ...], head_gradient: tuple[float, ...]
-) -> Iterator[_Span]:
-    """Iterate over the gradients of stages and heads: each is made once in a call, and freed after its update."""
+def _gradients(schedule: Schedule, word: Word) -> Iterator[tuple[int, int]]:
+    """Iterate over the places at which a call makes the gradients of a stage or head, each with that of its update."""
     updates = {(a.stage, a.turn): i for i, a in enumerate(word) if a.kind is Kind.UPDATE}
     begun: set[tuple[bool, int, int]] = set()
     for i, a in enumerate(word):
         head, call = a.kind is Kind.HEAD, schedule.call(a)
         if (head or a.kind in (Kind.WEIGHT_GRAD, Kind.BOTH)) and (head, a.stage, call) not in begun:
             begun.add((head, a.stage, call))
-            yield i, updates.get((a.stage, call), len(word) - 1), 0, (head_gradient if head else gradient)[a.stage]
+            yield i, updates.get((a.stage, call), len(word) - 1)

@@ -157,17 +157,20 @@ def time_methods(
         placement = make_placement(RULES[name].placement if name in RULES else "contiguous", size, num_stages)
         if resource_bound(flows, costs, placement) / len(flows) > known * (1 + CLOSE):
             continue  # no order with this M can be faster than the known one with another M
-        timed = _time(name, num_stages=size, num_ranks=num_stages, num_microbatches=m, costs=costs, memory=memory)
-        if isinstance(timed, DoesNotFit):
-            least[name] = min(timed.least, least.get(name, timed.least))
-        else:
-            options.setdefault(name, []).append(Option(name, m, timed))
+        try:
+            timed = timed_method(
+                name, num_stages=size, num_ranks=num_stages, num_microbatches=m, costs=costs, memory=memory
+            )
+        except DoesNotFit as error:
+            least[name] = min(error.least, least.get(name, error.least))
+            continue
+        options.setdefault(name, []).append(Option(name, m, timed))
     if not options:
         name, needed = min(least.items(), key=lambda item: item[1])
         raise DoesNotFit(f"{name}, the smallest of all methods,", needed, memory or 0.0)
     fastest = [min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for group in options.values()]
     ranked = sorted(fastest, key=_preference)
-    skipped = {name: size for name, size in least.items() if not any(option.name == name for option in ranked)}
+    skipped = {name: size for name, size in least.items() if name not in options}
     return Methods(num_stages, tuple(microbatches), tuple(ranked), skipped)
 
 
@@ -199,10 +202,3 @@ def is_late(rule: Strategy) -> bool:
 def _preference(option: Option) -> tuple[float, bool, int]:
     """Return a key that is smallest for the best option: fast, then end-to-end, with little in flight."""
     return (rounded(option.period), not option.end_to_end, max(option.timed.in_flight))
-
-
-def _time(name: str, **options: Any) -> Timed | DoesNotFit:
-    try:
-        return timed_method(name, **options)
-    except DoesNotFit as error:
-        return error

@@ -45,12 +45,16 @@ class NamedOrder:
         placement: name of the placement that the pipeline is made for; default: contiguous.
         by_rank: the same as a function that also takes ``num_ranks`` and returns a word for every rank, for that placement and a
             multiple of the ranks as M; default: none.
+        strides: strides of skewed orders that the pipeline, as a baseline, may take if they are faster; default: none.
+        any_cap: whether as a baseline it may have all micro-batches in flight if that is faster; default: False.
     """
 
     rule: Rule
     cap: Callable[[int], int] | None = None
     placement: str = "contiguous"
     by_rank: Callable[..., list[Word]] | None = None
+    strides: tuple[int, ...] = ()
+    any_cap: bool = False
 
 
 _SPLIT: Rule = partial(orders.depth_first, fuse=False)
@@ -62,9 +66,9 @@ RULES: dict[str, NamedOrder] = {
     "skewed": NamedOrder(orders.skewed),
     "gpipe": NamedOrder(orders.phase),
     "1f1b": NamedOrder(orders.one_forward_one_backward),
-    "zb-h1": NamedOrder(_SPLIT, lambda stages: stages),
+    "zb-h1": NamedOrder(_SPLIT, lambda stages: stages, strides=(1,)),
     # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
-    "zero-bubble": NamedOrder(_SPLIT, lambda stages: 2 * stages - 1),
+    "zero-bubble": NamedOrder(_SPLIT, lambda stages: 2 * stages - 1, strides=(1, 2), any_cap=True),
     "interleaved-1f1b": NamedOrder(orders.depth_first, lambda stages: stages, "interleaved", orders.interleaved),
     "zb-v": NamedOrder(_SPLIT, lambda stages: stages, "v"),
 }

@@ -135,12 +135,13 @@ class SimulatedRun:
     end: list[float]
 
 
-def run(net: Network, earlier: Sequence[SimulatedRun], duration: Sequence[float] | None = None) -> SimulatedRun:
+def run(net: Network, before: Sequence[Sequence[float]], duration: Sequence[float] | None = None) -> SimulatedRun:
     """Run one call with every node as early as possible.
 
     Args:
         net: the network.
-        earlier: the calls before this one, the last of them last; results of calls before those are there at time 0.
+        before: ends of all nodes in the calls before this one, the last call first; results of calls before those are there at
+            time 0.
         duration: durations of the nodes; default: the network's.
 
     Raises:
@@ -151,7 +152,6 @@ def run(net: Network, earlier: Sequence[SimulatedRun], duration: Sequence[float]
     duration = net.duration if duration is None else duration
     start = [math.nan] * len(duration)
     end: list[float | None] = [None] * len(duration)
-    before = [one.end for one in reversed(earlier)]
     now = [before[0][word[-1]] if before and word else 0.0 for word in net.words]
     place = [0] * len(net.words)
     waiting: dict[int, list[int]] = {}

@@ -90,7 +90,8 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     """
     num_stages = len(flows[0].stages)
     check_enough(pieces, num_stages)
-    cut = assign(lambda _, stage: work(pieces, [flow.stages[stage] for flow in flows]), num_stages, num_stages)
+    tables = [work(pieces, [flow.stages[k] for flow in flows]) for k in range(num_stages)]
+    cut = assign([tables] * num_stages)
     assert cut is not None, "nothing forbids a cut"
     return list(cut[0])
 
@@ -156,16 +157,13 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     def at_end(name: str) -> list[float]:
         return [getattr(stage[-1], name) for stage in stages]
 
-    def passes(*, inputs: bool, later: bool = False) -> list[float]:
-        return [_weight_grad_peak(stage, inputs=inputs, later=later) for stage in stages]
-
-    weights, both = passes(inputs=False), passes(inputs=True)
-    fresh = [
-        min(w - later_w, b - later_b)
-        for w, later_w, b, later_b in zip(
-            weights, passes(inputs=False, later=True), both, passes(inputs=True, later=True), strict=True
-        )
-    ]
+    weights = [_weight_grad_peak(stage, inputs=False) for stage in stages]
+    both = [_weight_grad_peak(stage, inputs=True) for stage in stages]
+    fresh = []
+    for stage, w, b in zip(stages, weights, both, strict=True):
+        less_w = w - _weight_grad_peak(stage, inputs=False, later=True)
+        less_b = b - _weight_grad_peak(stage, inputs=True, later=True)
+        fresh.append(max(0.0, min(less_w, less_b)))
     return Costs(
         forward=total("forward"),
         head=at_end("head"),
@@ -189,7 +187,7 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
         input_grad_peak_bytes=list(map(_input_grad_peak, stages)),
         weight_grad_peak_bytes=weights,
         both_peak_bytes=both,
-        fresh_gradient_bytes=[max(0.0, size) for size in fresh],
+        fresh_gradient_bytes=fresh,
         update_peak_bytes=total("update_peak_bytes"),
         **links,
     )
@@ -219,7 +217,7 @@ def _input_grad_peak(pieces: Sequence[Piece]) -> float:
     return max(made + piece.input_grad_peak_bytes for made, piece in zip(inside, reversed(pieces), strict=True))
 
 
-def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool, later: bool) -> float:
+def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool, later: bool = False) -> float:
     """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations and inputs.
 
     Args:
@@ -227,6 +225,11 @@ def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool, later: bool) -> 
         inputs: whether it is a B.
         later: whether the parameters have gradients already, to which the new ones are added.
     """
+    # The pass goes from the last piece to the first. `change` is the memory in use compared with the begin of the pass: each
+    # piece frees its activations, and leaves gradients of its parameters unless it adds them to old ones.
+    #
+    #     piece 0           piece 1           piece 2  <-- the pass begins
+    #              stays[0]          stays[1]              an output between two pieces, freed with the later piece
     last, stays = len(pieces) - 1, _kept_inside(pieces)
     change = peak = 0.0
     for i in reversed(range(len(pieces))):

@@ -15,7 +15,7 @@ is one simulated call, linear in the number of actions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
 
 from nwise.schedule.network import Network, SimulatedRun, run
 
@@ -24,14 +24,6 @@ _CLOSE = 1e-10
 
 # A node, and by how many calls its result is used later.
 Token = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Arc:
-    """A longest path through one call, from a token to a token."""
-
-    origin: Token
-    weight: float
 
 
 def period(net: Network) -> float:
@@ -45,10 +37,11 @@ def period(net: Network) -> float:
     longest = max((sum(net.duration[node] for node in word) for word in net.words), default=0.0)
     oldest = max(ends.values(), default=1)
     potential = dict.fromkeys(tokens, 0.0)
-    arcs: dict[Token, _Arc] = {}
-    back = _Back(net)
+    # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
+    arcs: dict[Token, tuple[Token, float]] = {}
+    previous = _previous(net)
     while True:
-        batch = run(net, _earlier(net, potential, oldest))
+        batch = run(net, _ends(net, potential, oldest))
         # A token of two calls was one of one call before.
         later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
         slack = _CLOSE * longest
@@ -59,8 +52,8 @@ def period(net: Network) -> float:
         # As in Bellman and Ford's algorithm, remember for each late token the token that delays it, and raise its potential.
         for token in risen:
             node, calls = token
-            origin = back(batch, node, potential) if calls == 1 else (node, calls - 1)
-            arcs[token] = _Arc(origin, later[token] - potential[origin])
+            origin = _origin(net, previous, batch, node, potential) if calls == 1 else (node, calls - 1)
+            arcs[token] = origin, later[token] - potential[origin]
         for token in risen:
             potential[token] = later[token] - longest
         mean = _largest_mean(arcs)
@@ -71,56 +64,44 @@ def period(net: Network) -> float:
             longest, arcs = mean, {}
 
 
-def _earlier(net: Network, potential: dict[Token, float], oldest: int) -> list[SimulatedRun]:
-    """Return the calls before one as `run` expects them, with only the nodes that are tokens."""
-    calls = []
-    for age in range(oldest, 0, -1):
-        end = [float("-inf")] * len(net.duration)
-        for (node, one), time in potential.items():
-            if one == age:
-                end[node] = time
-        calls.append(SimulatedRun([], end))
-    return calls
+def _ends(net: Network, potential: dict[Token, float], oldest: int) -> list[list[float]]:
+    """Return the ends of nodes in earlier calls as `run` expects them, known only of tokens."""
+    ends = [[float("-inf")] * len(net.duration) for _ in range(oldest)]
+    for (node, calls), time in potential.items():
+        ends[calls - 1][node] = time
+    return ends
 
 
-class _Back:
-    """Follows the critical path from a node back to the token at its start."""
+def _previous(net: Network) -> list[Token]:
+    """Return what every node's machine does before it: the node before, of this call, or the last one of the call before."""
+    previous: list[Token] = [(-1, 1)] * len(net.duration)
+    for word in net.words:
+        for before, node in pairwise(word):
+            previous[node] = before, 0
+        if word:
+            previous[word[0]] = word[-1], 1
+    return previous
 
-    def __init__(self, net: Network) -> None:
-        self._net = net
-        self._before = [-1] * len(net.duration)
-        self._last = [0] * len(net.duration)
-        for word in net.words:
-            for i, node in enumerate(word):
-                self._before[node] = word[i - 1] if i else -1
-                self._last[node] = word[-1]
 
-    def __call__(self, batch: SimulatedRun, node: int, potential: dict[Token, float]) -> Token:
-        """Return the token that determines the start of a node.
-
-        Args:
-            batch: times of the call.
-            node: number of the node.
-            potential: time of every token.
-        """
-        # Equality is exact, because a start is a copy of one of these times.
-        while True:
-            start, before = batch.start[node], self._before[node]
-            if before >= 0 and batch.end[before] == start:
-                node = before
-                continue
-            step = None
-            for other, lag, calls in self._net.needs[node]:
+def _origin(
+    net: Network, previous: list[Token], batch: SimulatedRun, node: int, potential: dict[Token, float]
+) -> Token:
+    """Follow the critical path from a node back to the token at its start."""
+    # Equality is exact, because a start is a copy of one of these times.
+    while True:
+        start, step = batch.start[node], previous[node]
+        if step[1] or batch.end[step[0]] != start:
+            for other, lag, calls in net.needs[node]:
                 if calls and potential[other, calls] + lag == start:
                     return other, calls
                 if not calls and batch.end[other] + lag == start:
-                    step = other
-            if step is None:
-                return self._last[node], 1
-            node = step
+                    step = other, 0
+        if step[1]:
+            return step
+        node = step[0]
 
 
-def _largest_mean(arcs: dict[Token, _Arc]) -> float | None:
+def _largest_mean(arcs: dict[Token, tuple[Token, float]]) -> float | None:
     """Return the largest mean of a cycle of the arcs, None without a cycle; each token has at most one arc."""
     # With one arc per token, a walk ends either at a token without an arc or in its only cycle. `seen` has the first token of
     # the walk that came by, so every cycle is counted once.
@@ -131,8 +112,8 @@ def _largest_mean(arcs: dict[Token, _Arc]) -> float | None:
         while token in arcs and token not in seen:
             seen[token] = first
             path.append(token)
-            token = arcs[token].origin
+            token = arcs[token][0]
         if token in seen and seen[token] == first and token in path:
             around = path[path.index(token) :]
-            means.append(sum(arcs[t].weight for t in around) / len(around))
+            means.append(sum(arcs[t][1] for t in around) / len(around))
     return max(means, default=None)

@@ -57,7 +57,7 @@ def balanced(work: Sequence[float], num_ranks: int) -> Placement:
     tables = [np.full((size + 1, size + 1), np.inf) for _ in work]
     for k, time in enumerate(work):
         tables[k][k, k + 1] = time
-    groups = assign(lambda _, stage: tables[stage], size, num_ranks)
+    groups = assign([tables] * num_ranks)
     assert groups is not None, "there are as many stages as ranks"
     return groups[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +15,7 @@ from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart
 from nwise.schedule.placement import Placement
 
 Word = tuple[Action, ...]
+Link = tuple[int, int]  # ranks of the sender and of the receiver
 # The result of an action, for which others wait: (what, stage, micro-batch, turn), with "F", "H" or the index of a message.
 Product = tuple[str | int, int, int, int]
 
@@ -125,43 +126,28 @@ class Schedule:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For every stage the largest number of micro-batches in flight: forward done, last use still to come."""
-        most = [0] * self.num_stages
+        now, most = [0] * self.num_stages, [0] * self.num_stages
         for word in self.words:
-            now = dict.fromkeys((a.stage for a in word), 0)
-            for _, stage, change in self.lives(word):
-                now[stage] += change
-                most[stage] = max(most[stage], now[stage])
+            work = [a for a in word if a.kind is not Kind.UPDATE]
+            last = {(a.stage, a.microbatch, a.turn): a for a in work}
+            # A cycle begins with the micro-batches of earlier ones whose last action comes late.
+            for a in last.values():
+                now[a.stage] += self.cycles_late(a)
+            for a in work:
+                now[a.stage] += a.kind is Kind.FORWARD
+                most[a.stage] = max(most[a.stage], now[a.stage])
+                now[a.stage] -= last[a.stage, a.microbatch, a.turn] == a
         return tuple(most)
-
-    def lives(self, word: Word) -> list[tuple[int, int, int]]:
-        """List (place in the word, stage, +1 or -1) for the begin and end of micro-batches in a steady cycle.
-
-        Those in flight from earlier cycles come first, at place -1.
-        """
-        last = {(a.stage, a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
-        changes = []
-        for i, action in enumerate(word):
-            key = (action.stage, action.microbatch, action.turn)
-            if action.kind is Kind.FORWARD:
-                changes += [(-1, action.stage, 1)] * self.cycles_late(word[last[key]])
-                changes.append((i, action.stage, 1))
-            if last.get(key) == i and action.kind is not Kind.UPDATE:
-                changes.append((i, action.stage, -1))
-        return sorted(changes, key=lambda change: change[0])
 
     @cached_property
     def first_in_first_out(self) -> bool:
         """Whether gradients are used in the order in which they are sent, on every link."""
-        sent: dict[tuple[int, int], list[tuple[int, int, int | None]]] = {}
-        used: dict[tuple[int, int], list[tuple[int, int, int | None]]] = {}
-        for word in self.lists:
-            for a in word:
-                if a.kind is Kind.SEND_GRADIENT:
-                    link = self.placement[a.stage], self.placement[a.stage - 1]
-                    sent.setdefault(link, []).append((a.stage - 1, a.microbatch, a.message))
-                elif a.kind is Kind.RECEIVE_GRADIENT:
-                    link = self.placement[a.stage + 1], self.placement[a.stage]
-                    used.setdefault(link, []).append((a.stage, a.microbatch, a.message))
+        sent, used = defaultdict[Link, list[Action]](list), defaultdict[Link, list[Action]](list)
+        for a in (a for word in self.lists for a in word):
+            receive = (counterpart(a) if a.kind is Kind.SEND_GRADIENT else a)._replace(turn=0, age=0)
+            if receive.kind is Kind.RECEIVE_GRADIENT:
+                link = self.placement[receive.stage + 1], self.placement[receive.stage]
+                (used if a.kind is receive.kind else sent)[link].append(receive)
         return sent == used
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, check_counts
@@ -140,16 +141,14 @@ class Timeline:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For every stage the largest number of micro-batches between their forward and the end of their last action."""
-        changes: list[list[tuple[float, float]]] = [[] for _ in range(self.schedule.num_stages)]
-        spans: dict[tuple[int, int, int], list[float]] = {}
+        spans: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
         for event in self.events:
-            kind, k, m, *_ = event.action
-            if kind is not Kind.UPDATE:
-                span = spans.setdefault((event.batch, k, m), [event.start, event.end])
-                span[0], span[1] = min(span[0], event.start), max(span[1], event.end)
-        for (_, k, _), (start, end) in spans.items():
-            changes[k] += [(start, 1.0), (end, -1.0)]
-        return tuple(round(_peak(times)) for times in changes)
+            if event.action.kind is not Kind.UPDATE:
+                spans[event.action.stage, event.batch, event.action.microbatch].append(event)
+        changes: list[list[tuple[float, int]]] = [[] for _ in range(self.schedule.num_stages)]
+        for (k, _, _), events in spans.items():
+            changes[k] += [(min(e.start for e in events), 1), (max(e.end for e in events), -1)]
+        return tuple(map(_peak, changes))
 
     @cached_property
     def waiting(self) -> dict[tuple[int, int], int]:
@@ -157,7 +156,7 @@ class Timeline:
         changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for message in self.messages:
             changes[message.sender, message.receiver] += [(message.sent, 1), (message.used, -1)]
-        return {link: round(_peak([(t, float(d)) for t, d in times])) for link, times in changes.items()}
+        return {link: _peak(times) for link, times in changes.items()}
 
     def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
         """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""
@@ -239,14 +238,11 @@ def simulate(
         if jitter:
             for node in (node for word in net.words[: net.num_ranks] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        runs.append(run(net, runs, times))
+        runs.append(run(net, [one.end for one in reversed(runs)], times))
     return Timeline(schedule, costs, net, runs)
 
 
-def _peak(changes: list[tuple[float, float]]) -> float:
+def _peak(changes: list[tuple[float, int]]) -> int:
     """Return the largest running sum of changes over time."""
-    now = most = 0.0
-    for _, change in sorted(changes):  # at equal times the negative ones first: an end makes room for a start
-        now += change
-        most = max(most, now)
-    return most
+    # Of changes at one time the negative ones come first: an end makes room for a start.
+    return max(accumulate((change for _, change in sorted(changes)), initial=0))

@@ -56,7 +56,7 @@ class Timed:
             if schedule.oldest:
                 bound = delay_bound(flows, costs, placement, schedule.ages)
             else:
-                bound = max(bound, lower_bound(flows, costs, self.period * len(flows), placement))
+                bound = max(bound, lower_bound(flows, costs, placement, self.period * len(flows)))
         return bound / len(flows)
 
     @property

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart, forwards, passes
+from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart, forwards, passes
 from nwise.schedule.costs import Costs
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.schedule import (
@@ -31,7 +31,6 @@ from nwise.schedule.schedule import (
 from nwise.schedule.timed import check_memory
 
 _RECEIVES = frozenset(SENDS.values())
-COMPUTATIONS = frozenset((Kind.FORWARD, Kind.HEAD, *PASSES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,52 +192,58 @@ def _check_order(lists: Sequence[Word], schedule: Schedule) -> None:
         raise Deadlock(stuck)
 
 
+def _takes(action: Action, schedule: Schedule) -> list[Product]:
+    """Return the results that a rank must hold for an action."""
+    kind, k, m, q, turn, _ = action
+    if kind in _RECEIVES:
+        return []
+    if kind in SENDS or kind is Kind.DROP:
+        return [("F" if q is None else q, k, m, turn)]
+    return needs(action, schedule.flows)
+
+
+def _brings(action: Action) -> Product | None:
+    """Return the result that a rank holds after an action, if there is one: its own, or a received one."""
+    kind, k, m, q, turn, _ = action
+    if kind is Kind.RECEIVE_ACTIVATION:
+        return ("F", k - 1, m, turn)
+    if kind is Kind.RECEIVE_GRADIENT and q is not None:
+        return (q, k + 1, m, turn)
+    return product(action) if kind in COMPUTATIONS else None
+
+
 class _Holdings:
-    """The results that a rank holds of each micro-batch while it runs its list."""
+    """The results that a rank holds while it runs its list."""
 
     def __init__(self, rank: int, schedule: Schedule) -> None:
         self._rank, self._schedule = rank, schedule
         self._here = [k for k, r in enumerate(schedule.placement) if r == rank]
-        self._held: dict[tuple[int, int], set[Product]] = {}  # by (micro-batch, turn)
+        self._held: set[Product] = set()
         self._dropped: set[tuple[int, int, int]] = set()
         self._older: dict[Product, int] = {}
-        for action in schedule.words[rank]:
-            if (made := product(action)) is not None:
+        for action in schedule.lists[rank]:
+            if (made := _brings(action)) is not None:
                 self._older[made] = action.age
-        for kind, k, m, q, turn, age in schedule.lists[rank]:
-            if kind is Kind.RECEIVE_GRADIENT and q is not None:
-                self._older[q, k + 1, m, turn] = age
         self._to_drop = Counter(schedule.call(a) for a in schedule.lists[rank] if a.kind is Kind.DROP)
         self._updates = 0
 
     def run(self, action: Action) -> None:
         """Record an action; raise ValueError if it needs a result that the rank does not hold, or comes too late."""
-        kind, k, m, q, turn, _ = action
+        kind, k, m, _, turn, _ = action
         if kind is Kind.UPDATE:
             self._update(action)
             return
-        held = self._held.setdefault((m, turn), set())
         if (k, m, turn) in self._dropped:
             raise ValueError(
                 f"The list of rank {self._rank} should drop a micro-batch after its last use. Found {action} after its drop."
             )
-        if kind is Kind.RECEIVE_ACTIVATION:
-            held.add(("F", k - 1, m, turn))
-        elif kind is Kind.RECEIVE_GRADIENT:
-            assert q is not None
-            held.add((q, k + 1, m, turn))
-        elif kind is Kind.DROP:
-            self._check(("F", k, m, turn), held, action)
+        for key in _takes(action, self._schedule):
+            self._check(key, action)
+        if (made := _brings(action)) is not None:
+            self._held.add(made)
+        if kind is Kind.DROP:
             self._dropped.add((k, m, turn))
             self._to_drop[self._schedule.call(action)] -= 1
-        elif kind in SENDS:
-            self._check(("F" if q is None else q, k, m, turn), held, action)
-        else:
-            for key in needs(action, self._schedule.flows):
-                self._check(key, held, action)
-            made = product(action)
-            if made is not None:
-                held.add(made)
 
     def _update(self, action: Action) -> None:
         left, turn = self._to_drop[action.turn], self._updates // len(self._here)
@@ -249,9 +254,9 @@ class _Holdings:
             )
         self._updates += 1
 
-    def _check(self, key: Product, held: set[Product], action: Action) -> None:
+    def _check(self, key: Product, action: Action) -> None:
         # A result of a younger action is from an earlier call.
-        if key not in held and self._older.get(key, action.age) == action.age:
+        if key not in self._held and self._older.get(key, action.age) == action.age:
             what, stage = key[0], key[1]
             thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
             raise ValueError(

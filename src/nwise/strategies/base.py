@@ -54,7 +54,6 @@ class Strategy(ABC):
             match: match of the name with `pattern`.
             options: keyword options of the class.
         """
-        del match
         return cls(**options)
 
     @abstractmethod
@@ -68,17 +67,14 @@ class Strategy(ABC):
 
     def turn(self, step: int, microbatch: int) -> int:
         """Return the index of the credit matrix in the cycle for a step and micro-batch."""
-        del step, microbatch
         return 0
 
     def in_force(self, step: int) -> Strategy:
         """Return the strategy in force at a step; only for `Switch` it differs from this one."""
-        del step
         return self
 
     def next_switch(self, step: int) -> int | None:
         """Return the first step after `step` with another strategy in force, or None."""
-        del step
         return None
 
     def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
@@ -91,7 +87,6 @@ class Strategy(ABC):
 
     def caution(self, num_stages: int) -> str | None:
         """Return a warning about the use of the strategy with this number of stages, or None."""
-        del num_stages
         return None
 
     @property

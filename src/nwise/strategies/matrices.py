@@ -41,12 +41,8 @@ class EndToEnd(Strategy):
     [[0.0, 0.0], [1.0, 1.0]]
     """
 
-    pattern = "end-to-end"
+    name = pattern = "end-to-end"
     examples = ("end-to-end",)
-
-    @property
-    def name(self) -> str:
-        return "end-to-end"
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         return _one_loss_each([num_stages - 1] * num_stages)
@@ -56,12 +52,8 @@ class EndToEnd(Strategy):
 class Local(Strategy):
     """Local (1-wise) training: every stage learns from its own loss, ``C = identity``."""
 
-    pattern = "local"
+    name = pattern = "local"
     examples = ("local",)
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         return torch.eye(num_stages, dtype=torch.float64)
@@ -120,12 +112,8 @@ class NWise(Strategy):
 class DeepSupervision(Strategy):
     """Every stage learns from the sum of its own and all later losses: ones on and below the diagonal."""
 
-    pattern = "deep-supervision"
+    name = pattern = "deep-supervision"
     examples = ("deep-supervision",)
-
-    @property
-    def name(self) -> str:
-        return "deep-supervision"
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         return torch.ones(num_stages, num_stages, dtype=torch.float64).tril()
