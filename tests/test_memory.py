@@ -60,6 +60,19 @@ def test_peak_by_hand(sizes: Costs, recompute: bool, peak: float) -> None:
     assert peak_bytes(schedule, sizes, recompute=recompute) == (peak,)
 
 
+@pytest.mark.parametrize(("credit", "peak"), [("1,0;1,1", 35), ("-1,0;1,1", 35), ("0,0;1,1", 20), ("0,0;2,1", 25)])
+def test_a_weighted_cotangent_is_a_tensor_of_its_own(credit: str, peak: float) -> None:
+    """Regression: own weights below 1 counted as no source, and a single message of another weight than 1 as no copy.
+
+    With an own loss, W on stage 0 has its gradient (10), the message (10), their sum (10), and needs 5 itself. With the message
+    alone it has the message (10), times 2 a copy (10), and needs 5; F needs the output and what is sent (20).
+    """
+    sizes = {"message_bytes": 10, "output_bytes": 10, "weight_grad_peak_bytes": 5, "both_peak_bytes": 5}
+    costs = Costs(1, 0.5, 1, 1, activation_bytes=0, **sizes)
+    schedule = choose("depth-first", method_flows(f"credit-{credit}", 2, 1), (0, 1), (0, 0))
+    assert peak_bytes(schedule, costs)[0] == peak
+
+
 CONVNET = Recipe(model=ConvNet(num_stages=4), optimizer=Adam(), batch_size=32, device="cpu")
 MLP = Recipe(model=Mlp(num_stages=5, width=64), optimizer=Adam(), batch_size=256, device="cpu")
 

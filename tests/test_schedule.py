@@ -577,3 +577,15 @@ def test_lower_bound_counts_each_update_once(name: str) -> None:
     """Regression: the bound counted an update for every different flow, so rotating blocks took less than their bound."""
     schedule = best(name, num_stages=4, num_microbatches=2, costs=Costs(1, 0.5, 1, 1, update=50))
     assert schedule.lower_bound <= schedule.period < 120
+
+
+@pytest.mark.parametrize(
+    "strategy", ["end-to-end-delay-1", "3-wise-delay-1", "deep-supervision-delay-2", "3-wise-hogwild"]
+)
+def test_no_message_is_used_before_it_arrives(strategy: str) -> None:
+    """Regression: where uses of a message differ in age, the earliest one was paired with the call of another one."""
+    costs = Costs(1, 0.5, 1, 1)
+    found = best(strategy, num_stages=4, num_microbatches=2, costs=costs)
+    messages = simulate(found.schedule, costs, cycles=6).messages
+    assert messages
+    assert all(one.sent <= one.arrives <= one.used for one in messages)

@@ -60,6 +60,11 @@ class Cotangent:
         """Indices of the received messages with a weight other than 0."""
         return [p for p, weight in enumerate(self.received) if weight]
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the sum is a tensor of its own; a single gradient of weight 1 is that gradient."""
+        return [weight for weight in (self.own, *self.received) if weight] != [1]
+
 
 @dataclass(frozen=True, slots=True)
 class StageFlow:

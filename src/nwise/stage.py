@@ -24,7 +24,7 @@ from torch.func import functional_call
 from nwise._autograd import add_gradients
 from nwise.flow import Cotangent, StageFlow
 from nwise.kept import Kept, gradient_to_inputs
-from nwise.tensors import Tensors, as_argument, as_leaves, call, each, names, run_module, unchanged
+from nwise.tensors import Tensors, as_argument, as_leaves, call, each, names, run_unchanged, unchanged
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -73,7 +73,7 @@ class Stage:
     """
 
     def __init__(self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn, recompute: bool) -> None:
-        self.index = index
+        self.index, self._name = index, f"stage {index}"
         self.module = module
         self.head = head
         self.loss_fn = loss_fn
@@ -116,11 +116,13 @@ class Stage:
                 pass.
             continued: whether a pass follows before any other work of this rank (`Schedule.continued`). Default: True.
         """
-        leaves = as_leaves(inputs, tracked=bool(flow.messages))
         has_graph = passes > 0 and (continued or not self.recompute)
         buffers = _copies(self.module.named_buffers()) if passes and self.recompute else None
+        function = self._function(versions)
+        _draw_from(seed, inputs[0].device)
+        leaves = as_leaves(inputs, tracked=bool(flow.messages))
         with nullcontext() if has_graph else torch.no_grad():
-            outputs = self._call(leaves, seed, versions)
+            outputs = run_unchanged(function, leaves, self._name)
         kept = outputs if has_graph or flow.head else ()
         tape = Tape(leaves, kept, passes, versions, seed, buffers, has_graph, flow.head)
         return tape, each(outputs, torch.Tensor.detach)
@@ -129,31 +131,29 @@ class Stage:
         """Run F once more, for its graph."""
         # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
         assert tape.buffers is not None
-        replaced = {**(tape.versions or {}), **_copies(tape.buffers.items())}
-        tape.outputs, tape.has_graph = self._call(tape.inputs, tape.seed, replaced), True
+        function = self._function({**(tape.versions or {}), **_copies(tape.buffers.items())})
+        _draw_from(tape.seed, tape.inputs[0].device)
+        tape.outputs, tape.has_graph = run_unchanged(function, tape.inputs, self._name), True
 
-    def _call(self, inputs: Tensors, seed: int, replaced: Mapping[str, Tensor] | None) -> Tensors:
-        if replaced and any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
+    def _function(self, replaced: Mapping[str, Tensor] | None) -> Callable[..., Any]:
+        """Return the module, or a function that uses these parameters and buffers instead of its own."""
+        if not replaced:
+            return self.module
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
             raise ValueError(
                 f"Stage {self.index} should not be TorchScript when it runs with replaced parameters or buffers, as under "
                 "a delay or with `recompute`. Found a scripted module; pass the original module."
             )
-        _draw_from(seed, inputs[0].device)
-        with unchanged(inputs, f"Stage {self.index}"):
-            function = self._replaced(replaced) if replaced else self.module
-            return run_module(function, inputs, f"The output of stage {self.index}")
-
-    def _replaced(self, tensors: Mapping[str, Tensor]) -> Callable[..., Any]:
-        """Return the module as a function that uses these parameters and buffers instead of its own."""
-        return lambda *inputs, **named: functional_call(self.module, dict(tensors), inputs, named)
+        tensors = dict(replaced)
+        return lambda *inputs, **named: functional_call(self.module, tensors, inputs, named)
 
     def run_head(self, tape: Tape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
         """Run H: fill the ``.grad`` of the head's parameters, and return the micro-batch's mean loss, detached.
 
         `weight` is the share of this micro-batch in the mini-batch.
         """
+        _draw_from(seed, tape.outputs[0].device)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
-        _draw_from(seed, leaves[0].device)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)

@@ -159,6 +159,12 @@ class unchanged:
             ) from error
 
 
+def run_unchanged(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
+    """Call a module, named `what`, with tensors that it must not change; return its outputs as a tuple."""
+    with unchanged(inputs, what.capitalize()):
+        return run_module(module, inputs, f"The output of {what}")
+
+
 def main_tensor(tensors: Tensors) -> Tensor:
     """Return the tensor that a head looks at: the first; of named ones the hidden state, or the first floating-point one."""
     known = dict(zip(names(tensors), tensors, strict=False))

@@ -75,8 +75,8 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
                 peak -= fresh[k]
             if action.kind in PASSES:
                 cotangent = schedule.flows[action.turn][action.microbatch].stages[k].cotangent(action.message)
-                if cotangent.own + len(cotangent.needed) > 1:
-                    peak += output[k]  # their sum
+                if cotangent.is_new:
+                    peak += output[k]
             if i in reruns:
                 peak = max(extra[Kind.FORWARD][k], kept[k] + output[k] + peak)
             most = max(most, live + peak)

@@ -162,9 +162,9 @@ class Timeline:
         """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""
         net, placement = self.net, self.schedule.placement
         sizes = self.costs.per_stage("message_bytes", self.schedule.num_stages)
-        first: dict[tuple[int, int], int] = {}  # the first consumer, by producer and receiving stage
-        # The node at whose end the latency begins, the producer or one of a link, and the number of calls before the use.
-        leaves: dict[tuple[int, int], tuple[int, int]] = {}
+        # By producer and receiving stage: the first consumer, the node at whose end the latency begins (the producer or one of a
+        # link), and the number of calls before the use.
+        first: dict[tuple[int, int], tuple[int, float, int, int]] = {}
         for node in (node for word in net.words[: net.num_ranks] for node in word):
             action = net.actions[node]
             k = action.stage
@@ -175,12 +175,11 @@ class Timeline:
                 producer = net.needs[other][0][0] if on_link else other
                 if placement[net.actions[producer].stage] == placement[k] or lag < 0 or calls > cycle:
                     continue
-                leaves[producer, k] = other, calls
-                if (producer, k) not in first or times.start[node] < times.start[first[producer, k]]:
-                    first[producer, k] = node
-        for (producer, k), node in first.items():
+                # A use in the call of the send comes before those in later calls.
+                use = calls, times.start[node], node, other
+                first[producer, k] = min(use, first.get((producer, k), use))
+        for (producer, k), (calls, _, node, leaves_at) in first.items():
             sender = net.actions[producer].stage
-            leaves_at, calls = leaves[producer, k]
             yield Message(
                 sender=sender,
                 receiver=k,
