@@ -172,6 +172,7 @@ RATES: dict[str, float] = {
     "muon end-to-end-delay-2, extrapolated": 0.02,
     "muon end-to-end-delay-4, extrapolated": 0.01,
     "muon end-to-end-delay-4": 0.005,
+    "muon local@half,end-to-end": 0.02,
 }
 
 
