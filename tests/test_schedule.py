@@ -21,8 +21,8 @@ from nwise.recipes.config import Recipe, from_json, to_json
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages, weight_ages
 from nwise.schedule.costs import prices
+from nwise.schedule.event_graph import EventGraph, event_graph
 from nwise.schedule.greedy import Free
-from nwise.schedule.network import Network, network
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.schedule import merge, needs, product
@@ -108,7 +108,7 @@ def test_period_respects_bound_and_matches_long_run(
 # Exact periods -----------------------------------------------------------------------------------
 
 
-def cycle_ratio(net: Network) -> float:
+def cycle_ratio(net: EventGraph) -> float:
     """The largest ratio of time to calls over all cycles of waits, by definition: no cycle gains at this rate, some do below."""
     arcs = [(u, v, net.duration[v] + lag, calls) for v, needs in enumerate(net.needs) for u, lag, calls in needs]
     for word in net.words:
@@ -152,7 +152,7 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     rule: Any = numbers.choice([partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
     schedule = make_schedule("?", flows, rule, placement, ages)
     validate(schedule)
-    net = network(schedule, costs)
+    net = event_graph(schedule, costs)
     found = period(net)
     assert found == pytest.approx(cycle_ratio(net), rel=1e-6)
     line = simulate(schedule, costs, cycles=121)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from nwise.schedule.network import Network, SimulatedRun, run
+from nwise.schedule.event_graph import EventGraph, SimulatedRun, run
 
 # Times that differ by less than this share of the period are equal up to rounding.
 _CLOSE = 1e-10
@@ -26,22 +26,22 @@ _CLOSE = 1e-10
 Token = tuple[int, int]
 
 
-def period(net: Network) -> float:
+def period(graph: EventGraph) -> float:
     """Find the time per call (per cycle, for a rotating strategy) in the steady state, exact up to rounding."""
-    ends = {word[-1]: 1 for word in net.words if word}  # every machine begins a call after its last node
-    for needs in net.needs:
+    ends = {word[-1]: 1 for word in graph.words if word}  # every machine begins a call after its last node
+    for needs in graph.needs:
         for node, _, calls in needs:
             if calls:
                 ends[node] = max(calls, ends.get(node, 1))
     tokens = [(node, calls) for node, most in ends.items() for calls in range(1, most + 1)]
-    longest = max((sum(net.duration[node] for node in word) for word in net.words), default=0.0)
+    longest = max((sum(graph.duration[node] for node in word) for word in graph.words), default=0.0)
     oldest = max(ends.values(), default=1)
     potential = dict.fromkeys(tokens, 0.0)
     # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
     arcs: dict[Token, tuple[Token, float]] = {}
-    previous = _previous(net)
+    previous = _previous(graph)
     while True:
-        batch = run(net, _ends(net, potential, oldest))
+        batch = run(graph, _ends(graph, potential, oldest))
         # A token of two calls was one of one call before.
         later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
         slack = _CLOSE * longest
@@ -52,7 +52,7 @@ def period(net: Network) -> float:
         # As in Bellman and Ford's algorithm, remember for each late token the token that delays it, and raise its potential.
         for token in risen:
             node, calls = token
-            origin = _origin(net, previous, batch, node, potential) if calls == 1 else (node, calls - 1)
+            origin = _origin(graph, previous, batch, node, potential) if calls == 1 else (node, calls - 1)
             arcs[token] = origin, later[token] - potential[origin]
         for token in risen:
             potential[token] = later[token] - longest
@@ -64,18 +64,18 @@ def period(net: Network) -> float:
             longest, arcs = mean, {}
 
 
-def _ends(net: Network, potential: dict[Token, float], oldest: int) -> list[list[float]]:
+def _ends(graph: EventGraph, potential: dict[Token, float], oldest: int) -> list[list[float]]:
     """Return the ends of nodes in earlier calls as `run` expects them, known only of tokens."""
-    ends = [[float("-inf")] * len(net.duration) for _ in range(oldest)]
+    ends = [[float("-inf")] * len(graph.duration) for _ in range(oldest)]
     for (node, calls), time in potential.items():
         ends[calls - 1][node] = time
     return ends
 
 
-def _previous(net: Network) -> list[Token]:
+def _previous(graph: EventGraph) -> list[Token]:
     """Return what every node's machine does before it: the node before, of this call, or the last one of the call before."""
-    previous: list[Token] = [(-1, 1)] * len(net.duration)
-    for word in net.words:
+    previous: list[Token] = [(-1, 1)] * len(graph.duration)
+    for word in graph.words:
         for before, node in pairwise(word):
             previous[node] = before, 0
         if word:
@@ -84,14 +84,14 @@ def _previous(net: Network) -> list[Token]:
 
 
 def _origin(
-    net: Network, previous: list[Token], batch: SimulatedRun, node: int, potential: dict[Token, float]
+    graph: EventGraph, previous: list[Token], batch: SimulatedRun, node: int, potential: dict[Token, float]
 ) -> Token:
     """Follow the critical path from a node back to the token at its start."""
     # Equality is exact, because a start is a copy of one of these times.
     while True:
         start, step = batch.start[node], previous[node]
         if step[1] or batch.end[step[0]] != start:
-            for other, lag, calls in net.needs[node]:
+            for other, lag, calls in graph.needs[node]:
                 if calls and potential[other, calls] + lag == start:
                     return other, calls
                 if not calls and batch.end[other] + lag == start:

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, check_counts
-from nwise.schedule.network import Network, SimulatedRun, network, run
+from nwise.schedule.event_graph import EventGraph, SimulatedRun, event_graph, run
 from nwise.schedule.schedule import Schedule, check_schedule
 
 
@@ -70,13 +70,13 @@ class Timeline:
     Args:
         schedule: the schedule that was run.
         costs: costs of one micro-batch.
-        net: the network of the schedule.
+        graph: the event graph of the schedule.
         runs: times of its nodes, for each pass through the lists.
     """
 
     schedule: Schedule
     costs: Costs
-    net: Network
+    graph: EventGraph
     runs: list[SimulatedRun]
 
     @property
@@ -87,7 +87,7 @@ class Timeline:
     @cached_property
     def events(self) -> list[Event]:
         """Computations and updates, in order of their start."""
-        nodes = [(node, self.net.actions[node]) for word in self.net.words[: self.net.num_ranks] for node in word]
+        nodes = [(node, self.graph.actions[node]) for word in self.graph.words[: self.graph.num_ranks] for node in word]
         events = [
             Event(action, cycle, times.start[node], times.end[node], batch)
             for cycle, times in enumerate(self.runs)
@@ -118,7 +118,7 @@ class Timeline:
     def utilisation(self) -> tuple[float, ...]:
         """Share of the second half of the run in which each rank works, between two ends of its list."""
         half, shares = len(self.runs) // 2, []
-        for word in self.net.words[: self.net.num_ranks]:
+        for word in self.graph.words[: self.graph.num_ranks]:
             begin = self.runs[half - 1].end[word[-1]] if half else 0.0
             length = self.runs[-1].end[word[-1]] - begin
             busy = sum(times.end[node] - times.start[node] for times in self.runs[half:] for node in word)
@@ -160,34 +160,34 @@ class Timeline:
 
     def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
         """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""
-        net, placement = self.net, self.schedule.placement
+        graph, placement = self.graph, self.schedule.placement
         sizes = self.costs.per_stage("message_bytes", self.schedule.num_stages)
         # By producer and receiving stage: the first consumer, the node at whose end the latency begins (the producer or one of a
         # link), and the number of calls before the use.
         first: dict[tuple[int, int], tuple[int, float, int, int]] = {}
-        for node in (node for word in net.words[: net.num_ranks] for node in word):
-            action = net.actions[node]
+        for node in (node for word in graph.words[: graph.num_ranks] for node in word):
+            action = graph.actions[node]
             k = action.stage
             if _batch(self.schedule, action, cycle) < 0:
                 continue
-            for other, lag, calls in net.needs[node]:
-                on_link = net.actions[other].kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-                producer = net.needs[other][0][0] if on_link else other
-                if placement[net.actions[producer].stage] == placement[k] or lag < 0 or calls > cycle:
+            for other, lag, calls in graph.needs[node]:
+                on_link = graph.actions[other].kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+                producer = graph.needs[other][0][0] if on_link else other
+                if placement[graph.actions[producer].stage] == placement[k] or lag < 0 or calls > cycle:
                     continue
                 # A use in the call of the send comes before those in later calls.
                 use = calls, times.start[node], node, other
                 first[producer, k] = min(use, first.get((producer, k), use))
         for (producer, k), (calls, _, node, leaves_at) in first.items():
-            sender = net.actions[producer].stage
+            sender = graph.actions[producer].stage
             yield Message(
                 sender=sender,
                 receiver=k,
                 sent=self.runs[cycle - calls].end[producer],
                 arrives=self.runs[cycle - calls].end[leaves_at] + self.costs.latency,
                 used=times.start[node],
-                producer=net.actions[producer],
-                consumer=net.actions[node],
+                producer=graph.actions[producer],
+                consumer=graph.actions[node],
                 cycle=cycle,
                 size=sizes[min(sender, k)],
             )
@@ -229,16 +229,18 @@ def simulate(
     if not 0 <= jitter <= 10:
         raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
     check_schedule(schedule)
-    net = network(schedule, costs)
+    graph = event_graph(schedule, costs)
     numbers = random.Random(seed)
     runs: list[SimulatedRun] = []
     for cycle in range(cycles):
-        times = [0.0 if _batch(schedule, a, cycle) < 0 else t for t, a in zip(net.duration, net.actions, strict=True)]
+        times = [
+            0.0 if _batch(schedule, a, cycle) < 0 else t for t, a in zip(graph.duration, graph.actions, strict=True)
+        ]
         if jitter:
-            for node in (node for word in net.words[: net.num_ranks] for node in word):
+            for node in (node for word in graph.words[: graph.num_ranks] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        runs.append(run(net, [one.end for one in reversed(runs)], times))
-    return Timeline(schedule, costs, net, runs)
+        runs.append(run(graph, [one.end for one in reversed(runs)], times))
+    return Timeline(schedule, costs, graph, runs)
 
 
 def _peak(changes: list[tuple[float, int]]) -> int:

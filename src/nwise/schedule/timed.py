@@ -8,8 +8,8 @@ from functools import cached_property
 
 from nwise.schedule.bounds import delay_bound, lower_bound, resource_bound
 from nwise.schedule.costs import Costs
+from nwise.schedule.event_graph import event_graph
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.network import network
 from nwise.schedule.period import period
 from nwise.schedule.schedule import Schedule, Word
 
@@ -78,7 +78,7 @@ class Timed:
 
 def timed(schedule: Schedule, costs: Costs) -> Timed:
     """Return a schedule with its exact period."""
-    return Timed(schedule, costs, period(network(schedule, costs)) / len(schedule.flows))
+    return Timed(schedule, costs, period(event_graph(schedule, costs)) / len(schedule.flows))
 
 
 def check_memory(memory: Limit) -> None:

@@ -1,4 +1,4 @@
-"""A schedule as a network of timed nodes, and the self-timed run of one call through it.
+"""A schedule as an event graph: timed nodes, and the self-timed run of one call through it.
 
 The machines are the ranks and, if bandwidth is finite, the links, which transfer messages in the order of their sends.
 Each machine works through its word of nodes. A node starts once its machine is free and its inputs have arrived.
@@ -37,7 +37,7 @@ Need = tuple[int, float, int]
 # period (`nwise.schedule.period`). Under a delay of one, B1 works on the mini-batch before F1's, and the arc F1 -> B1 goes to
 # the next call, too.
 @dataclass(slots=True)
-class Network:
+class EventGraph:
     """A graph of numbered nodes.
 
     Args:
@@ -55,8 +55,8 @@ class Network:
     actions: list[Action]
 
 
-def network(schedule: Schedule, costs: Costs) -> Network:
-    """Return the network of a schedule."""
+def event_graph(schedule: Schedule, costs: Costs) -> EventGraph:
+    """Return the event graph of a schedule."""
     price = prices(costs, schedule.num_stages)
     flows, placement = schedule.flows, schedule.placement
     actions: list[Action] = []
@@ -83,10 +83,10 @@ def network(schedule: Schedule, costs: Costs) -> Network:
         ]
         for node, a in enumerate(actions)
     ]
-    net = Network(len(words), words, duration, wanted, actions)
+    graph = EventGraph(len(words), words, duration, wanted, actions)
     if not math.isinf(costs.bandwidth):
         _add_links(
-            net, schedule, [size / costs.bandwidth for size in costs.per_stage("message_bytes", schedule.num_stages)]
+            graph, schedule, [size / costs.bandwidth for size in costs.per_stage("message_bytes", schedule.num_stages)]
         )
     kept = 1 + schedule.oldest
     apart = [k for k in range(schedule.num_stages - 1) if placement[k] != placement[k + 1]]
@@ -95,11 +95,11 @@ def network(schedule: Schedule, costs: Costs) -> Network:
         if a.kind is Kind.FORWARD and a.stage in waiting:
             taker = made["F", a.stage + 1, a.microbatch, a.turn]
             # It is taken at the start of the next stage's forward, which is as long before its end as that lasts.
-            net.needs[node].append((taker, -duration[taker], kept))
-    return net
+            graph.needs[node].append((taker, -duration[taker], kept))
+    return graph
 
 
-def _add_links(net: Network, schedule: Schedule, times: Sequence[float]) -> None:
+def _add_links(graph: EventGraph, schedule: Schedule, times: Sequence[float]) -> None:
     """Put a node on a link between every sender and the nodes that wait for its message."""
     # A link is a machine too, so its messages queue up like the actions of a rank:
     #
@@ -107,24 +107,24 @@ def _add_links(net: Network, schedule: Schedule, times: Sequence[float]) -> None
     #     F0(1) ----> SX0(1) --latency--> F1(1)
     placement, sending = schedule.placement, {}  # (sending node, receiving stage) to the link's node
     links: dict[tuple[int, int], list[int]] = {}
-    nodes = [node for word in net.words for node in word]
+    nodes = [node for word in graph.words for node in word]
     for node in nodes:
-        action = net.actions[node]
+        action = graph.actions[node]
         k = action.stage
         forward = action.kind is Kind.FORWARD
         to = k + 1 if forward else k - 1
         if not (forward or action.message is not None) or not 0 <= to < len(placement) or placement[to] == placement[k]:
             continue
         send = action._replace(kind=Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT)
-        sending[node, to] = len(net.actions)
-        links.setdefault((placement[k], placement[to]), []).append(len(net.actions))
-        net.actions.append(send)
-        net.duration.append(times[min(k, to)])
-        net.needs.append([(node, 0.0, 0)])
-    net.words += links.values()
+        sending[node, to] = len(graph.actions)
+        links.setdefault((placement[k], placement[to]), []).append(len(graph.actions))
+        graph.actions.append(send)
+        graph.duration.append(times[min(k, to)])
+        graph.needs.append([(node, 0.0, 0)])
+    graph.words += links.values()
     for node in nodes:
-        k = net.actions[node].stage
-        net.needs[node] = [(sending.get((u, k), u), lag, calls) for u, lag, calls in net.needs[node]]
+        k = graph.actions[node].stage
+        graph.needs[node] = [(sending.get((u, k), u), lag, calls) for u, lag, calls in graph.needs[node]]
 
 
 @dataclass(slots=True)
@@ -135,33 +135,33 @@ class SimulatedRun:
     end: list[float]
 
 
-def run(net: Network, before: Sequence[Sequence[float]], duration: Sequence[float] | None = None) -> SimulatedRun:
+def run(graph: EventGraph, before: Sequence[Sequence[float]], duration: Sequence[float] | None = None) -> SimulatedRun:
     """Run one call with every node as early as possible.
 
     Args:
-        net: the network.
+        graph: the event graph.
         before: ends of all nodes in the calls before this one, the last call first; results of calls before those are there at
             time 0.
-        duration: durations of the nodes; default: the network's.
+        duration: durations of the nodes; default: the graph's.
 
     Raises:
         Deadlock: the lists are in a deadlock; the message names the actions that are stuck.
     """
     # Each machine works until a node needs a result that is not there, and is woken up by the node that makes it. Times do
     # not depend on the sequence of machines, because a start is the latest of known ends; so the sweep is linear.
-    duration = net.duration if duration is None else duration
+    duration = graph.duration if duration is None else duration
     start = [math.nan] * len(duration)
     end: list[float | None] = [None] * len(duration)
-    now = [before[0][word[-1]] if before and word else 0.0 for word in net.words]
-    place = [0] * len(net.words)
+    now = [before[0][word[-1]] if before and word else 0.0 for word in graph.words]
+    place = [0] * len(graph.words)
     waiting: dict[int, list[int]] = {}
-    ready = list(range(len(net.words)))
+    ready = list(range(len(graph.words)))
     while ready:
         machine = ready.pop()
-        word, i, t = net.words[machine], place[machine], now[machine]
+        word, i, t = graph.words[machine], place[machine], now[machine]
         while i < len(word):
             node = word[i]
-            for other, lag, calls in net.needs[node]:
+            for other, lag, calls in graph.needs[node]:
                 if calls:
                     if calls <= len(before) and before[calls - 1][other] + lag > t:
                         t = before[calls - 1][other] + lag
@@ -182,7 +182,7 @@ def run(net: Network, before: Sequence[Sequence[float]], duration: Sequence[floa
                 continue
             break
         place[machine], now[machine] = i, t
-    stuck = [net.actions[word[i]] for word, i in zip(net.words, place, strict=True) if i < len(word)]
+    stuck = [graph.actions[word[i]] for word, i in zip(graph.words, place, strict=True) if i < len(word)]
     if stuck:
         raise Deadlock(stuck)
     return SimulatedRun(start, end)  # type: ignore[arg-type]  # all have ended
