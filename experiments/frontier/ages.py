@@ -21,32 +21,16 @@ from torch import Tensor
 
 import nwise
 from experiments.frontier.arms import Arm
-from experiments.harness.cell import revision
+from experiments.harness.cell import History, revision
 from experiments.harness.store import Store
 from nwise._machine import machine
 from nwise.losses import TokenCrossEntropy
-from nwise.training import Callback, Scores, Trainer
+from nwise.training import Trainer
 
 RECORDS = Path(__file__).parent / "ages.jsonl"
 
 
-class _Tests(Callback):
-    def __init__(self, progress: Progress, title: str) -> None:
-        self._progress, self._task = progress, progress.add_task(title)
-        self.losses: dict[int, float] = {}
-
-    def started(self, trainer: Trainer) -> None:
-        self._progress.update(self._task, total=trainer.num_steps)
-
-    def stepped(self, step: int, losses: Tensor) -> None:
-        self._progress.update(self._task, completed=step)
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        assert scores.heads[-1] is not None
-        self.losses[step] = round(scores.heads[-1].loss, 6)
-
-
-def trainer_of_both(near: str, far: str, rate: float, steps: int) -> Trainer:
+def make_trainer(near: str, far: str, rate: float, steps: int) -> Trainer:
     """Return the trainer of a trial whose steps add the gradients of two strategies.
 
     Args:
@@ -80,11 +64,13 @@ def main(near: str = "local", far: str = "end-to-end-delay-2", rate: float = 0.0
     """
     torch.set_num_threads(1)
     began = time.perf_counter()
-    trainer = trainer_of_both(near, far, rate, steps)
+    trainer = make_trainer(near, far, rate, steps)
     with Progress() as progress:
-        tests = _Tests(progress, f"{near} and {far}")
-        trainer.train(callbacks=(tests,))
-    record = {"near": near, "far": far, "rate": rate, "steps": steps, "loss": tests.losses}
+        task = progress.add_task(f"{near} and {far}", total=trainer.num_steps)
+        history = History(lambda done, _: progress.update(task, completed=done))
+        trainer.train(callbacks=(history,))
+    loss = {test["step"]: test["loss"][-1] for test in history.tests}
+    record = {"near": near, "far": far, "rate": rate, "steps": steps, "loss": loss}
     seconds = round(time.perf_counter() - began, 1)
     Store(RECORDS).add({**record, "seconds": seconds, "revision": revision(), "machine": machine()})
 

@@ -84,7 +84,7 @@ def missing_data(data: object) -> str | None:
 
 
 @dataclass
-class _History(Callback):
+class History(Callback):
     """A callback that keeps every test, and says how far the run is."""
 
     told: Callable[[int, int], None]
@@ -154,7 +154,7 @@ def measure(
     began = time.perf_counter()
     trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
     _check_length(cell, trainer.num_steps)
-    history = _History(told)
+    history = History(told)
     trainer.train(callbacks=(history,))
     seconds = time.perf_counter() - began
     found: Record = {

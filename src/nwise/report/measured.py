@@ -11,10 +11,9 @@ from typing import Any
 
 from nwise.report.trace import make_trace, process_events
 from nwise.schedule import Costs, Schedule, Timeline, simulate
-from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart
+from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart
 from nwise.schedule.simulate import Event, Message
 
-_COMPUTE = (Kind.FORWARD, Kind.HEAD, *PASSES)
 _MS = 1e3
 
 # What one rank did: step, action, and its start and end in seconds.
@@ -59,7 +58,7 @@ class Comparison:
             back = middle.get(Kind.INPUT_GRAD, both / 2)
             weights = max(both - back, 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
             rows.append((middle.get(Kind.FORWARD, 0.0), middle.get(Kind.HEAD, 0.0), back, weights))
-        # A message that nobody waited for may lie in its buffer until its receiver is free, which is no latency.
+        # A message may lie in its buffer until its receiver is free. That time is no latency, so only awaited messages count.
         latency = median([_MS * travel for travel, waited in self._travels if waited > 0] or [0.0])
         forward, head, input_grad, weight_grad = zip(*rows, strict=True)
         return Costs(forward, head, input_grad, weight_grad, chain_share=0.0, latency=latency)
@@ -74,7 +73,7 @@ class Comparison:
     @cached_property
     def events(self) -> list[Event]:
         """Measured computations and updates; the first action starts at 0."""
-        return self._select(*_COMPUTE, Kind.UPDATE)
+        return self._select(*COMPUTATIONS, Kind.UPDATE)
 
     @cached_property
     def waits(self) -> list[Event]:
@@ -134,7 +133,7 @@ class Comparison:
         time = self.period * len({e.cycle for e in self.events})
         busy = [0.0] * len(self.ranks)
         for e in self.events:
-            if e.action.kind in _COMPUTE:
+            if e.action.kind in COMPUTATIONS:
                 busy[self.schedule.placement[e.action.stage]] += e.end - e.start
         return [each / time if time else 0.0 for each in busy]
 
