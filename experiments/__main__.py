@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,8 @@ from experiments.harness.claims import Claim
 from experiments.harness.experiment import Job, NothingMatches, Size
 from experiments.index import EXPERIMENTS, experiment, write_index
 from nwise._machine import num_cores
-from nwise.cli.output import INTERRUPTED, OK, PARSING, print_json
+from nwise.cli.dispatch import dispatch
+from nwise.cli.output import INTERRUPTED, OK, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +119,13 @@ def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
 
 def _table(claims: list[tuple[str, Claim]]) -> Table:
     table = Table(title="Claims", title_justify="left")
-    for heading in ("", "claim", "found", "95 % interval", "verdict"):
+    for heading in ("", "claim", "effect", "95 % interval", "verdict"):
         table.add_column(heading, overflow="fold")
     colours = {"holds": "green", "exact": "green", "does not hold": "red", "undecided": "yellow"}
     for name, claim in claims:
+        if isnan(claim.effect):
+            table.add_row(name, claim.text, "not run", "", "")
+            continue
         between = f"{claim.low:+.3g} to {claim.high:+.3g}" if claim.seeds > 1 else ""
         verdict = f"[{colours[claim.verdict]}]{claim.verdict}[/]"
         table.add_row(name, claim.text, f"{claim.effect:+.3g} {claim.unit}", between, verdict)
@@ -177,4 +182,4 @@ class _Display:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(Reproduce, config=PARSING).run(Console()))
+    sys.exit(dispatch("reproduce", sys.argv[1:]))

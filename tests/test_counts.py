@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
-from nwise._autograd import add_gradients
 from nwise.flow import find_flow
 from nwise.schedule.actions import Action, Kind
+from nwise.stage import add_gradients
 
 # Multiplications and additions of one matrix product of these layers.
 WIDTH, BATCH = 6, 4
@@ -152,11 +152,11 @@ def test_step_frees_activations_even_after_an_error() -> None:
     pipe = pipeline("3-wise", 4)
     pipe.step(torch.randn(BATCH, WIDTH))
     assert pipe._engine is not None
-    assert not pipe._engine._workers
+    assert not pipe._engine._tapes
     with pytest.raises(RuntimeError, match="shape"):
         pipe.step(torch.randn(BATCH, WIDTH + 1))
     assert pipe._engine is not None
-    assert not pipe._engine._workers
+    assert not pipe._engine._tapes
 
 
 def test_running_statistics_move_once_per_micro_batch() -> None:

@@ -19,7 +19,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A file may import those of its own rank and below; data flows from strategy to command line.
 RANKS = [
     [
-        "_autograd",
         "_dtensor",
         "_errors",
         "_machine",

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
 from nwise.flow import flows_for
-from nwise.kept import gradient_to_inputs
+from nwise.kept import Kept, keep
 from nwise.models import gpt
 from nwise.schedule.orders import make_schedule, phase, skewed
 
@@ -49,6 +49,12 @@ NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
+def finish(kept: Kept) -> None:
+    """Compute the gradients to the weights."""
+    for edges, cotangents, learns in kept.parts:
+        torch.autograd.backward(edges, cotangents, inputs=learns)
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_kept_cotangents_give_the_gradients_of_one_pass(name: str) -> None:
     torch.manual_seed(0)
@@ -63,13 +69,14 @@ def test_kept_cotangents_give_the_gradients_of_one_pass(name: str) -> None:
         seeds = [(y, torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)) for y in outputs]
         net.zero_grad()
         if split:
-            kept = gradient_to_inputs(seeds, [x], learns)
+            with keep(outputs, [g for _, g in seeds], [x], learns) as kept:
+                torch.autograd.backward(outputs, [g for _, g in seeds], inputs=[x], retain_graph=True)
             assert all(p.grad is None for p in learns)
             assert (kept is not None) == splits
             if kept is None:
                 continue
             assert kept.num_bytes > 0
-            kept.finish(retain_graph=False)
+            finish(kept)
         else:
             torch.autograd.backward([y for y, _ in seeds], [g for _, g in seeds], inputs=[x, *learns])
         gradients.append([x.grad, *(p.grad for p in learns)])
@@ -80,9 +87,11 @@ def test_kept_cotangents_give_the_gradients_of_one_pass(name: str) -> None:
 def test_outputs_apart_from_the_inputs_are_finished_from_their_seeds() -> None:
     """An output that no input reaches is not walked by I, so its seed itself is kept."""
     x, w, v = (torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
-    kept = gradient_to_inputs([(x * w, torch.ones(2)), (v.exp(), torch.ones(2))], [x], [w, v])
+    outputs, ones = [x * w, v.exp()], [torch.ones(2), torch.ones(2)]
+    with keep(outputs, ones, [x], [w, v]) as kept:
+        torch.autograd.backward(outputs, ones, inputs=[x], retain_graph=True)
     assert kept is not None
-    kept.finish(retain_graph=False)
+    finish(kept)
     found = [leaf.grad.tolist() for leaf in (x, w) if leaf.grad is not None]
     assert found == [[2.0, 2.0], [1.0, 1.0]]
     assert torch.equal(v.grad, v.detach().exp())  # type: ignore[arg-type]

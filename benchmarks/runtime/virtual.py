@@ -9,17 +9,13 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from nwise.flow import Cotangent, StageFlow
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Prices
-from nwise.stage import Cotangents
-from nwise.tensors import Tensors
+from nwise.stage import Cotangents, Stage, Tape
 
 _SPIN = 60e-6  # seconds that a sleep is late by at most on a quiet machine, which are spent awake
 _LARGE = 4096  # numbers of a message that takes existing memory
@@ -87,14 +83,6 @@ class Link:
         return message
 
 
-@dataclass(slots=True)
-class VirtualTape:
-    """A micro-batch of a virtual stage."""
-
-    flow: StageFlow
-    memory: Tensor
-
-
 class VirtualStage:
     """A stage whose actions take a given time.
 
@@ -111,53 +99,34 @@ class VirtualStage:
         self._price, self._device, self._links = price, device, links
         self._own: Tensor | None = None
 
+    tapes = Stage.tapes
+
     def copy_parameters(self) -> dict[str, Tensor]:
         """It has none."""
         return {}
 
-    def _work(self, kind: Kind, flow: StageFlow, due: float = 0.0) -> None:
-        self._device.work(self._price.time(Action(kind, self.index, 0), flow), received=due)
-
-    def forward(
-        self,
-        inputs: Tensors,
-        flow: StageFlow,
-        passes: int,
-        seed: int,
-        versions: Mapping[str, Tensor] | None = None,
-        continued: bool = True,
-    ) -> tuple[VirtualTape, Tensors]:
-        """F: a message as large as its input."""
-        due = max(float(inputs[0][0]), time.perf_counter()) if self.index else 0.0
-        self._work(Kind.FORWARD, flow, due)
-        memory = inputs[0]
-        if not self.index:
-            # An output of its own, made once: the caller's batch would have to be copied to be sent.
-            memory = self._own = memory.clone() if self._own is None else self._own
-        return VirtualTape(flow, memory), (self._links[1].stamp(memory, self._device.free),)
-
-    def run_head(self, tape: VirtualTape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
-        """H: a loss of zero."""
-        self._work(Kind.HEAD, flow)
-        return torch.zeros(())
-
-    def backward(
-        self,
-        tape: VirtualTape,
-        cotangent: Cotangent,
-        received: Sequence[Cotangents],
-        *,
-        inputs: bool,
-        weights: bool,
-        shared: bool = False,
-        continued: bool = True,
-    ) -> Cotangents:
-        """I, W or B: a gradient as large as the input."""
-        kind = Kind.BOTH if inputs and weights else Kind.INPUT_GRAD if inputs else Kind.WEIGHT_GRAD
-        messages = [received[p][0] for p in cotangent.needed]
-        due = max([float(one[0]) for one in messages if one is not None], default=0.0)
-        self._work(kind, tape.flow, max(due, time.perf_counter()) if messages else 0.0)
-        return (self._links[0].stamp(tape.memory, self._device.free),) if inputs else ()
+    def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Cotangents:
+        """Take the time of an action; make a message as large as the stage's input."""
+        flow, due = tape.flow, 0.0
+        if action.kind is Kind.FORWARD:
+            due = max(float(tape.inputs[0][0]), time.perf_counter()) if self.index else 0.0
+            if not self.index:
+                # An output of its own, made once: the caller's batch would have to be copied to be sent.
+                self._own = tape.inputs[0].clone() if self._own is None else self._own
+                tape.inputs = (self._own,)
+        elif action.kind is Kind.HEAD:
+            tape.batch.losses[self.index, tape.microbatch] = torch.zeros(())
+        else:
+            tape.passes_left -= 1
+            messages = [tape.messages[p][0] for p in flow.cotangent(action.message).needed]
+            due = max([float(one[0]) for one in messages if one is not None], default=0.0)
+            due = max(due, time.perf_counter()) if messages else 0.0
+        self._device.work(self._price.time(Action(action.kind, self.index, 0), flow), received=due)
+        made: Cotangents = ()
+        if action.kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.BOTH):
+            made = (self._links[action.kind is Kind.FORWARD].stamp(tape.inputs[0], self._device.free),)
+        tape.release()
+        return made
 
 
 def _wait_until(deadline: float) -> None:

@@ -9,26 +9,34 @@ from statistics import mean, stdev
 import numpy as np
 
 from experiments.frontier import clock
-from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
+from experiments.frontier.arms import ARMS, STEPS, Arm, Optimizer
 from experiments.harness.plots import legend, panels_of, styled
 from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
 _POINTS = 60
-_SHOWN: dict[Optimizer, tuple[str, ...]] = {
-    "muon": ("end-to-end", "end-to-end-delay-1", "end-to-end-delay-4", "rotating-2", "2-wise-mean", "local"),
-    "adam": ("end-to-end", "end-to-end-delay-1", "rotating-2", "2-wise-mean", "local"),
-}
-_COLOUR = {name: COLOURS[i] for i, name in enumerate(_SHOWN["muon"])}
+# Names of the arms of each optimizer without its own; an arm has one colour in all figures.
+_SHOWN = (
+    "end-to-end",
+    "end-to-end-delay-1, extrapolated",
+    "end-to-end-delay-2, extrapolated",
+    "end-to-end-delay-4",
+    "rotating-2, all heads",
+    "2-wise-mean",
+    "local",
+    "local@half,end-to-end",
+)
+_COLOUR = dict(zip(_SHOWN, COLOURS, strict=True))
+_OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
+
+
+def _label(one: Arm) -> str:
+    return one.name.partition(" ")[2]
 
 
 def _shown(optimizer: Optimizer) -> list[Arm]:
-    return [
-        one
-        for one in ARMS
-        if one.optimizer == optimizer and one.strategy in _SHOWN[optimizer] and one.num_stages == one.blocks == STAGES
-        if not one.head_blocks and one.extrapolate == one.strategy.endswith("-delay-1")
-    ]
+    arms = {_label(one): one for one in ARMS if one.optimizer == optimizer}
+    return [arms[name] for name in _SHOWN if name in arms]
 
 
 # What a curve is drawn against, for an arm: its name, and the steps that an arm has done at a point of the axis.
@@ -65,10 +73,10 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
             xs = np.linspace(stop / 20, stop, _POINTS)
             columns = [list(runs.scores(loss_at(steps_done(one, x)), one.name).values()) for x in xs]
             ys = [mean(column) for column in columns]
-            axes.plot(xs, ys, color=_COLOUR[one.strategy], label=one.name.partition(" ")[2], lw=1.6)
+            axes.plot(xs, ys, color=_COLOUR[_label(one)], label=_label(one), lw=1.6)
             spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
             low, high = np.subtract(ys, spread), np.add(ys, spread)
-            axes.fill_between(xs, low, high, color=_COLOUR[one.strategy], alpha=0.15, lw=0)
+            axes.fill_between(xs, low, high, color=_COLOUR[_label(one)], alpha=0.15, lw=0)
         axes.set(title=title, xlabel=unit)
     best = min(min(runs.scores(loss, one.name).values()) for one in arms)
     panels[0].set_ylim(best - 0.03, best + 0.8)
@@ -81,6 +89,6 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
 
 def draw_frontier(runs: Runs, path: Path) -> None:
     """Draw a figure for each optimizer that has runs."""
-    for optimizer in _SHOWN:
+    for optimizer in _OPTIMIZERS:
         if any(runs.records_for(one.name) for one in _shown(optimizer)):
             loss_against_time(runs, optimizer, path.with_name(f"{path.name}-{optimizer}.png"))

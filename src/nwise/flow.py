@@ -156,13 +156,10 @@ def flows_for(
         The flows, ``[turns][M]``.
     """
     probes = (heads or [True] * num_stages) if strategy.heads == "all" else ()
-    flows = [
-        find_flow(strategy.credit(num_stages, turn), trainable=trainable, probes=probes)
-        for turn in range(strategy.turns)
-    ]
-    return tuple(
-        tuple(flows[strategy.turn(step, m)] for m in range(num_microbatches)) for step in range(strategy.turns)
-    )
+    turns = range(strategy.turns)
+    cycle = [[strategy.turn(step, m) for m in range(num_microbatches)] for step in turns]
+    flows = [find_flow(strategy.credit(num_stages, turn), trainable=trainable, probes=probes) for turn in turns]
+    return tuple(tuple(flows[turn] for turn in row) for row in cycle)
 
 
 @lru_cache(maxsize=256)

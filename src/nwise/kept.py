@@ -1,7 +1,7 @@
 """Kept cotangents: an input-gradient pass that leaves the weight gradients for later, without a second walk.
 
 Plain autograd can compute the gradient to the inputs alone and the gradient to the weights alone, but both passes walk the chain
-of layers. `gradient_to_inputs` keeps the cotangent of every layer with weights as it walks, and `Kept.finish` starts from those::
+of layers. While I walks, `keep` keeps the cotangent of every layer with weights, and W starts from those::
 
     I    output --> layer 3 --> layer 2 --> layer 1 --> input
                        |           |           |
@@ -14,80 +14,88 @@ So I and W together cost what one pass for both gradients (B) costs. The price i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from nwise._autograd import add_gradients
-
-Seeds = Sequence[tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor | None, ...]
 
 
 class Kept:
-    """The cotangents that a pass has kept, with the parameters beyond each node of the graph."""
+    """The cotangents that a pass has kept.
 
-    def __init__(self, parts: Sequence[tuple[Node, Gradients, Sequence[Tensor]]]) -> None:
-        self._parts = parts
+    Attributes:
+        parts: the walks that are left: edges of the graph, their cotangents, and the parameters beyond them.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
+
+    def add(self, node: Node, gradients: Gradients, learns: list[Tensor]) -> None:
+        """Add the cotangents of a node's outputs."""
+        edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
+        self.parts.append((edges, [g for g in gradients if g is not None], learns))
 
     @property
     def num_bytes(self) -> int:
         """Size of the cotangents, in bytes."""
-        tensors = {g.data_ptr(): g for _, gradients, _ in self._parts for g in gradients if g is not None}
+        tensors = {g.data_ptr(): g for _, gradients, _ in self.parts for g in gradients}
         return sum(g.nbytes for g in tensors.values())
 
-    def finish(self, *, retain_graph: bool) -> None:
-        """Add the gradients to every parameter's ``.grad``."""
-        for node, gradients, learns in self._parts:
-            edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
-            known = [g for g in gradients if g is not None]
-            add_gradients(edges, known, learns, retain_graph=retain_graph)
 
-
-def gradient_to_inputs(seeds: Seeds, inputs: Sequence[Tensor], learns: Sequence[Tensor]) -> Kept | None:
-    """Add the gradient to every input's ``.grad``, and keep what the gradients to the weights need.
+@contextmanager
+def keep(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], learns: Sequence[Tensor]
+) -> Iterator[Kept | None]:
+    """Keep what the gradients to the weights need, while the body computes those to the inputs.
 
     Args:
-        seeds: outputs of the graph, each with its gradient.
+        outputs: outputs of the graph.
+        cotangents: gradient of each output.
         inputs: leaves of the graph to compute the gradients of now.
         learns: leaves of the graph to compute the gradients of later.
 
-    Returns:
-        The kept cotangents; None if they cannot be told apart because layers share a parameter. The gradients to the weights
-        then need a walk through the whole graph.
+    Yields:
+        The kept cotangents, complete after the body; None if they cannot be told apart because layers share a parameter. The
+        gradients to the weights then need a walk through the whole graph.
 
     >>> import torch
     >>> first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    >>> x = torch.ones(1, 2, requires_grad=True)
+    >>> x, one = torch.ones(1, 2, requires_grad=True), torch.ones(1, 1)
     >>> y = second(first(x))
-    >>> kept = gradient_to_inputs([(y, torch.ones(1, 1))], [x], [first.weight, second.weight])
+    >>> with keep([y], [one], [x], [first.weight, second.weight]) as kept:
+    ...     y.backward(one, inputs=[x], retain_graph=True)
     >>> x.grad is None, first.weight.grad is None
     (False, True)
-    >>> kept.finish(retain_graph=False)
+    >>> for edges, gradients, learns in kept.parts:
+    ...     torch.autograd.backward(edges, gradients, inputs=learns)
     >>> first.weight.grad.shape
     torch.Size([2, 2])
     """
-    edges = [get_gradient_edge(y) for y, _ in seeds]
+    edges = [get_gradient_edge(y) for y in outputs]
     exits, ends = _exits([edge.node for edge in edges], inputs, learns)
+    if exits is None:
+        yield None
+        return
     gradients: dict[Node, Gradients] = {}
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
-    handles = [node.register_prehook(partial(gradients.__setitem__, node)) for node in exits or ()]
+    handles = [node.register_prehook(partial(gradients.__setitem__, node)) for node in exits]
+    kept = Kept()
     try:
-        if inputs:
-            add_gradients([y for y, _ in seeds], [g for _, g in seeds], inputs, retain_graph=True)
+        yield kept
     finally:
         for handle in handles:
             handle.remove()
-    if exits is None:
-        return None
-    parts = [(node, gradients[node], part) for node, part in exits.items() if node in gradients]
+    for node, part in exits.items():
+        if node in gradients:
+            kept.add(node, gradients[node], part)
     # An output that no input reaches was not walked at all.
-    for edge, (_, seed) in zip(edges, seeds, strict=True):
+    for edge, cotangent in zip(edges, cotangents, strict=True):
         if edge.node in ends:
-            parts.append((edge.node, (*(None,) * edge.output_nr, seed), ends[edge.node]))
-    return Kept(parts)
+            kept.add(edge.node, (*(None,) * edge.output_nr, cotangent), ends[edge.node])
 
 
 def _exits(
@@ -105,7 +113,7 @@ def _exits(
     #                    `--> w2                `--> w1
     #
     # The gradient of w2 depends only on the cotangent that arrives at product 2. A pass from there to w2 alone is short. But if
-    # w1 were w2, that pass would go on to product 1, and `Kept.finish` would count product 1 twice. So shared parameters have
+    # w1 were w2, that pass would go on to product 1, and W would count product 1 twice. So shared parameters have
     # no exits.
     wanted, goals = set(learns), set(inputs)
     reaches: dict[Node, bool] = {}  # whether the way goes on to an input

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nwise.tensors import Tensors, names
+
 
 class Losses(Tensor):
     """The losses of one step, ``[A]``: a tensor that also knows which losses were computed.
@@ -136,3 +138,23 @@ class TokenCrossEntropy:
     def count(self, target: Tensor) -> int:
         """Return the number of tokens that count."""
         return int((target != self.ignore_index).sum())
+
+
+def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | None) -> None:
+    """Add to an error of a head or loss the place that it comes from; raise TypeError if a target is missing."""
+    if target is None and isinstance(error, TypeError | AttributeError):
+        raise TypeError(
+            f"The loss of {where} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
+        ) from error
+    if names(inputs) and isinstance(error, TypeError):
+        known = ", ".join(names(inputs))
+        error.add_note(f"nwise: it gets {known} by name; `nwise.heads.OnFirstOutput` takes the hidden state alone")
+    if (
+        target is not None
+        and inputs[0].dim() == 3
+        and target[0].dim() == 2
+        and isinstance(error, RuntimeError | ValueError)
+    ):
+        error.add_note("nwise: `nwise.losses.TokenCrossEntropy()` is the loss of logits for every token")
+    given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
+    error.add_note(f"nwise: in the head or loss of {where}, given {given}, with a target of {wanted}")

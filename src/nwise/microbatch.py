@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nwise.tensors import Tensors, as_argument, as_tuple, names, with_names
+from nwise.tensors import Tensors, as_argument, as_tuple, scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Batch:
         weights: share of each micro-batch in each stage's loss, ``[M][A]``.
         seed: seed of the step, from which every action derives its own.
         first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
-        losses: the results, by (stage, micro-batch); filled by the workers.
+        losses: the results, by (stage, micro-batch); filled by the heads.
     """
 
     inputs: Sequence[Tensors]
@@ -39,6 +39,27 @@ class Batch:
     seed: int
     first: int = 0
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def shares(self) -> dict[int, float]:
+        """Return for every stage whose head ran the weight of its micro-batches, as a share of the mini-batch."""
+        shares: dict[int, float] = {}
+        for k, m in self.losses:
+            shares[k] = shares.get(k, 0.0) + self.weights[m][k]
+        return shares
+
+    def mean_losses(self, num_stages: int) -> Tensor:
+        """Return each stage's mean loss over the micro-batches in which its head ran, ``[A]``; nan where it did not run."""
+        shares, weights = self.shares(), self.weights
+        like = next(iter(self.losses.values()), torch.zeros(()))
+        means = [torch.full_like(like, torch.nan)] * num_stages
+        for k in shares:
+            losses = [(loss, weights[m][k]) for (stage, m), loss in self.losses.items() if stage == k]
+            means[k] = (
+                losses[0][0]
+                if len(losses) == 1
+                else torch.stack([loss * weight for loss, weight in losses]).sum() / shares[k]
+            )
+        return torch.stack(means)
 
 
 def cut(
@@ -64,8 +85,8 @@ def cut(
     Raises:
         ValueError: there are too few samples, the target has another number of them, or none of them counts.
     """
-    size = batch_size(inputs, "The input of `step`")
     targets = None if target is None else as_tuple(target, "`target`")
+    size = batch_size(inputs, "The input of `step`")
     if targets is not None and batch_size(targets, "`target`") != size:
         raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
     if not size:
@@ -76,8 +97,8 @@ def cut(
             f"`num_microbatches` should be at most the {size} samples of the mini-batch. Found {num_parts}; "
             f"use {size} or fewer, or a larger batch."
         )
-    parts = _scatter(inputs, num_parts)
-    target_parts = [None] * num_parts if targets is None else _scatter(targets, num_parts)
+    parts = scatter(inputs, num_parts)
+    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts)
     weights = [[1.0] * len(terms)] if num_parts == 1 else _weights(parts, target_parts, terms)
     first = replica * num_microbatches
     mine = slice(first, first + num_microbatches)
@@ -104,14 +125,6 @@ def batch_size(tensors: Tensors, what: str) -> int:
     if len(sizes) != 1:
         raise ValueError(f"{what} should have the same number of samples in every tensor. Found {sorted(sizes)}.")
     return sizes.pop()
-
-
-def _scatter(tensors: Tensors, num_microbatches: int) -> list[Tensors]:
-    """Cut tensors along dimension 0 into micro-batches whose sizes differ by at most one, larger ones first."""
-    if num_microbatches == 1:
-        return [tensors]
-    parts = zip(*(torch.tensor_split(tensor, num_microbatches) for tensor in tensors), strict=True)
-    return [with_names(part, names(tensors)) for part in parts]
 
 
 class Terms:

@@ -27,7 +27,6 @@ from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import build_modules
-from nwise.runtime.worker import stack_losses
 from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.ages import weight_ages
@@ -133,7 +132,7 @@ class Pipeline(nn.Module):
         self._observer, self._prices = Observer(plan, self.processes), arguments.prices(plan, self.processes)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = make_terms(losses)
-        self._chosen: tuple[Any, Schedule] | None = None  # the last schedule, and what it was chosen for
+        self._chosen: tuple[Any, Any, Schedule] | None = None  # what the last schedule was chosen for, and itself
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._trainable: tuple[bool, ...] = ()
@@ -270,20 +269,19 @@ class Pipeline(nn.Module):
         self._compared = self._compared or arguments.check_same_target(processes, target)
         modules = self._survey()
         schedule = self._schedule_for(self.strategy.in_force(self.steps))
-        arguments.check_heads(schedule.flows[self.steps % len(schedule.flows)], self.heads, self.strategy.name)
         engine = self._connected(batch.inputs[0])
         engine.recorder = self._observer.through(self.recorder)
         before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
         try:
             with preserved(self._device(given[0])):
-                workers = engine.run(schedule, self.steps, batch, self.on_action)
+                engine.run(schedule, self.steps, batch, self.on_action)
             before.commit()
         except BaseException:
             before.restore()
             raise
-        losses = stack_losses([workers[k].loss if k in workers else None for k in range(self.num_stages)])
+        losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
-        self.microbatch_losses, self.loss_shares = batch.losses, {k: worker.share for k, worker in workers.items()}
+        self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
         self.steps += 1
         self._observer.look()
         result = Losses(losses, {k for k, _ in batch.losses}, processes.here)
@@ -369,11 +367,12 @@ class Pipeline(nn.Module):
 
     def _schedule_for(self, now: Strategy) -> Schedule:
         """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
-        flows = self._flows(now)
+        flows, heads = self._flows(now), tuple(self.heads)
         key = self._order, flows, self.processes.placement, weight_ages(now, flows), *self._prices
-        if self._chosen is None or self._chosen[0] != key:
-            self._chosen = key, arguments.without_late_sharing(choose(*key), self._shared)
-        return self._chosen[1]
+        if self._chosen is None or self._chosen[:2] != (key, heads):
+            arguments.check_heads((flow for turn in flows for flow in turn), self.heads, now.name)
+            self._chosen = key, heads, arguments.without_late_sharing(choose(*key), self._shared)
+        return self._chosen[2]
 
     def _connected(self, inputs: Tensors) -> Engine:
         """Return the engine of this process's stages; the first call connects and is one for all processes."""

@@ -1,4 +1,4 @@
-"""A stage: a part of the main network with its head, and the passes that run on them.
+"""A stage at work: a part of the main network with its head, and the passes that run on each micro-batch.
 
     F  forward, keeping what the passes need
     H  head: forward, loss, backward to the head's parameters and to the stage's own cotangent ``d``
@@ -6,41 +6,58 @@
     W  gradient of the summed cotangent to the stage's parameters only
     B  I and W in one pass, if they share their cotangent
 
-A stage knows nothing of other stages or mini-batches: it takes and returns tensors, and leaves a tape of each micro-batch to its
-caller.
+A stage knows nothing of its neighbours. The runtime puts inputs and messages on the tape of a micro-batch, names the next action,
+and carries its result to the tape of a neighbour::
+
+              inputs                      outputs of F
+    stage k-1 ------>    tape of stage k  ------> stage k+1
+              <------                     <------
+        message of I or B                messages
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.func import functional_call
 
-from nwise._autograd import add_gradients
-from nwise.flow import Cotangent, StageFlow
-from nwise.kept import Kept, gradient_to_inputs
-from nwise.tensors import Tensors, as_argument, as_leaves, call, each, names, run_unchanged, unchanged
+from nwise.flow import StageFlow
+from nwise.kept import Kept, keep
+from nwise.losses import explain
+from nwise.microbatch import Batch
+from nwise.randomness import derive
+from nwise.schedule.actions import Action, Kind
+from nwise.schedule.schedule import Schedule
+from nwise.tensors import Tensors, as_argument, as_leaves, call, each, run_unchanged, unchanged
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
 Cotangents = tuple[Tensor | None, ...]
 
 
+_NOTHING_ELSE = nullcontext()  # made once: a step enters it many times
+
+
 @dataclass(slots=True)
 class Tape:
-    """The tensors of one micro-batch that are kept until its last pass.
+    """One micro-batch at one stage, from the arrival of its inputs to its last pass.
 
     Args:
-        inputs: leaves of the graph.
+        flow: the stage's work for the micro-batch.
+        batch: the mini-batch.
+        microbatch: index of the micro-batch.
+        passes_left: number of backward passes that will follow; the last one frees the graph.
+        seeds: seeds of the random numbers of the forward and of the head.
+        versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last pass.
+        inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
+        messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
         outputs: outputs of the forward.
-        passes_left: number of calls of `Stage.backward` that will follow.
-        versions: parameters that the forward used instead of the current ones, by name.
-        seed: seed of the forward, for running it once more.
         buffers: buffers as the forward saw them, with `recompute`; otherwise None.
         has_graph: whether `outputs` have their graph.
         head_left: whether the head is still to run.
@@ -48,16 +65,26 @@ class Tape:
         kept: cotangents that an I has kept for a later W.
     """
 
-    inputs: Tensors
-    outputs: Tensors
+    flow: StageFlow
+    batch: Batch
+    microbatch: int
     passes_left: int
-    versions: Mapping[str, Tensor] | None
-    seed: int
-    buffers: Mapping[str, Tensor] | None
-    has_graph: bool
-    head_left: bool
+    seeds: tuple[int, int]
+    versions: Mapping[str, Tensor] | None = None
+    inputs: Tensors = ()
+    messages: dict[int, Cotangents] = field(default_factory=dict)
+    outputs: Tensors = ()
+    buffers: Mapping[str, Tensor] | None = None
+    has_graph: bool = False
+    head_left: bool = False
     own: Cotangents = ()
     kept: Kept | None = None
+
+    def release(self) -> None:
+        """Drop the tensors of the micro-batch once no action needs them."""
+        if not self.passes_left and not self.head_left:
+            self.inputs = self.outputs = self.own = ()
+            self.messages, self.buffers, self.kept = {}, None, None
 
 
 class Stage:
@@ -96,43 +123,64 @@ class Stage:
         """Return copies of the parameters by name, for passes that come after the next update."""
         return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self.module.named_parameters()}
 
-    def forward(
-        self,
-        inputs: Tensors,
-        flow: StageFlow,
-        passes: int,
-        seed: int,
-        versions: Mapping[str, Tensor] | None = None,
-        continued: bool = True,
-    ) -> tuple[Tape, Tensors]:
-        """Run F and return a tape, and the outputs, detached.
+    def tapes(self, schedule: Schedule, turn: int, batch: Batch) -> list[Tape]:
+        """Return an empty tape for every micro-batch of a mini-batch.
 
         Args:
-            inputs: the outputs of the previous stage, or the model's input.
-            flow: this stage's work for the micro-batch.
-            passes: number of calls of `backward` that will follow; the last one frees the graph.
-            seed: seed of every random number drawn here.
-            versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last
-                pass.
-            continued: whether a pass follows before any other work of this rank (`Schedule.continued`). Default: True.
+            schedule: the schedule.
+            turn: index of the mini-batch in the schedule's cycle.
+            batch: the mini-batch.
         """
-        has_graph = passes > 0 and (continued or not self.recompute)
-        buffers = _copies(self.module.named_buffers()) if passes and self.recompute else None
-        function = self._function(versions)
-        _draw_from(seed, inputs[0].device)
-        leaves = as_leaves(inputs, tracked=bool(flow.messages))
-        with nullcontext() if has_graph else torch.no_grad():
-            outputs = run_unchanged(function, leaves, self._name)
-        kept = outputs if has_graph or flow.head else ()
-        tape = Tape(leaves, kept, passes, versions, seed, buffers, has_graph, flow.head)
-        return tape, each(outputs, torch.Tensor.detach)
+        k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[turn]]
+        # Passes that come after an update need the parameters of the forward.
+        versions = self.copy_parameters() if k in schedule.late_stages else None
+        # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
+        seeds = [
+            (derive(batch.seed, "stage", k, m), derive(batch.seed, "head", k, m) if flow.head else 0)
+            for m, flow in enumerate(flows, batch.first)
+        ]
+        return [Tape(flow, batch, m, schedule.passes[turn][k, m], seeds[m], versions) for m, flow in enumerate(flows)]
+
+    def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
+        """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.
+
+        Args:
+            action: the action.
+            tape: its micro-batch.
+            continued: whether the stage's next pass on this micro-batch follows before any other work of the rank
+                (`Schedule.continued`). Default: True.
+        """
+        made: Tensors | Cotangents = ()
+        if action.kind is Kind.FORWARD:
+            made = self._forward(tape, continued)
+        elif action.kind is Kind.HEAD:
+            self._run_head(tape)
+        else:
+            made = self._backward(tape, action.kind, action.message, continued)
+        tape.release()
+        return made
+
+    def _forward(self, tape: Tape, continued: bool) -> Tensors:
+        """Run F; return the outputs, detached."""
+        tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
+        if tape.passes_left and self.recompute:
+            tape.buffers = _copies(self.module.named_buffers())
+        function = self._function(tape.versions)
+        _draw_from(tape.seeds[0], tape.inputs[0].device)
+        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
+        with _NOTHING_ELSE if tape.has_graph else torch.no_grad():
+            outputs = run_unchanged(function, tape.inputs, self._name)
+        tape.head_left = tape.flow.head
+        if tape.has_graph or tape.head_left:
+            tape.outputs = outputs
+        return each(outputs, torch.Tensor.detach)
 
     def _rerun(self, tape: Tape) -> None:
         """Run F once more, for its graph."""
         # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
         assert tape.buffers is not None
         function = self._function({**(tape.versions or {}), **_copies(tape.buffers.items())})
-        _draw_from(tape.seed, tape.inputs[0].device)
+        _draw_from(tape.seeds[0], tape.inputs[0].device)
         tape.outputs, tape.has_graph = run_unchanged(function, tape.inputs, self._name), True
 
     def _function(self, replaced: Mapping[str, Tensor] | None) -> Callable[..., Any]:
@@ -147,12 +195,11 @@ class Stage:
         tensors = dict(replaced)
         return lambda *inputs, **named: functional_call(self.module, tensors, inputs, named)
 
-    def run_head(self, tape: Tape, target: Tensors | None, flow: StageFlow, weight: float, seed: int) -> Tensor:
-        """Run H: fill the ``.grad`` of the head's parameters, and return the micro-batch's mean loss, detached.
-
-        `weight` is the share of this micro-batch in the mini-batch.
-        """
-        _draw_from(seed, tape.outputs[0].device)
+    def _run_head(self, tape: Tape) -> None:
+        """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
+        batch, m, flow = tape.batch, tape.microbatch, tape.flow
+        target, weight = batch.targets[m], batch.weights[m][self.index]
+        _draw_from(tape.seeds[1], tape.outputs[0].device)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:
@@ -178,34 +225,10 @@ class Stage:
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
-        return loss.detach().reshape(()) if weight else torch.zeros_like(loss.detach()).reshape(())
+        batch.losses[self.index, m] = (loss if weight else torch.zeros_like(loss)).detach().reshape(())
 
-    def backward(
-        self,
-        tape: Tape,
-        cotangent: Cotangent,
-        received: Sequence[Cotangents],
-        *,
-        inputs: bool,
-        weights: bool,
-        shared: bool = False,
-        continued: bool = True,
-    ) -> Cotangents:
-        """Run I (``inputs``), W (``weights``) or B (both).
-
-        Args:
-            tape: the micro-batch's tensors.
-            cotangent: weights of the own cotangent and of the messages.
-            received: the messages from the next stage; a message of weight 0 may be anything.
-            inputs: whether to return the gradient to the inputs.
-            weights: whether to add the gradient to the parameters to their ``.grad``.
-            shared: whether an I and a later W have this cotangent in common. The I then keeps the cotangent of every layer
-                (`nwise.kept`), and the W starts from those. Default: False.
-            continued: whether the next pass follows before any other work of this rank. Default: True.
-
-        Returns:
-            The gradient to each input with ``inputs``, else an empty tuple. The last pass frees the graph.
-        """
+    def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
+        """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
         # A pass walks the kept graph back from the outputs to the tensors in `wrt`, and autograd skips everything else:
         #
         #     inputs <----------- layers <----------- outputs <----- own * d + sum of weight * message
@@ -218,20 +241,25 @@ class Stage:
             self._rerun(tape)
         tape.passes_left -= 1
         again = tape.passes_left > 0
-        keeps = shared and inputs and not weights
-        if weights and tape.kept is not None:
-            tape.kept.finish(retain_graph=again)
+        inputs, weights = kind is not Kind.WEIGHT_GRAD, kind is not Kind.INPUT_GRAD
+        if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
+            for edges, cotangents, learns in tape.kept.parts:
+                add_gradients(edges, cotangents, learns, retain_graph=again)
             tape.kept = None
         else:
-            seeds = _mix(cotangent, tape.own, received)
-            pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
+            # An I and a later W that start from one cotangent share the walk.
+            keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
             learns = self._leaves(tape) if weights or keeps else []
             leaves = [x for x in tape.inputs if inputs and x.requires_grad]
+            seeds = _mix(tape, message)
+            pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
+            outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
             if pairs and keeps:
-                tape.kept = gradient_to_inputs(pairs, leaves, learns)
-            elif pairs and (leaves or learns):
-                outputs, gradients = zip(*pairs, strict=True)
-                add_gradients(outputs, gradients, learns + leaves, retain_graph=again)
+                with keep(outputs, cotangents, leaves, learns) as tape.kept:
+                    if leaves:
+                        add_gradients(outputs, cotangents, leaves, retain_graph=True)
+            elif pairs and (learns or leaves):
+                add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
@@ -270,24 +298,33 @@ def _draw_from(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | None) -> None:
-    """Add to an error of a head or loss the place that it comes from; raise TypeError if a target is missing."""
-    if target is None and isinstance(error, TypeError | AttributeError):
-        raise TypeError(
-            f"The loss of {where} should receive a target by name, `pipe.step(x, target=y)`. Found none: {error}"
-        ) from error
-    if names(inputs) and isinstance(error, TypeError):
-        known = ", ".join(names(inputs))
-        error.add_note(f"nwise: it gets {known} by name; `nwise.heads.OnFirstOutput` takes the hidden state alone")
-    if (
-        target is not None
-        and inputs[0].dim() == 3
-        and target[0].dim() == 2
-        and isinstance(error, RuntimeError | ValueError)
-    ):
-        error.add_note("nwise: `nwise.losses.TokenCrossEntropy()` is the loss of logits for every token")
-    given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
-    error.add_note(f"nwise: in the head or loss of {where}, given {given}, with a target of {wanted}")
+def add_gradients(
+    roots: Sequence[Tensor] | Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    retain_graph: bool,
+) -> None:
+    """Add the gradient to every leaf's ``.grad``.
+
+    Args:
+        roots: outputs or edges of the graph.
+        seeds: gradient of each root.
+        leaves: leaves of the graph, at least one.
+        retain_graph: whether another pass through the graph will follow.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> add_gradients([3 * x], [torch.ones(2)], [x], retain_graph=False)
+    >>> x.grad
+    tensor([3., 3.])
+    """
+    # `torch.autograd.backward` checks its arguments for 15 microseconds, as long as a small layer takes, and a step of A stages
+    # makes about 3 A calls. Backward operations have the dtype of their forward and must not be cast again.
+    device = seeds[0].device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING_ELSE:
+        _engine_run_backward(
+            tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:
@@ -308,10 +345,12 @@ def _trainable(modules: Sequence[nn.Module]) -> list[Tensor]:
     return list(dict.fromkeys(parameters))
 
 
-def _mix(cotangent: Cotangent, own: Cotangents, received: Sequence[Cotangents]) -> Cotangents:
-    """Return ``own * d + sum_p received[p] * u_p`` for every output."""
-    sources = [(cotangent.own, own)] if cotangent.own else []
-    sources += [(weight, received[p]) for p, weight in enumerate(cotangent.received) if weight]
+def _mix(tape: Tape, message: int | None) -> Cotangents:
+    """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W."""
+    cotangent = tape.flow.weights if message is None else tape.flow.messages[message]
+    assert cotangent is not None
+    sources = [(cotangent.own, tape.own)] if cotangent.own else []
+    sources += [(weight, tape.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
     return tuple(
         _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
         for i in range(len(sources[0][1]))

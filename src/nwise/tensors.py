@@ -66,6 +66,14 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     return Named(dict(zip(tensors.names, made, strict=True))) if isinstance(tensors, Named) else tuple(made)
 
 
+def scatter(tensors: Tensors, num_parts: int) -> list[Tensors]:
+    """Cut tensors along dimension 0 into parts whose sizes differ by at most one, larger ones first."""
+    if num_parts == 1:
+        return [tensors]
+    parts = zip(*(tensor.tensor_split(num_parts) for tensor in tensors), strict=True)
+    return [with_names(part, names(tensors)) for part in parts]
+
+
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
     """Return detached tensors that record a graph of their own; with `tracked` they have gradients where they can."""
     return each(tensors, lambda x: x.detach().requires_grad_(tracked and (x.is_floating_point() or x.is_complex())))

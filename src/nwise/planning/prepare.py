@@ -18,11 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nwise._errors import check_at_least, check_optimizer
 from nwise.flow import find_flow
+from nwise.microbatch import Batch
 from nwise.models.chain import Chain
 from nwise.models.split import cut_points, split
 from nwise.planning.profile import Network
 from nwise.runtime.launch import exchange, start
-from nwise.stage import LossFn, Stage
+from nwise.schedule.actions import Action, Kind
+from nwise.stage import LossFn, Stage, Tape
 from nwise.strategies import EndToEnd
 from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
@@ -173,13 +175,13 @@ def action_overhead(rounds: int = 20) -> float:
     stage.survey(layer, None)
     flow = find_flow(EndToEnd().credit(1)).stages[0]
     x = torch.zeros(1, 1)
+    batch = Batch([(x,)], [(x,)], [[0.0]], seed=0)
     times = []
     for _ in range(rounds):
         start_time = time.perf_counter()
-        tape, _ = stage.forward((x,), flow, flow.passes, 0)
-        stage.run_head(tape, (x,), flow, 0.0, 0)
-        assert flow.weights is not None
-        stage.backward(tape, flow.weights, [], inputs=False, weights=True)
+        tape = Tape(flow, batch, 0, flow.passes, (0, 0), inputs=(x,))
+        for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
+            stage.run(Action(kind, 0, 0), tape)
         times.append(time.perf_counter() - start_time)
     return statistics.median(times) / 2
 

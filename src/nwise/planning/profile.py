@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from nwise._memory import allocated
+from nwise.losses import explain
 from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.partition import Piece
-from nwise.stage import explain
 from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
 _WHAT = "The output of a piece"

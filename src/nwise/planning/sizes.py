@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nwise._autograd import add_gradients
 from nwise._memory import allocated
-from nwise.kept import gradient_to_inputs
+from nwise.kept import keep
+from nwise.stage import add_gradients
 from nwise.tensors import Tensors, as_leaves, each, run_module
 
 
@@ -61,8 +61,12 @@ class PieceSizes:
 
     def _cotangents(self) -> int:
         """Return the bytes of the cotangents that an I keeps for a later W."""
-        seeds = [(y, torch.zeros_like(y)) for y in self._forward() if y.requires_grad]
-        kept = gradient_to_inputs(seeds, self._tracked, self._learns) if self._tracked and seeds else None
+        outputs = [y for y in self._forward() if y.requires_grad]
+        cotangents = [torch.zeros_like(y) for y in outputs]
+        if not self._tracked or not outputs:
+            return 0
+        with keep(outputs, cotangents, self._tracked, self._learns) as kept:
+            add_gradients(outputs, cotangents, self._tracked, retain_graph=True)
         return 0 if kept is None else kept.num_bytes
 
     def _pass(self, wrt: list[Tensor], *, inside: bool = False, again: bool = False, later: bool = False) -> int:

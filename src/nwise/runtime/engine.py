@@ -22,10 +22,9 @@ from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Specs, Step
 from nwise.runtime.shapes import carrying, packed, unpacked
 from nwise.runtime.watch import Doing
-from nwise.runtime.worker import Worker
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Cotangents, Stage
+from nwise.stage import Cotangents, Stage, Tape
 from nwise.tensors import Tensors, names, with_names
 
 # Called after each action of this rank with the step, the action, and its begin and end in seconds of `time.perf_counter`.
@@ -59,6 +58,7 @@ class Engine:
         self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
+        self._alone = processes.num_ranks == 1
         group = processes.replicas_group()
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
         self._owned: set[int] = set()
@@ -68,7 +68,7 @@ class Engine:
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
         # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
-        self._workers: dict[int, dict[int, Worker]] = {}
+        self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
         self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
         self._first = self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step
@@ -80,7 +80,7 @@ class Engine:
         step: int,
         batch: Batch,
         on_action: Callable[[Action], None] | None = None,
-    ) -> Mapping[int, Worker]:
+    ) -> None:
         """Run one call: the forwards of a mini-batch, and the passes that are due; fill every ``.grad`` of this rank.
 
         Args:
@@ -88,9 +88,6 @@ class Engine:
             step: number of the mini-batch.
             batch: the data; only the first stage uses the values of `inputs`, other ranks their shapes.
             on_action: function called after each action, or None.
-
-        Returns:
-            The workers of the mini-batch, by stage.
 
         Raises:
             RankError: this or another rank failed.
@@ -101,21 +98,16 @@ class Engine:
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         turn = step % len(schedule.flows)
-        # Passes that come after an update need the parameters of the forward.
-        workers = {
-            k: Worker(stage, schedule, turn, batch, stage.copy_parameters() if k in schedule.late_stages else None)
-            for k, stage in self._stages.items()
-        }
-        if 0 in workers:
-            workers[0].inputs.update(enumerate(batch.inputs))
-        self._workers[step] = workers
+        tapes = self._tapes[step] = {k: stage.tapes(schedule, turn, batch) for k, stage in self._stages.items()}
+        if 0 in tapes:
+            for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
+                tape.inputs = inputs
         self._call(schedule, step, batch.inputs, on_action)
-        return workers
 
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False if no call is left to run, since no gradient is due."""
         schedule = self._schedule
-        if schedule is None or not self._workers or not schedule.oldest:
+        if schedule is None or not self._tapes or not schedule.oldest:
             return False
         # The shapes of messages, and forwards that run again, depend on autocast.
         kind, dtype = self.device.type, self._autocast
@@ -125,7 +117,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop the mini-batches that wait for their delay, and the errors of compressed messages."""
-        self._workers.clear()
+        self._tapes.clear()
         self._wire.errors.clear()
         self._schedule = None
         for receiver in self._receivers.values():
@@ -140,7 +132,7 @@ class Engine:
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched():
-            window = [(make_specs(inputs),)] if self._processes.num_ranks > 1 else ()
+            window = [] if self._alone else [(make_specs(inputs),)]
             script = self._scripts.script(None, 0, window)
             self._start(script, 0, [inputs])
             hidden = inputs
@@ -182,18 +174,18 @@ class Engine:
                     replicas.start()
                 self._execute(script, step, on_action)
         except BaseException:
-            self._workers.clear()
+            self._tapes.clear()
             self._next, self._wire.errors = step, errors
             raise
-        for number in [n for n in self._workers if n <= step - schedule.oldest]:
-            del self._workers[number]
+        for number in [n for n in self._tapes if n <= step - schedule.oldest]:
+            del self._tapes[number]
         predicted = [sum(plan.num_bytes(turn, kind) for plan in script.outgoing.values()) for kind in SENDS.values()]
         sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
         self.bytes_of_last_step = {"measured": sent, "predicted": predicted}
 
     def _window(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> list[tuple[Specs, ...]]:
         """Return the shapes of the newest mini-batch, and of the older ones that the call works on, by age."""
-        if self._processes.num_ranks == 1:
+        if self._alone:
             return []
         if inputs:
             self._batch_shapes[step] = tuple(map(make_specs, inputs))
@@ -206,7 +198,7 @@ class Engine:
 
     def _start(self, script: Script, turn: int, inputs: Sequence[Tensors]) -> None:
         """Begin a call on all channels."""
-        if self._processes.num_ranks == 1:
+        if self._alone:
             return
         if not self._senders:
             self._senders, self._receivers = self._processes.channels(self.device)
@@ -239,10 +231,10 @@ class Engine:
     def _execute(self, script: Script, step: int, on_action: Callable[[Action], None] | None) -> None:
         """Execute this rank's list, action by action."""
         # The list alone decides the order. A receive blocks until its message is there. The result of a computation goes to the
-        # worker of a neighbour on the same rank, or into `outbox`, from which the send that follows in the list takes it:
+        # tape of a neighbour on the same rank, or into `outbox`, from which the send that follows in the list takes it:
         #
-        #     RX(m)  other rank -> worker.inputs[m]             F(m)    -> next stage's inputs, or outbox -> SX(m)
-        #     RG(m.q)        "  -> worker.messages[m][q]        I(m.q)  -> previous stage's messages, or outbox -> SG(m.q)
+        #     RX(m)  other rank -> tape.inputs               F(m)    -> next stage's inputs, or outbox -> SX(m)
+        #     RG(m.q)        "  -> tape.messages[q]          I(m.q)  -> previous stage's messages, or outbox -> SG(m.q)
         #
         # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
         # no such mini-batch: then nothing is computed, and its messages are zeros.
@@ -254,36 +246,34 @@ class Engine:
             kind, k, m, q, _, age = action
             begin = time.perf_counter()
             processes.doing = Doing(step, action, begin)
-            workers = self._workers.get(step - age)
+            tapes = self._tapes.get(step - age)
             if entry.key is not None:
-                self._exchange(entry, step, workers, script, outbox)
+                self._exchange(entry, step, tapes, script, outbox)
             elif kind is Kind.UPDATE:
                 if k in self._replicas:
                     self._replicas[k].finish()
-            elif workers is not None:
+            elif tapes is not None:
                 # The gradients are complete after the last action that adds to them, so their sums over replicas begin
                 # during it, and overlap with what follows until the update.
                 with self._replicas[k].summing(head=kind is Kind.HEAD) if entry.last else _NOTHING_ELSE:
-                    made = workers[k].run(action)
+                    made = self._stages[k].run(action, tapes[k][m], continued=entry.continued)
                 if kind is Kind.FORWARD:
-                    if k + 1 in workers:
-                        workers[k + 1].inputs[m] = cast(Tensors, wire.through(None, made) if compressed else made)
+                    if k + 1 in tapes:
+                        tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
                         _check_names(k, made, script.outputs[k, age][m])
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
-                    if k - 1 in workers:
-                        # No name for the dictionary or the message here: it would keep them beyond their last pass.
-                        workers[k - 1].messages.setdefault(m, {})[q] = (
-                            wire.through(action, made) if compressed else made
-                        )
+                    if k - 1 in tapes:
+                        # No name for the message here: it would keep the message beyond its last pass.
+                        tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
                     else:
                         specs = script.inputs[k, age][m]
                         gradients, absent = packed(made, specs, self.device)
                         outbox[action] = wire.compress(action, gradients, absent)
-            if workers is None and kind is not Kind.UPDATE:
+            if tapes is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
                 self.recorder(step, action, begin, time.perf_counter())
@@ -295,7 +285,7 @@ class Engine:
         self,
         entry: Step,
         step: int,
-        workers: Mapping[int, Worker] | None,
+        tapes: Mapping[int, Sequence[Tape]] | None,
         script: Script,
         outbox: dict[Action, Tensors],
     ) -> None:
@@ -304,7 +294,7 @@ class Engine:
         key = cast(Key, entry.key)
         if kind in SENDS:
             sender = self._senders[entry.peer]
-            if workers is None:
+            if tapes is None:
                 sender.send_nothing()
             elif kind is Kind.SEND_ACTIVATION:
                 sender.send(key, outbox.pop(action._replace(kind=Kind.FORWARD)))
@@ -314,14 +304,14 @@ class Engine:
             self._post()  # now that the other rank has its message
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
             tensors = self._receivers[entry.peer].take(key)
-            if workers is not None and kind is Kind.RECEIVE_ACTIVATION:
+            if tapes is not None and kind is Kind.RECEIVE_ACTIVATION:
                 specs = script.inputs[k, age][m]
-                workers[k].inputs[m] = with_names(self._wire.restore(tensors, specs), spec_names(specs))
-            elif workers is not None:
+                tapes[k][m].inputs = with_names(self._wire.restore(tensors, specs), spec_names(specs))
+            elif tapes is not None:
                 assert q is not None
                 outputs = script.outputs[k, age][m]
                 gradients = self._wire.restore(tensors, carrying(outputs))
-                workers[k].messages.setdefault(m, {})[q] = unpacked(gradients, outputs)
+                tapes[k][m].messages[q] = unpacked(gradients, outputs)
 
 
 def _check_names(stage: int, made: Cotangents, specs: Specs) -> None:

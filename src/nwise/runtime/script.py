@@ -33,6 +33,7 @@ class Step:
         peer: rank at the other end of its message; -1 for other actions.
         travel: for receives the number of calls since the send.
         last: whether it is the call's last action that adds to the gradients of its stage or head.
+        continued: whether a pass on the same stage and micro-batch follows at once (`Schedule.continued`).
     """
 
     action: Action
@@ -40,6 +41,7 @@ class Step:
     peer: int = -1
     travel: int = 0
     last: bool = False
+    continued: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class ScriptWriter:
             other = action.stage + (-1 if action.kind is Kind.RECEIVE_ACTIVATION else 1)
             travel = 0 if schedule is None else schedule.travel[action]
             return Step(action, action._replace(age=0), placement[other], travel)
-        return Step(action, last=last)
+        return Step(action, last=last, continued=schedule is None or action in schedule.continued)
 
     def _all_shapes(self, digest: str, window: Sequence[tuple[Specs, ...]]) -> tuple[StageShapes, StageShapes]:
         """Return the shapes of all inputs and outputs of this rank's stages; every stage gets its own from the one before."""
