@@ -167,11 +167,12 @@ def test_slow_links_ask_for_fewer_microbatches() -> None:
     [
         (0, "`devices` should be an integer of at least 1. Found 0"),
         ([], "`devices` should contain at least one device. Found none"),
-        ([1, 0], "`speed` of a device should be a number above 0. Found 0"),
-        ([1, "fast"], "`speed` of a device should be a number above 0. Found 'fast'"),
+        ([1, 0], "`speed` of a device should be a float above 0. Found 0"),
+        ([1, "fast"], "`speed` of a device should be a float above 0. Found 'fast'"),
         ([float("inf")], "`speed` of a device should be from 1e-06 to 1e.06. Found inf"),
         ([1e-300], "`speed` of a device should be from 1e-06 to 1e.06. Found 1e-300"),
-        ([float("nan")], "`speed` of a device should be a number above 0. Found nan"),
+        ([10**400], "`speed` of a device should be a float above 0. Found 10000"),
+        ([float("nan")], "`speed` of a device should be a float above 0. Found nan"),
         ("two", "`devices` should be a number, or a list of speeds"),
     ],
 )

@@ -7,12 +7,16 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 import nwise
 from nwise.recipes import recipe
+from nwise.report.charts import gantt
 from nwise.report.display import LiveDisplay, PlainDisplay, display_for
 from nwise.report.figures import Curve, compare_figure, flow_figure
+from nwise.report.grid import Picture
+from nwise.schedule import Costs, best
 from nwise.training import Trainer
 
 
@@ -64,3 +68,17 @@ def test_compare_figure_draws_every_curve(tmp_path: Path) -> None:
     svg = (tmp_path / "compare.svg").read_text()
     for text in ("local", "end-to-end", "a title", "steps", "(paper's timing model, not measured)", "test accuracy, %"):
         assert text in svg.replace("&#x27;", "'"), text
+
+
+@pytest.mark.parametrize("name", ["rotating-2", "2-wise-delay-1", "end-to-end-delay-2"])
+def test_timeline_has_every_action_of_its_mini_batches(name: str) -> None:
+    """Regression: for rotating and delayed strategies the chart took passes through the lists for mini-batches."""
+    timed = best(nwise.strategy(name), num_stages=3, num_microbatches=1, costs=Costs(1, 0, 1, 1))
+    picture = Picture("", timed, 2)
+    bars = gantt(picture.timeline.events, "", 2)["data"]
+    by_kind = {trace["name"][0]: trace["marker"]["pattern"]["shape"] for trace in bars}
+    assert sorted(by_kind["F"]) == ["", "", "", "/", "/", "/"]
+    turns = len(timed.schedule.flows)
+    passes = [sum(timed.schedule.passes[batch % turns].values()) for batch in range(2)]
+    later = [shape for kind, shapes in by_kind.items() if kind != "F" for shape in shapes]
+    assert [later.count(""), later.count("/")] == passes

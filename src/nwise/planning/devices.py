@@ -34,14 +34,17 @@ class Device:
     def __post_init__(self) -> None:
         for name in ("speed", "memory"):
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-                raise ValueError(f"`{name}` of a device should be a number above 0. Found {value!r}.")
+            try:
+                number = 0.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+            except OverflowError:  # an integer beyond all floats
+                number = 0.0
+            if not number > 0:
+                raise ValueError(f"`{name}` of a device should be a float above 0. Found {value!r:.50}.")
+            object.__setattr__(self, name, number)  # numbers of numpy become Python's
         if not 1 / _EXTREME <= self.speed <= _EXTREME:
             raise ValueError(
                 f"`speed` of a device should be from {1 / _EXTREME:g} to {_EXTREME:g}. Found {self.speed:.3g}."
             )
-        for name in ("speed", "memory"):  # of numpy, too
-            object.__setattr__(self, name, float(getattr(self, name)))
 
 
 def as_devices(devices: int | Sequence[Any]) -> tuple[Device, ...]:

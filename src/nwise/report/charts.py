@@ -9,6 +9,7 @@ from nwise.report.display import head_name
 from nwise.report.figures import COLOURS
 from nwise.report.grid import KIND_COLOURS, KIND_NAMES
 from nwise.report.summary import AXES, Series
+from nwise.schedule.actions import Kind
 from nwise.schedule.simulate import Event
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -67,8 +68,8 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
         title: title of the time axis.
         batches: number of mini-batches.
     """
-    first = min(event.cycle for event in events)
-    shown = [e for e in events if e.cycle < first + batches and e.end > e.start]
+    first = min(event.batch for event in events if event.action.kind is Kind.FORWARD)
+    shown = [e for e in events if first <= e.batch < first + batches and e.end > e.start]
     begin = min(e.start for e in shown)
     traces = []
     for kind, name in KIND_NAMES.items():
@@ -86,7 +87,7 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
                         "color": KIND_COLOURS[kind],
                         "line": {"color": "white", "width": 0.5},
                         "pattern": {
-                            "shape": ["/" if e.cycle % 2 else "" for e in bars],
+                            "shape": ["/" if e.batch % 2 else "" for e in bars],
                             "fillmode": "overlay",
                             "fgcolor": "white",
                             "solidity": 0.25,

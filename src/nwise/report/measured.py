@@ -83,7 +83,7 @@ class Comparison:
     def _select(self, *kinds: Kind) -> list[Event]:
         zero = min(begin for record in self.ranks for _, _, begin, _ in record)
         return [
-            Event(action, step, _MS * (begin - zero), _MS * (end - zero))
+            Event(action, step, _MS * (begin - zero), _MS * (end - zero), step - action.age)
             for record in self.ranks
             for step, action, begin, end in record
             if action.kind in kinds

@@ -35,7 +35,7 @@ class Event:
     cycle: int
     start: float
     end: float
-    batch: int = 0
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)
