@@ -44,7 +44,7 @@ STRATEGIES = [
     "rotating-3",
     "rotating-2-microbatch",
 ]
-# A new strategy is tested by its examples; a matrix has a size, and strategies over time have tests of their own.
+# A new strategy is tested by its examples; a matrix has a size, and other tests check strategies over time.
 STRATEGIES += [name for name in example_names() if name not in STRATEGIES and not re.search("credit|hogwild|@", name)]
 
 

@@ -104,8 +104,8 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
     """Parse the name of a strategy.
 
     Args:
-        text: a `Strategy`, or a name that matches the `pattern` of a strategy's class; `example_names` lists one or more of each.
-            Numbers may differ: ``3-wise``, ``geometric-0.9``, ``local@20,2-wise``.
+        text: a `Strategy`, or a name that matches the `pattern` of a strategy's class; `example_names` lists at
+            least one of each. Numbers may differ: ``3-wise``, ``geometric-0.9``, ``local@20,2-wise``.
         options: keyword options of the class, such as ``heads="all"``.
 
     Raises:
@@ -133,7 +133,7 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
 
 
 def example_names() -> list[str]:
-    """Return an example name or more of every strategy, including those of custom classes.
+    """Return at least one example name of every strategy, including those of custom classes.
 
     >>> example_names()[:3]
     ['end-to-end', 'local', '2-wise']

@@ -124,7 +124,7 @@ class Geometric(Strategy):
     """Credit that fades with distance: ``C[j, k] = decay ** (j - k)`` for ``j >= k``.
 
     Args:
-        decay: weight lost per stage, above 0 and at most 1 (1 is deep supervision).
+        decay: factor per stage of distance, above 0 and at most 1 (1 is deep supervision).
     """
 
     pattern = r"geometric-(\d*\.?\d+(?:e-?\d+)?)"
