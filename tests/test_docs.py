@@ -21,6 +21,8 @@ import pytest
 import nwise
 from nwise import cli
 from nwise.cli.dispatch import parse
+from nwise.schedule.baselines import BASELINES
+from nwise.schedule.named import ORDERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "experiments").rglob("README.md")])
@@ -140,6 +142,13 @@ def test_planner_table_matches_planner_output(capsys: pytest.CaptureFixture[str]
         lines = [" ".join(re.sub(r"[│┃]", " ", line).split()) for line in capsys.readouterr().out.splitlines()]
         for row in table.strip().splitlines():
             assert " ".join(row.split()) in lines, row
+
+
+def test_manual_lists_every_order() -> None:
+    text = (ROOT / "docs" / "processes.md").read_text()
+    assert [name for name in ORDERS if f"`{name}`" not in text] == []
+    text = (ROOT / "docs" / "api" / "schedule.md").read_text()
+    assert f"knows: {', '.join(BASELINES)}." in text
 
 
 @pytest.mark.timeout(300)

@@ -268,7 +268,7 @@ def test_periods_match_hand_worked_table(name: str) -> None:
 
 
 def test_in_flight_of_the_baselines() -> None:
-    """A = 8, M = 16: GPipe 16 everywhere, 1F1B 8 down to 1, lean zero-bubble 8 everywhere, full 15."""
+    """A = 8, M = 16: GPipe 16 everywhere, 1F1B 8 down to 1, ZB-H1 8 everywhere, zero-bubble 15."""
     found = {
         name: baseline(name, num_stages=8, num_microbatches=16, costs=REAL).in_flight
         for name in ("gpipe", "1f1b", "zb-h1", "zero-bubble")

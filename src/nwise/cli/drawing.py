@@ -23,12 +23,13 @@ from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
 from nwise.report.html import check_page
 from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.baselines import BASELINES, timed_method
 from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.placement import parse_placement
 from nwise.schedule.timed import timed
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
+_METHODS = f"Strategies, or {', '.join(BASELINES)}, separated by spaces."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,7 @@ class FlowCommand:
 class ScheduleCommand:
     """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace."""
 
-    strategy: tuple[str, ...] = ("2-wise",)
-    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, interleaved-1f1b, zb-v, separated by spaces."""
+    strategy: Annotated[tuple[str, ...], tyro.conf.arg(help=_METHODS)] = ("2-wise",)
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (4,)
     """Number of stages; several for several pictures."""
     microbatches: tuple[int, ...] = (2,)
@@ -163,8 +163,7 @@ class ScheduleCommand:
 class ExploreCommand:
     """Write a page on which to explore schedules: grid, period, bound and memory by strategy, A, M, costs and latency."""
 
-    strategy: tuple[str, ...] = METHODS
-    """Strategies, or gpipe, 1f1b, zb-h1, zero-bubble, interleaved-1f1b, zb-v, separated by spaces."""
+    strategy: Annotated[tuple[str, ...], tyro.conf.arg(help=_METHODS)] = METHODS
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (2, 4, 8)
     """Numbers of stages, A."""
     microbatches: tuple[int, ...] = (1, 2, 4, 8)

@@ -20,10 +20,9 @@ from nwise.schedule.timed import Timed, check_memory
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as parse
 
-ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zero-bubble")
-# With two stages on a rank, or more.
-SEVERAL_STAGES = ("interleaved-1f1b", "zb-v")
-BASELINES = (*ONE_STAGE, *SEVERAL_STAGES)
+BASELINES = tuple(name for name, order in RULES.items() if order.baseline)
+# Those with two stages on a rank, or more.
+SEVERAL_STAGES = tuple(name for name in BASELINES if RULES[name].placement != "contiguous")
 
 
 def stages_on(devices: int, name: str) -> int:

@@ -45,6 +45,8 @@ class NamedOrder:
         placement: name of the placement that the pipeline is made for; default: contiguous.
         by_rank: the same as a function that also takes ``num_ranks`` and returns a word for every rank, for that placement and a
             multiple of the ranks as M; default: none.
+        baseline: whether it is an end-to-end pipeline that planners compare strategies with (`nwise.schedule.baselines`);
+            default: False.
         strides: strides of skewed orders that the pipeline, as a baseline, may take if they are faster; default: none.
         any_cap: whether as a baseline it may have all micro-batches in flight if that is faster; default: False.
     """
@@ -53,6 +55,7 @@ class NamedOrder:
     cap: Callable[[int], int] | None = None
     placement: str = "contiguous"
     by_rank: Callable[..., list[Word]] | None = None
+    baseline: bool = False
     strides: tuple[int, ...] = ()
     any_cap: bool = False
 
@@ -64,13 +67,15 @@ RULES: dict[str, NamedOrder] = {
     "depth-first": NamedOrder(orders.depth_first),
     "phase": NamedOrder(orders.phase),
     "skewed": NamedOrder(orders.skewed),
-    "gpipe": NamedOrder(orders.phase),
-    "1f1b": NamedOrder(orders.one_forward_one_backward),
-    "zb-h1": NamedOrder(_SPLIT, lambda stages: stages, strides=(1,)),
+    "gpipe": NamedOrder(orders.phase, baseline=True),
+    "1f1b": NamedOrder(orders.one_forward_one_backward, baseline=True),
+    "zb-h1": NamedOrder(_SPLIT, lambda stages: stages, baseline=True, strides=(1,)),
     # With F and I of one slot, stage 0 receives its first gradient after 2 A - 1 slots, which as many forwards fill.
-    "zero-bubble": NamedOrder(_SPLIT, lambda stages: 2 * stages - 1, strides=(1, 2), any_cap=True),
-    "interleaved-1f1b": NamedOrder(orders.depth_first, lambda stages: stages, "interleaved", orders.interleaved),
-    "zb-v": NamedOrder(_SPLIT, lambda stages: stages, "v"),
+    "zero-bubble": NamedOrder(_SPLIT, lambda stages: 2 * stages - 1, baseline=True, strides=(1, 2), any_cap=True),
+    "interleaved-1f1b": NamedOrder(
+        orders.depth_first, lambda stages: stages, "interleaved", orders.interleaved, baseline=True
+    ),
+    "zb-v": NamedOrder(_SPLIT, lambda stages: stages, "v", baseline=True),
 }
 ORDERS = ("best", *RULES)
 
