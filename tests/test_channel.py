@@ -182,6 +182,19 @@ def test_sender_by_default_keeps_one_cycle_and_counts_its_bytes() -> None:
         sender.send(name(0), [values[0]])
 
 
+def test_call_without_messages_goes_on_with_the_plan() -> None:
+    """It would otherwise be taken for a change of plan, which sends dummy messages."""
+    wire, sender, receiver = channel()
+    one = plan([[(1,)]], turns=3)
+    gap = MessagePlan((one.keys[0], one.keys[2]), (0, 2), one.specs[:2])
+    begin(sender, receiver, gap, 0)
+    sender.send(name(0), [torch.ones(1, dtype=torch.float64)])
+    receiver.take(name(0))
+    wire.calls.clear()
+    begin(sender, receiver, gap, 1)
+    assert wire.calls == []
+
+
 def test_no_receive_posted_ahead_on_non_cpu_device() -> None:
     """A posted receive blocks the device, as under nccl; this holds for every device but the CPU."""
     wire, sender, receiver = channel(device="meta")

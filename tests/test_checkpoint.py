@@ -140,6 +140,16 @@ def test_resume_restores_torch_rng(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_resume_drops_gradients_that_are_still_due(tmp_path: Path) -> None:
+    """They belong to steps after the checkpoint, and a drain would add them to the restored parameters."""
+    pipe = nwise.Pipeline([nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))], None, strategy="end-to-end-delay-1")
+    checkpoints = Checkpoints(tmp_path, pipe)
+    checkpoints.save()
+    pipe.step(torch.randn(4, 3), target=torch.tensor([0, 1, 2, 0]))
+    checkpoints.resume()
+    assert not pipe.drain()
+
+
 def test_async_save_writes_values_at_save_time(tmp_path: Path) -> None:
     """Regression: a background writer on a CPU wrote the values of later steps (pytorch issue 144657)."""
     pipe = pipeline((2, 2), "2-wise")

@@ -191,3 +191,20 @@ def test_gradients_for_frozen_stages_are_not_sent() -> None:
     local = find_flow(nwise.Local().credit(2), trainable=[False, True])
     assert local.heads == (0, 1)  # the head of a frozen stage still learns
     assert not local.stages[0].own
+
+
+def test_no_message_is_multiplied_until_digits_are_lost() -> None:
+    """Column 2 is -4095 times column 0 plus 4096 times column 1, exactly; in float32 that would lose half the digits."""
+    matrix = np.zeros((5, 5))
+    matrix[3, :3], matrix[4, :3] = 1, (1, 1 + 2**-12, 2)
+    flow = find_flow(torch.from_numpy(matrix))
+    assert max(abs(w) for stage in flow.stages if stage.weights for w in stage.weights.received) <= 2
+
+
+def test_of_as_few_messages_the_mixtures_share_more_passes() -> None:
+    """Mixtures up to boundary 3 let stage 3 make its weights and a message in one pass; single losses would cost a pass more."""
+    matrix = np.zeros((5, 5))
+    matrix[0, 0], matrix[1, 0], matrix[2, 2] = 1, -1, -1
+    matrix[3, :4], matrix[4, :4] = (-1, 1, 1, -1), (2, 0, 0, 0.5)
+    flow = find_flow(torch.from_numpy(matrix))
+    assert (sum(flow.messages), sum(stage.passes for stage in flow.stages)) == (6, 9)

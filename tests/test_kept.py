@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -135,3 +136,53 @@ def test_second_message_after_a_kept_one_leaves_its_cotangents_alone() -> None:
     for name, parameter in pipe.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, expected[name], rtol=1e-12, atol=1e-14), name
+
+
+def test_an_output_given_twice_is_finished() -> None:
+    """Two walks to one parameter would fail: the first frees the graph that the second needs."""
+    v = torch.ones(2, requires_grad=True)
+    y = v.exp()
+    with keep([y, y], [torch.ones(2), torch.ones(2)], [], [v]) as kept:
+        pass
+    assert kept is None
+
+
+def test_a_parameter_before_and_beside_the_inputs_is_not_split() -> None:
+    """It is reached from an output without inputs, and branches off on the way to one: again two walks through one graph."""
+    x, v = (torch.ones(2, requires_grad=True) for _ in range(2))
+    scale, ones = v.exp(), [torch.ones(2), torch.ones(2)]
+    outputs = [x * scale, scale]
+    with keep(outputs, ones, [x], [v]) as kept:
+        torch.autograd.backward(outputs, ones, inputs=[x], retain_graph=True)
+    assert kept is None
+
+
+def test_second_output_of_a_node_keeps_its_own_seed() -> None:
+    v = torch.ones(2, requires_grad=True)
+    with keep([v.exp().unbind()[1]], [torch.tensor(3.0)], [], [v]) as kept:
+        pass
+    assert kept is not None
+    finish(kept)
+    assert torch.equal(v.grad, torch.tensor([0.0, 3.0]) * v.detach().exp())  # type: ignore[arg-type]
+
+
+def test_a_cotangent_kept_for_two_layers_has_its_size_once() -> None:
+    x, v, w = (torch.ones(2, requires_grad=True) for _ in range(3))
+    y, one = (x + v) + w, torch.ones(2)
+    with keep([y], [one], [x], [v, w]) as kept:
+        torch.autograd.backward(y, one, inputs=[x], retain_graph=True)
+    assert kept is not None
+    assert (len(kept.parts), kept.num_bytes) == (2, one.nbytes)
+
+
+def test_nothing_is_kept_of_later_passes() -> None:
+    """A hook left on the graph would hold the cotangents of the next message until the last pass."""
+    x, w = (torch.ones(2, requires_grad=True) for _ in range(2))
+    y = x * w
+    with keep([y], [torch.ones(2)], [x], [w]):
+        torch.autograd.backward(y, torch.ones(2), inputs=[x], retain_graph=True)
+    later = torch.full((2,), 3.0)
+    y.backward(later, inputs=[x], retain_graph=True)
+    alive = weakref.ref(later)
+    del later
+    assert alive() is None

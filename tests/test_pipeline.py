@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import nwise
 from nets import Net, perceptron, tokens
 from nwise.losses import TokenCrossEntropy
-from nwise.microbatch import Terms
+from nwise.microbatch import Batch, Terms
+from nwise.schedule.actions import Action
 from test_contract import assert_same, gradients, pipeline
 
 cross_entropy = nn.functional.cross_entropy
@@ -100,6 +101,12 @@ def test_losses_are_nan_where_a_head_did_not_run() -> None:
     x, y = net.draw(6)
     for strategy, dead in (("3-wise", 2), ("end-to-end", 3), ("local", 0)):
         assert pipeline(net, strategy).step(x, target=y).isnan().tolist() == [True] * dead + [False] * (4 - dead)
+
+
+def test_losses_are_means_over_the_micro_batches_that_had_one() -> None:
+    batch = Batch([], [], [[0.25]] * 4, seed=0)
+    batch.losses.update({(0, 0): torch.tensor(2.0), (0, 3): torch.tensor(4.0)})
+    assert batch.mean_losses(2)[0] == 3.0
 
 
 def test_losses_record_which_heads_ran() -> None:
@@ -371,6 +378,26 @@ def test_autocast_gradients_are_close_to_float32(strategy: str, recompute: bool)
         torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.01, msg=name)
 
 
+def test_passes_of_a_layer_without_autocast_run_without_it() -> None:
+    """A stage that turns autocast off for its forward had its gradients computed in bfloat16 if the passes ran under it."""
+
+    class Exact(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    stages = [Exact(3, 3), Exact(3, 3)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "end-to-end")
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            pipe.step(x, target=y)
+        found.append(gradients(pipe))
+        pipe.zero_grad()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 class Counting(nn.Module):
     """Dropout, batch statistics and a count of forwards, so that a second forward would show."""
 
@@ -422,6 +449,51 @@ def test_recomputation_runs_when_others_have_run_and_changes_nothing(strategy: s
     for a, b in zip(plain.buffers(), again.buffers(), strict=True):
         assert torch.equal(a, b)
     assert [stage.forwards for stage in stages] == [5 * 2 * (1 + more) for more in reruns]
+
+
+class Warming(nn.Module):
+    """A layer that grows with every forward, so a forward that is run again must see the old count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        forwards: Tensor = self.forwards.add_(1)  # type: ignore[operator]
+        y: Tensor = self.linear(x) * forwards.clone()
+        return y
+
+
+def test_every_forward_of_a_micro_batch_sees_the_same_buffers() -> None:
+    """Stage 1 of 3-wise runs three times (see above); the second must not change the buffers of the third."""
+    stages = [Warming() for _ in range(4)]
+    x, y = torch.randn(6, 5), torch.randint(0, 5, (6,))
+    found = []
+    for recompute in (False, True):
+        heads = [nn.Identity() for _ in range(3)]
+        pipe = nwise.Pipeline(copy.deepcopy(stages), heads, cross_entropy, "3-wise", recompute=recompute)
+        pipe.step(x, target=y)
+        found.append([p.grad for p in pipe.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["2-wise", "4-wise-mean"])
+def test_recomputation_keeps_no_outputs_without_their_graph(strategy: str) -> None:
+    """Only the head needs them; a forward that runs again makes new ones."""
+    stages, heads = [nn.Linear(5, 5) for _ in range(4)], [nn.Linear(5, 5) for _ in range(3)]
+    pipe = nwise.Pipeline(stages, heads, cross_entropy, strategy, 2, recompute=True)
+    kept: list[bool] = []
+
+    def look(action: Action) -> None:
+        assert pipe._engine is not None
+        tapes = pipe._engine._tapes[0][action.stage]
+        kept.append(any(tape.outputs and not tape.has_graph and not tape.head_left for tape in tapes))
+
+    pipe.on_action = look
+    pipe.step(torch.randn(6, 5), target=torch.randint(0, 5, (6,)))
+    assert kept
+    assert not any(kept)
 
 
 def gradients_of(net: Net, strategy: str, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -763,6 +835,17 @@ def test_invalid_step_inputs_and_outputs_raise(
     pipe = nwise.Pipeline(stages, **{"heads": [nn.Linear(3, 3)], **options})
     with pytest.raises(error, match=message):
         pipe.step(inputs, target=target)
+
+
+def test_error_after_an_in_place_change_is_the_modules_own() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            raise KeyError("mine")
+
+    pipe = nwise.Pipeline([Broken(), nn.Linear(3, 3)], None, strategy="end-to-end")
+    with pytest.raises(KeyError, match="mine"):
+        pipe.step(torch.randn(4, 3), target=torch.tensor([0, 1, 2, 0]))
 
 
 def test_inputs_of_different_lengths_are_refused() -> None:

@@ -50,6 +50,15 @@ def test_missing_head_raises() -> None:
         bare.step(X, target=Y)
 
 
+def test_removed_head_raises_at_the_next_step() -> None:
+    """The schedule of the step before fits, but the loss would get the stage's own output."""
+    pipe = three("2-wise-mean")
+    pipe.step(X, target=Y)
+    del pipe.heads["0"]
+    with pytest.raises(ValueError, match="head"):
+        pipe.step(X, target=Y)
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_deepcopy_of_compiled_pipeline_is_independent() -> None:
     """Regression: the compiled call of a copied `nn.Sequential` still used the original's parameters."""
@@ -117,6 +126,17 @@ def test_hogwild_thawed_stage_becomes_stale() -> None:
     pipe.stages[0].requires_grad_(False)
     pipe.step(X, target=Y)
     assert all(p.grad is None for p in pipe.stages[0].parameters())
+
+
+def test_hogwild_frozen_parameter_gets_no_late_gradient() -> None:
+    """Its forward came before it was frozen, so the version of that forward still has a gradient."""
+    pipe = three("hogwild", heads=False)
+    train(pipe, 4)
+    weight, bias = pipe.stages[0].parameters()
+    weight.requires_grad_(False)
+    pipe.step(X, target=Y)
+    assert weight.grad is None
+    assert bias.grad is not None
 
 
 def test_hogwild_replaced_stage_has_no_history() -> None:
