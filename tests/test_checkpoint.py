@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 import nwise
 from launch import results
 from nwise.models.chain import Chain
-from nwise.training import Checkpoints, DamagedError, Resumed
+from nwise.training import CheckpointPolicy, Checkpoints, DamagedError, Resumed
 from nwise.training.checkpoint import files
+from nwise.training.checkpoint.policy import Saver
 from ranks import mesh_resume
 from ranks.common import batches, make_optimizer
 from ranks.resume import WIDTH, main, pipeline
@@ -349,6 +351,25 @@ def test_save_after_failed_async_save_warns_and_writes(tmp_path: Path, monkeypat
         checkpoints.save()
     checkpoints.wait()
     assert checkpoints.newest() is not None
+
+
+def test_checkpoint_that_failed_in_the_background_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step's checkpoint counted as written although its background write had failed."""
+    phase: Any = Mock(optimizer=None)
+    phase.rate.state.return_value = {}
+    policy = CheckpointPolicy(checkpoint_async=True)
+    saver = Saver(tmp_path, pipeline((2, 2), "2-wise"), policy, dict)
+    saver.phase = phase
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.warns(UserWarning, match="No space left"):
+        saver.save(wait=True)
+    monkeypatch.undo()
+    assert "No space left" in saver.unwritten
+    saver.save(wait=True)
+    assert saver.unwritten == ""
+    assert Checkpoints(tmp_path, pipeline((2, 2), "2-wise")).newest() is not None
 
 
 def test_save_facts_not_json_serializable_raises(tmp_path: Path) -> None:

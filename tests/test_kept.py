@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +187,35 @@ def test_nothing_is_kept_of_later_passes() -> None:
     alive = weakref.ref(later)
     del later
     assert alive() is None
+
+
+class Stop(torch.autograd.Function):
+    """Ends the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+class Stopped(nn.Module):
+    """A layer behind a function whose backward returns None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Stop.apply(self.layer(x))  # type: ignore[no-untyped-call]
+
+
+def test_function_without_a_gradient_keeps_nothing() -> None:
+    """Regression: I and W of a stage with parameters behind such a function raised IndexError, while B did not."""
+    schedule = make_schedule("", flows_for(nwise.EndToEnd(), 3, 1), partial(phase, fuse=False))
+    stages = [nn.Linear(3, 3), Stopped(), nn.Linear(3, 3)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "end-to-end", schedule=schedule)
+    pipe.step(torch.randn(2, 3), target=torch.randn(2, 3))
+    assert [all(p.grad is None for p in stage.parameters()) for stage in stages] == [True, True, False]

@@ -35,9 +35,10 @@ class Kept:
         self.parts: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
 
     def add(self, node: Node, gradients: Gradients, learns: list[Tensor]) -> None:
-        """Add the cotangents of a node's outputs."""
+        """Add the cotangents of a node's outputs; a custom function's backward may return none, which stands for zeros."""
         edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
-        self.parts.append((edges, [g for g in gradients if g is not None], learns))
+        if edges:
+            self.parts.append((edges, [g for g in gradients if g is not None], learns))
 
     @property
     def num_bytes(self) -> int:
