@@ -311,11 +311,11 @@ def samples_per_second(
         numbers.shuffle(order)
         for cell in order:
             synchronize(config.device)
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             steps[cell].step()
             synchronize(config.device)
             if number:
-                rates[cell].append(config.batch_size / (time.perf_counter() - began))
+                rates[cell].append(config.batch_size / (time.perf_counter() - start_time))
     return rates
 
 

@@ -32,13 +32,13 @@ STEPS = 6
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """One batch, used again and again."""
+    """Draw one batch, used again and again."""
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def ours(model: models.StagedModel, strategy: str, m: int, schedule: str | None) -> Callable[[], None]:
-    """A training step of nwise."""
+    """Return a training step of nwise."""
     stages, heads = copy.deepcopy(model.stages), copy.deepcopy(model.heads)
     placement = "v" if schedule == "zb-v" else "contiguous"
     pipe = nwise.Pipeline(
@@ -58,7 +58,7 @@ def ours(model: models.StagedModel, strategy: str, m: int, schedule: str | None)
 def torchs(
     model: models.StagedModel, rank: int, m: int, kind: type[ScheduleGPipe | Schedule1F1B]
 ) -> Callable[[], None]:
-    """A training step of torch.distributed.pipelining."""
+    """Return a training step of torch.distributed.pipelining."""
     module = copy.deepcopy(model.stages[rank])
     schedule = kind(PipelineStage(module, rank, 2, torch.device("cpu")), m, loss_fn=TokenCrossEntropy())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -78,7 +78,7 @@ def torchs(
 def torchs_split(
     model: models.StagedModel, rank: int, m: int, kind: type[ScheduleZBVZeroBubble | ScheduleInterleavedZeroBubble]
 ) -> Callable[[], None]:
-    """A training step of torch's zero-bubble pipelines, with two stages on a rank."""
+    """Return a training step of torch's zero-bubble pipelines, with two stages on a rank."""
     indices = ((0, 3) if rank == 0 else (1, 2)) if kind is ScheduleZBVZeroBubble else (rank, rank + 2)
     modules = [copy.deepcopy(model.stages[index]) for index in indices]
     stages = [
@@ -100,7 +100,7 @@ def torchs_split(
 
 
 def main(rounds: int) -> None:
-    """All methods in turn; a JSON line for each and every round."""
+    """Time all methods in turn and print a JSON line for each and every round."""
     torch.set_num_threads(1)
     world = World(2)
     model, halves = models.gpt(2, 6, 256, 4, LENGTH, VOCABULARY), models.gpt(4, 3, 256, 4, LENGTH, VOCABULARY)
@@ -120,11 +120,11 @@ def main(rounds: int) -> None:
     for number in range(-1, rounds):  # the first round warms up
         for (library, method, m), step in steps.items():
             torch.distributed.barrier()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             for _ in range(STEPS):
                 step()
             torch.distributed.barrier()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
             if world.rank == 0 and number >= 0:
                 record = {"library": library, "method": method, "microbatches": m, "round": number}
                 print(json.dumps({**record, "samples_per_second": BATCH * STEPS / seconds}), flush=True)

@@ -115,12 +115,12 @@ def agreement(model: LlamaForCausalLM, batch: Tensor) -> list[dict[str, float]]:
 
 def generated(model: LlamaForCausalLM, prompts: list[Tensor], count: int, **options: Any) -> tuple[list[Tensor], float]:
     """Return the greedy continuations, and the tokens per second."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     outputs = [
         model.generate(prompt[None], max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
         for prompt in prompts
     ]
-    return outputs, count * len(prompts) / (time.perf_counter() - began)
+    return outputs, count * len(prompts) / (time.perf_counter() - start_time)
 
 
 def measure(prompts: int = 6, count: int = 128, rounds: int = 3, threads: int = 2) -> None:
