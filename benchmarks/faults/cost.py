@@ -48,7 +48,7 @@ class Bench:
         }
 
     def steps(self, variant: str, count: int) -> float:
-        """Run so many steps and return the milliseconds of each."""
+        """Run so many steps and return their mean milliseconds."""
         checkpoints = self.checkpoints.get(variant)
         start_time = time.perf_counter()
         for step in range(1, count + 1):
