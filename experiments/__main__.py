@@ -106,7 +106,7 @@ class Reproduce:
 
 
 def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
-    """Return whether an experiment has any of the cells of a job, and run them; alone it should."""
+    """Run an experiment's cells of a job and return whether it has any; alone it should."""
     try:
         experiment(name).check(job)
         experiment(name).reproduce(job)

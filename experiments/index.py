@@ -21,7 +21,7 @@ def _import_experiments() -> list[Experiment]:
         path.parent.name for path in Path(__file__).parent.glob("*/experiment.py") if path.parent.name != "harness"
     ]
     experiments: list[Experiment] = [import_module(f"experiments.{name}.experiment").EXPERIMENT for name in names]
-    return sorted(experiments, key=lambda one: (isinstance(one, Trained), one.of != one.name, one.name))
+    return sorted(experiments, key=lambda one: (isinstance(one, Trained), one.owner != one.name, one.name))
 
 
 # In the order in which they are run.

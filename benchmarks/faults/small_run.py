@@ -1,7 +1,4 @@
-"""One rank of a small training run on random images, which continues when torchrun starts it again.
-
-python -m torch.distributed.run --nproc-per-node 4 --max-restarts 3 benchmarks/faults/ranks.py RUNS STEPS EVERY
-"""
+"""One rank of a small training run on random images, which continues when torchrun starts it again; for `kills.py`."""
 
 from __future__ import annotations
 

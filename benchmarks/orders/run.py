@@ -55,14 +55,14 @@ def equal() -> list[dict[str, Any]]:
             "nearest first": partial(depth_first, fuse=False),
         }
         free = {"nearest first": Free(m)}
-        gaps = {
+        periods = {
             name: timed(make_schedule(name, flows, rule, costs=costs, free=free.get(name)), costs).period
             for name, rule in rules.items()
         }
-        gaps = {name: round(gap, 9) for name, gap in {**gaps, "best": fastest.period}.items()}
+        periods = {name: round(period, 9) for name, period in {**periods, "best": fastest.period}.items()}
         rows.append({
             "A": a, "N": n, "M": m, "head": head, "chain_share": share, "regime": regime(a, n), "order": fastest.order,
-            "lower_bound": round(fastest.lower_bound, 9), "in_flight": max(fastest.in_flight), "periods": gaps,
+            "lower_bound": round(fastest.lower_bound, 9), "in_flight": max(fastest.in_flight), "periods": periods,
         })  # fmt: skip
     return rows
 

@@ -55,5 +55,5 @@ EXPERIMENT = Trained(
     "E3, the accuracy of every head",
     Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
     [Result(6, "figure: accuracy of every head (E3)", "figure 6")],
-    of="e2",
+    owner="e2",
 )

@@ -62,5 +62,5 @@ EXPERIMENT = Trained(
     "E5, ensembles of the top heads",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
     [Result(13, "table: ensembles (E5)", "table 13")],
-    of="e2",
+    owner="e2",
 )

@@ -61,5 +61,5 @@ EXPERIMENT = Trained(
     "E7, Hogwild on Transformers",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.EXPERIMENT.parts.seeds),
     [Result(14, "table: Hogwild (E7)", "table 14")],
-    of="e6",
+    owner="e6",
 )

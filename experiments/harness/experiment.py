@@ -81,7 +81,7 @@ class Experiment(ABC):
         name: of its folder.
         title: what it is about.
         results: its rows of the index.
-        of: the experiment whose runs it looks at; its own by default.
+        owner: name of the experiment that owns its runs; default: its own.
         waiting: its rows for which there may be no data.
         sizes: the sizes that it has.
     """
@@ -92,12 +92,12 @@ class Experiment(ABC):
         title: str,
         results: Sequence[Result],
         *,
-        of: str | None = None,
+        owner: str | None = None,
         waiting: Sequence[Waiting] = (),
         sizes: Sequence[Size] = ("small", "full"),
     ) -> None:
         self.name, self.title, self.results = name, title, tuple(results)
-        self.of, self.waiting, self.sizes = of or name, tuple(waiting), tuple(sizes)
+        self.owner, self.waiting, self.sizes = owner or name, tuple(waiting), tuple(sizes)
 
     def check(self, job: Job) -> None:
         """Raise `NothingMatches` if the experiment lacks the size."""

@@ -61,7 +61,7 @@ class Trained(Experiment):
 
     def store(self, job: Job) -> Store:
         """Return the store of the records."""
-        return Store(job.folder / self.of / f"{job.size}.jsonl")
+        return Store(job.folder / self.owner / f"{job.size}.jsonl")
 
     def reproduce(self, job: Job) -> None:
         """Run the cells that have no record, then write."""
