@@ -74,24 +74,24 @@ class Reproduce:
             only=self.only,
             redraw=self.redraw,
             workers=self.workers or (1 if torch.cuda.is_available() else num_cores()),
-            told=display.told,
-            began=display.began,
-            skipped=display.skipped,
+            on_progress=display.show_progress,
+            on_begin=display.begin,
+            on_skip=display.report_skip,
         )
         try:
             with display.progress:
-                ran = [name for name in names if _reproduce(name, job, alone=len(names) == 1)]
+                matches = [name for name in names if _reproduce(name, job, alone=len(names) == 1)]
         except KeyboardInterrupt:
             Console(stderr=True).print(
                 f"Interrupted. The records so far are in {self.folder}; the same command continues."
             )
             return INTERRUPTED
-        if not ran:
+        if not matches:
             raise NothingMatches(
                 f"`only` should be part of the name of a cell. Found {self.only}, which is part of none."
             )
         write_index(self.folder)
-        claims = [(name, claim) for name in ran for claim in experiment(name).claims(job)]
+        claims = [(name, claim) for name in matches for claim in experiment(name).claims(job)]
         if self.json:
             print_json({"claims": [{"experiment": name, **dataclasses.asdict(claim)} for name, claim in claims]})
         else:
@@ -106,7 +106,7 @@ class Reproduce:
 
 
 def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
-    """Whether it has any of the cells that are asked for; alone it should."""
+    """Run an experiment's cells of a job and return whether it has any; alone it should."""
     try:
         experiment(name).check(job)
         experiment(name).reproduce(job)
@@ -148,24 +148,24 @@ class _Display:
         self._console = console
         self._all: TaskID | None = None
         self._missing = self._done = 0
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         self._running: dict[str, TaskID] = {}
 
-    def began(self, title: str, cells: int, missing: int) -> None:
-        """A new experiment."""
-        self._missing, self._done, self._began = missing, 0, time.perf_counter()
+    def begin(self, title: str, cells: int, missing: int) -> None:
+        """Begin the display of an experiment."""
+        self._missing, self._done, self._start_time = missing, 0, time.perf_counter()
         note = f"{title}: {cells} cells" + (f", {cells - missing} of them recorded before" if missing < cells else "")
         if self._plain:
             self._console.print(note, soft_wrap=True, highlight=False)
         if missing:
             self._all = self.progress.add_task(title, total=missing)
 
-    def skipped(self, why: str) -> None:
-        """What cannot be run."""
+    def report_skip(self, why: str) -> None:
+        """Print why some cells cannot be run."""
         Console(stderr=True).print(f"nwise reproduce: {why}", soft_wrap=True, highlight=False, markup=False)
 
-    def told(self, name: str, done: int, total: int) -> None:
-        """How far a cell is."""
+    def show_progress(self, name: str, done: int, total: int) -> None:
+        """Show the progress of a cell."""
         if name not in self._running:
             self._running[name] = self.progress.add_task(f"  {name}", total=total)
         self.progress.update(self._running[name], completed=done, total=total)
@@ -175,7 +175,7 @@ class _Display:
             if self._all is not None:
                 self.progress.update(self._all, completed=self._done)
             if self._plain:
-                seconds = time.perf_counter() - self._began
+                seconds = time.perf_counter() - self._start_time
                 left = seconds / self._done * (self._missing - self._done)
                 line = f"  {self._done}/{self._missing} {name}; {left / 60:.0f} minutes left"
                 self._console.print(line, soft_wrap=True, highlight=False)

@@ -15,21 +15,21 @@ from experiments.pictures import PICTURES
 from nwise._errors import hint
 
 
-def _in_folders() -> list[Experiment]:
+def _import_experiments() -> list[Experiment]:
     """Import `EXPERIMENT` of every folder beside this file: the timing model first, experiments that reuse others' runs last."""
     names = [
         path.parent.name for path in Path(__file__).parent.glob("*/experiment.py") if path.parent.name != "harness"
     ]
-    found: list[Experiment] = [import_module(f"experiments.{name}.experiment").EXPERIMENT for name in names]
-    return sorted(found, key=lambda one: (isinstance(one, Trained), one.of != one.name, one.name))
+    experiments: list[Experiment] = [import_module(f"experiments.{name}.experiment").EXPERIMENT for name in names]
+    return sorted(experiments, key=lambda one: (isinstance(one, Trained), one.owner != one.name, one.name))
 
 
 # In the order in which they are run.
-EXPERIMENTS = {one.name: one for one in (*PICTURES, *_in_folders())}
+EXPERIMENTS = {one.name: one for one in (*PICTURES, *_import_experiments())}
 
 
 def experiment(name: str) -> Experiment:
-    """The experiment of a name.
+    """Return the experiment of a name.
 
     >>> experiment("e1").title
     'E1, accuracy against the number of stages'
@@ -42,7 +42,7 @@ def experiment(name: str) -> Experiment:
 
 
 def verdict(claims: list[Claim]) -> str:
-    """How many claims hold.
+    """Return how many claims hold, as text.
 
     >>> verdict([])
     'no claims yet'
@@ -51,11 +51,11 @@ def verdict(claims: list[Claim]) -> str:
         return "no claims yet"
     counts = Counter(claim.verdict for claim in claims)
     tested = len(claims) - counts["exact"]
-    said = [f"{counts['holds']} of {tested} claims hold"] if tested else []
+    parts = [f"{counts['holds']} of {tested} claims hold"] if tested else []
     if counts["does not hold"]:
-        said.append(f"{counts['does not hold']} {'does' if counts['does not hold'] == 1 else 'do'} not")
-    said += [f"{counts[kind]} {kind}" for kind in ("undecided", "exact") if counts[kind]]
-    return ", ".join(said)
+        parts.append(f"{counts['does not hold']} {'does' if counts['does not hold'] == 1 else 'do'} not")
+    parts += [f"{counts[kind]} {kind}" for kind in ("undecided", "exact") if counts[kind]]
+    return ", ".join(parts)
 
 
 _BEGIN, _END = "<!-- the index: written by nwise reproduce -->", "<!-- end of the index -->"
@@ -76,15 +76,15 @@ def write_index(folder: Path) -> None:
 
 
 def table(folder: Path) -> str:
-    """As Markdown: every result, its status, its verdict."""
+    """Return a table in Markdown: every result, its status, its verdict."""
     jobs = [(one, Job(folder=folder, size=size)) for one in EXPERIMENTS.values() for size in one.sizes]
-    found = {(one.name, job.size): (one.progress(job), one.claims(job)) for one, job in jobs}
+    states = {(one.name, job.size): (one.progress(job), one.claims(job)) for one, job in jobs}
     rows: list[tuple[object, ...]] = []
     results = [(result, one.name) for one in EXPERIMENTS.values() for result in one.results]
     for result, name in sorted(results, key=lambda pair: pair[0].number or 99):
         status, verdicts = [], []
         for size in EXPERIMENTS[name].sizes:
-            (done, total), claims = found[name, size]
+            (done, total), claims = states[name, size]
             if done:
                 status.append(size if done == total else f"{size} ({done} of {total} runs)")
                 verdicts.append(f"{size}: {verdict([c for c in claims if c.source.startswith(result.source)])}")
@@ -94,6 +94,6 @@ def table(folder: Path) -> str:
         for waiting in one.waiting:
             records = Store(folder / one.name / "full.jsonl").read()
             runs = sum(record["config"]["data"].get("source") in waiting.sources for record in records)
-            said = (f"full: {runs} runs", "see full") if runs else ("not run: no data", "–")
-            rows.append((waiting.numbers, waiting.what, f"[{one.name}]({one.name}/)", *said))
+            outcome = (f"full: {runs} runs", "see full") if runs else ("not run: no data", "–")
+            rows.append((waiting.numbers, waiting.what, f"[{one.name}]({one.name}/)", *outcome))
     return markdown.table(("", "result", "experiment", "status", "verdict"), rows)

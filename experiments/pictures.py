@@ -26,13 +26,13 @@ _SLOTS = {"end-to-end": 8, "hogwild": 2, "1-wise": 2, "2-wise": 4, "3-wise": 6}
 
 
 class Drawn(Experiment):
-    """A figure, and what can be counted in it."""
+    """A figure, and claims about numbers that are counted in it."""
 
     def __init__(
-        self, name: str, title: str, result: Result, draw: Callable[[Path], None], found: Callable[[], list[Claim]]
+        self, name: str, title: str, result: Result, draw: Callable[[Path], None], count: Callable[[], list[Claim]]
     ) -> None:
         super().__init__(name, title, [result])
-        self._draw, self._found = draw, found
+        self._draw, self._count = draw, count
 
     def reproduce(self, job: Job) -> None:
         if job.only:
@@ -40,17 +40,17 @@ class Drawn(Experiment):
         folder = job.folder / self.name
         folder.mkdir(parents=True, exist_ok=True)
         self._draw(folder / "figure.png")
-        self.document(job, f"![{self.title}](figure.png)\n\n{claiming.table(self._found())}")
+        self.document(job, f"![{self.title}](figure.png)\n\n{claiming.table(self._count())}")
 
     def progress(self, job: Job) -> tuple[int, int]:
         return int(self.page(job).exists()), 1
 
     def claims(self, job: Job) -> list[Claim]:
-        return self._found() if self.page(job).exists() else []
+        return self._count() if self.page(job).exists() else []
 
 
 def staleness(num_stages: int) -> list[int]:
-    """Updates between forward and update of each stage, as Hogwild really runs, once the grid is steady."""
+    """Return the updates between forward and update of each stage, as Hogwild really runs, once the grid is steady."""
     stages = [nn.Linear(2, 2) for _ in range(num_stages)]
     pipe = Pipeline(stages, [None] * (num_stages - 1), nn.functional.mse_loss, Hogwild())
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
@@ -62,21 +62,21 @@ def staleness(num_stages: int) -> list[int]:
 
 
 def _stale(num_stages: int = 4) -> list[Claim]:
-    found = []
+    claims = []
     for k, age in enumerate(staleness(num_stages)):
         text = f"Hogwild: the gradients of stage {k} of {num_stages} are {num_stages - 1 - k} updates old"
         wanted = num_stages - 1 - k
-        found.append(exact(text, "figure 1", age, holds=age == wanted, wanted=f"{wanted}", unit="updates"))
-    return found
+        claims.append(exact(text, "figure 1", age, holds=age == wanted, wanted=f"{wanted}", unit="updates"))
+    return claims
 
 
 def _flows() -> list[Claim]:
-    found = []
+    claims = []
     for n in (1, 2, 3):
         crossing = max(len(stage.messages) for stage in find_flow(NWise(n).credit(4)).stages)
         text = f"{n}-wise: {n - 1} gradient messages cross a boundary at most, four stages"
-        found.append(exact(text, "figure 2", crossing, holds=crossing == n - 1, wanted=f"{n - 1}", unit="messages"))
-    return found
+        claims.append(exact(text, "figure 2", crossing, holds=crossing == n - 1, wanted=f"{n - 1}", unit="messages"))
+    return claims
 
 
 def _picture(name: str, num_stages: int, m: int, batches: int) -> Picture:
@@ -85,24 +85,24 @@ def _picture(name: str, num_stages: int, m: int, batches: int) -> Picture:
 
 
 def _grid() -> list[Claim]:
-    found = []
+    claims = []
     for name, slots in _SLOTS.items():
         period = steady(name, 4)
         text = f"{name}: {slots} slots a batch, four stages"
-        found.append(exact(text, "figure 3", period, holds=period == slots, wanted=f"{slots}", unit="slots"))
-    return found
+        claims.append(exact(text, "figure 3", period, holds=period == slots, wanted=f"{slots}", unit="slots"))
+    return claims
 
 
 def _microbatch_grids() -> list[Claim]:
-    found = []
+    claims = []
     for name, n in (("gpipe", 6), ("3-wise", 3)):
         timed = timed_method(name, num_stages=6, num_microbatches=4, costs=PAPER)
         wanted = paper_time(6, 4, n)
         text = f"{name}, M = 4, six stages: the formula's {wanted} slots"
-        found.append(
+        claims.append(
             exact(text, "figure 9", timed.period, holds=timed.period == wanted, wanted=f"{wanted}", unit="slots")
         )
-    return found
+    return claims
 
 
 STALE = Drawn(

@@ -44,7 +44,7 @@ def test_rates_are_those_that_the_search_chose() -> None:
     from experiments.rates import experiment as search
 
     runs = search.EXPERIMENT.all_runs(Job(folder=FOLDER, size="medium"))
-    assert search.chosen(runs[0]) == RATES
+    assert search.best_rates(runs[0]) == RATES
     assert all(len(rates_tried(one)) == 5 for one in ARMS)
 
 

@@ -29,7 +29,7 @@ from experiments.e2 import experiment as e2
 from experiments.e4 import experiment as e4
 from experiments.e6 import experiment as e6
 from experiments.harness import pool
-from experiments.harness.cell import Cell, Record, cell_of, measure
+from experiments.harness.cell import Cell, Record, measure, read_cell
 from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater
 from experiments.harness.clock import network_costs, step_time, work
 from experiments.harness.experiment import SIZES, Job
@@ -82,11 +82,11 @@ def test_measure_rejects_run_within_warm_up() -> None:
 
 def test_cells_are_deterministic_across_processes() -> None:
     cells = [tiny("1-wise"), tiny("2-wise"), tiny("2-wise", seed=1)]
-    told: list[tuple[str, int, int]] = []
-    first = {cell.name: record for cell, record in run_cells(cells, 1, lambda *news: told.append(news))}
+    progress: list[tuple[str, int, int]] = []
+    first = {cell.name: record for cell, record in run_cells(cells, 1, lambda *news: progress.append(news))}
     second = {cell.name: record for cell, record in run_cells(cells, 2, lambda *news: None)}
     assert {name: numbers(r) for name, r in first.items()} == {name: numbers(r) for name, r in second.items()}
-    assert [news for news in told if news[1] == news[2]] == [(cell.name, 6, 6) for cell in cells]
+    assert [news for news in progress if news[1] == news[2]] == [(cell.name, 6, 6) for cell in cells]
     assert len({json.dumps(numbers(r)["tests"]) for r in first.values()}) == 3
 
 
@@ -149,13 +149,13 @@ def test_record_matches_trainer_scores() -> None:
 def test_record_matches_cell_by_configuration() -> None:
     cell = tiny("2-wise")
     record = {"method": "2-wise", "part": "", "config": json.loads(json.dumps(to_json(cell.recipe)))}
-    assert cell_of(record) == cell
-    assert cell_of(record) != tiny("2-wise", seed=1)
-    assert cell_of({**record, "part": "grid"}) == dataclasses.replace(cell, part="grid")
-    assert cell_of({**record, "config": {**record["config"], "batch_size": 17}}) != cell
-    assert cell_of({**record, "config": {"type": "Recipe", "what": 1}}) is None, "of another version"
+    assert read_cell(record) == cell
+    assert read_cell(record) != tiny("2-wise", seed=1)
+    assert read_cell({**record, "part": "grid"}) == dataclasses.replace(cell, part="grid")
+    assert read_cell({**record, "config": {**record["config"], "batch_size": 17}}) != cell
+    assert read_cell({**record, "config": {"type": "Recipe", "what": 1}}) is None, "of another version"
     without = {key: value for key, value in record["config"].items() if key != "channels_last"}
-    assert cell_of({**record, "config": without}) == cell, "an option that is new has its default in old records"
+    assert read_cell({**record, "config": without}) == cell, "an option that is new has its default in old records"
 
 
 # Records
@@ -180,7 +180,7 @@ def test_store_drops_truncated_last_line(tmp_path: Path) -> None:
 
 def test_recorded_cells_are_not_run_again(tmp_path: Path) -> None:
     ran: list[str] = []
-    began: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
 
     def claims(runs: Runs) -> list[Claim]:
         better, worse = (runs.scores(accuracy, method) for method in ("2-wise", "1-wise"))
@@ -195,26 +195,26 @@ def test_recorded_cells_are_not_run_again(tmp_path: Path) -> None:
     experiment = Trained("tiny", "Tiny", parts, [])
     job = Job(
         folder=tmp_path,
-        told=lambda name, done, total: ran.append(name),
-        began=lambda title, cells, missing: began.append((cells, missing)),
+        on_progress=lambda name, done, total: ran.append(name),
+        on_begin=lambda title, cells, missing: counts.append((cells, missing)),
     )
     assert experiment.claims(job) == []
     experiment.reproduce(dataclasses.replace(job, only=("seed 0",)))
-    assert began == [(2, 2)]
+    assert counts == [(2, 2)]
     before = experiment.store(job).path.read_text()
     experiment.reproduce(job)
-    assert began[-1] == (4, 2)
+    assert counts[-1] == (4, 2)
     assert experiment.store(job).path.read_text().startswith(before), "records are only added to"
     ran.clear()
     experiment.reproduce(job)
-    assert began[-1] == (4, 0)
+    assert counts[-1] == (4, 0)
     assert ran == []
     text = (tmp_path / "tiny" / "small.md").read_text()
     assert "4 records" in text
     assert "4 runs, seeds 0 to 1" in text
     assert experiment.claims(job)[0].seeds == 2
     experiment.reproduce(dataclasses.replace(job, seeds=3))
-    assert began[-1] == (6, 2)
+    assert counts[-1] == (6, 2)
     assert experiment.claims(job)[0].seeds == 3, "more seeds than usual are looked at too"
     with pytest.raises(
         ValueError, match=r"`only` should be part of a cell's name, .*one of 1-wise, 2-wise. Found \('9-wise',\)"
@@ -244,12 +244,12 @@ def test_cells_without_data_are_skipped_and_reported(tmp_path: Path, monkeypatch
         claims=lambda runs: [],
         tables=lambda runs: runs.source or "digits",
     )
-    said: list[str] = []
-    job = Job(folder=tmp_path, skipped=said.append)
+    messages: list[str] = []
+    job = Job(folder=tmp_path, on_skip=messages.append)
     experiment = Trained("tiny", "Tiny", parts, [])
     experiment.reproduce(job)
-    assert len(said) == 1
-    assert re.search("Tiny: 1 cells are not run. .*Found 'no-such-pictures' in none of them", said[0])
+    assert len(messages) == 1
+    assert re.search("Tiny: 1 cells are not run. .*Found 'no-such-pictures' in none of them", messages[0])
     assert experiment.progress(job) == (1, 2)
     with pytest.raises(FileNotFoundError, match="Found 'no-such-pictures' in none of them"):
         experiment.reproduce(job)

@@ -91,8 +91,8 @@ class Run:
     seed: int
 
 
-def trained(run: Run) -> dict[str, Any]:
-    """Train, score the test set and return a record."""
+def train_run(run: Run) -> dict[str, Any]:
+    """Train a run, score the test set and return a record."""
     torch.set_num_threads(1)
     steps = STEPS[run.data]
     config = replace(recipe("digits" if run.data == "digits" else "source-code"), seed=run.seed, strategy=run.strategy)
@@ -134,7 +134,7 @@ def train(data: Data, seeds: int = 3, jobs: int = 2) -> None:
     """
     runs = [Run(data, s, c, seed) for s in STRATEGIES for c in COMPRESSIONS for seed in range(seeds)]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        records = list(track(pool.imap(trained, runs), "training", total=len(runs), console=Console(stderr=True)))
+        records = list(track(pool.imap(train_run, runs), "training", total=len(runs), console=Console(stderr=True)))
     path = HERE / "records" / f"{data}.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,4 +1,4 @@
-"""What checkpoints cost: a step with one saved every fifty steps against a step without, in turns in one run.
+"""The cost of checkpoints: a step with one saved every fifty steps against a step without, in turns in one run.
 
     python benchmarks/faults/cost.py --rounds 6
 
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 class Bench:
-    """A GPT with Adam, and what may be done between its steps."""
+    """A GPT with Adam, and the work that may be done between its steps."""
 
     def __init__(self, width: int, folder: Path) -> None:
         model = gpt(4, 1, width, 4, 64, 512)
@@ -48,9 +48,9 @@ class Bench:
         }
 
     def steps(self, variant: str, count: int) -> float:
-        """Milliseconds of each of so many steps."""
+        """Run so many steps and return their mean milliseconds."""
         checkpoints = self.checkpoints.get(variant)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for step in range(1, count + 1):
             self.pipe.step(self.tokens, target=self.tokens)
             if variant == "finite":
@@ -61,25 +61,25 @@ class Bench:
                 checkpoints.save()
         if checkpoints is not None:
             checkpoints.wait()
-        return 1e3 * (time.perf_counter() - began) / count
+        return 1e3 * (time.perf_counter() - start_time) / count
 
 
 def main(rounds: int = 6, width: int = 128, out: Path = HERE / "records" / "cost.jsonl") -> None:
-    """Measure.
+    """Measure and write the records.
 
     Args:
         rounds: turns of every variant, of a hundred steps each.
         width: of the tokens.
-        out: where the records go.
+        out: file for the records.
     """
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     bench = Bench(width, folder)
     bench.steps("nothing", 10)
-    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in track(range(rounds), "rounds"):
         for variant in VARIANTS:
-            found[variant].append(bench.steps(variant, 2 * EVERY))
+            times[variant].append(bench.steps(variant, 2 * EVERY))
     disk = sum(file.stat().st_size for file in next((folder / "a").iterdir()).iterdir())
     shutil.rmtree(folder)
     parameters = sum(p.numel() * p.element_size() for p in bench.pipe.parameters())
@@ -91,15 +91,15 @@ def main(rounds: int = 6, width: int = 128, out: Path = HERE / "records" / "cost
         "processor": processor(),
         "cores": os.cpu_count(),
     }
-    base = statistics.median(found["nothing"])
+    base = statistics.median(times["nothing"])
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w") as file:
-        for variant, times in found.items():
-            median = statistics.median(times)
-            record = {"variant": variant, "ms": [round(t, 2) for t in times], "median_ms": round(median, 2)}
+        for variant, values in times.items():
+            median = statistics.median(values)
+            record = {"variant": variant, "ms": [round(t, 2) for t in values], "median_ms": round(median, 2)}
             file.write(json.dumps({**record, "over_nothing": round(median / base - 1, 4), **facts}) + "\n")
             print(
-                f"{variant}: {median:.1f} ms ({min(times):.1f} to {max(times):.1f}), {100 * (median / base - 1):+.1f} %"
+                f"{variant}: {median:.1f} ms ({min(values):.1f} to {max(values):.1f}), {100 * (median / base - 1):+.1f} %"
             )
     print(f"{disk / 2**20:.1f} MiB on the disk, {disk / parameters:.3f} times the parameters")
 

@@ -42,16 +42,16 @@ Record = dict[str, Any]
 
 
 def worker(folder: str) -> None:
-    """One process of a run; what it says goes to a file."""
-    with (Path(folder) / f"said-{os.environ['RANK']}.txt").open("a") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+    """Run one process, whose output goes to a file."""
+    with (Path(folder) / f"output-{os.environ['RANK']}.txt").open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     os.environ.update(OMP_NUM_THREADS="1", NWISE_TIMEOUT="30")
     small_run.main(Path(folder) / "runs", STEPS, EVERY)
 
 
 def launch(folder: Path) -> bool:
-    """What torchrun does: start the processes, and start them again if one ends; whether they did what they should."""
+    """Start the processes, and start them again if one ends, as torchrun does; return whether they finished."""
     (folder / "runs").mkdir()
     config = LaunchConfig(
         min_nodes=1,
@@ -72,14 +72,14 @@ def launch(folder: Path) -> bool:
     return True
 
 
-def process_of(folder: Path, rank: int) -> int | None:
-    """The process of a rank, by what it has written; None if it has not been started."""
+def read_pid(folder: Path, rank: int) -> int | None:
+    """Read the process id of a rank from its file; None if it has not been started."""
     path = folder / "runs" / f"pid-{rank}"
     return int(path.read_text()) if path.exists() and path.read_text() else None
 
 
-def step_of(folder: Path) -> int:
-    """How far the run is, by its records."""
+def read_step(folder: Path) -> int:
+    """Read the last step of a run from its records; -1 if there are none."""
     for path in folder.glob("runs/*/metrics.jsonl"):
         steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")]
         return max(steps, default=0)
@@ -89,33 +89,33 @@ def step_of(folder: Path) -> int:
 def kill(folder: Path, rng: random.Random, ended: threading.Event, record: Record) -> None:
     """Kill a rank: while it starts, at a random step and a little later, or while a checkpoint is written after that."""
     rank, step, writing = rng.randrange(RANKS), rng.randrange(-STEPS // 10, STEPS - 3 * EVERY), rng.random() < 0.4
-    while step_of(folder) < step and not ended.is_set():
+    while read_step(folder) < step and not ended.is_set():
         time.sleep(0.002)
-    found = False
+    writes = False
     if step < 0:
-        while process_of(folder, rank) is None and not ended.is_set():
+        while read_pid(folder, rank) is None and not ended.is_set():
             time.sleep(0.002)
         time.sleep(0.5 * rng.random())
     elif writing:
         while not ended.is_set() and not any(folder.glob("runs/*/checkpoints/*.part")):
             pass
         time.sleep(0.02 * rng.random())
-        found = any(folder.glob("runs/*/checkpoints/*.part"))
+        writes = any(folder.glob("runs/*/checkpoints/*.part"))
     else:
         time.sleep(0.05 * rng.random())
-    pid = process_of(folder, rank)
-    at = step_of(folder)
+    pid = read_pid(folder, rank)
+    at = read_step(folder)
     if pid is not None and not ended.is_set():
         os.kill(pid, signal.SIGKILL)
-    record.update(rank=rank, at_step=at, while_writing=found, hung=not ended.wait(LIMIT))
+    record.update(rank=rank, at_step=at, while_writing=writes, hung=not ended.wait(LIMIT))
     if record["hung"]:
         for number in range(RANKS):
             with contextlib.suppress(OSError):
-                os.kill(process_of(folder, number) or 0, signal.SIGKILL)
+                os.kill(read_pid(folder, number) or 0, signal.SIGKILL)
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Everything that should be the same: weights, the newest checkpoint, and the records but for their times."""
+    """Return all that should be the same: weights, the newest checkpoint, and the records but for their times."""
     (one,) = (path.parent for path in folder.glob("runs/*/run.json"))
     newest = max((one / "checkpoints").glob("step-*"))
     tensors = dict(load_file(one / "weights.safetensors"))
@@ -126,7 +126,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Bitwise."""
+    """Return whether two outcomes are bitwise the same."""
     if {k: v for k, v in a.items() if k != "tensors"} != {k: v for k, v in b.items() if k != "tensors"}:
         return False
     x, y = a["tensors"], b["tensors"]
@@ -134,23 +134,23 @@ def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def run(number: int, expected: dict[str, Any]) -> Record:
-    """One disturbed run."""
+    """Make a disturbed run and return its record."""
     with tempfile.TemporaryDirectory(prefix=f"kill-{number}-") as name:
-        folder, began, ended = Path(name), time.monotonic(), threading.Event()
+        folder, start_time, ended = Path(name), time.monotonic(), threading.Event()
         record: Record = {"run": number}
         killer = threading.Thread(target=kill, args=(folder, random.Random(number), ended, record))
         killer.start()
         same = launch(folder)
         ended.set()
         killer.join()
-        seconds = round(time.monotonic() - began, 1)
+        seconds = round(time.monotonic() - start_time, 1)
         same = same and is_same(outcome(folder), expected)
         history = []
         for path in folder.glob("runs/*/run.json"):
             history = [one["step"] for one in json.loads(path.read_text()).get("resumed", [])]
         if not same:
-            said = [path.read_text()[-1500:] for path in sorted(folder.glob("said-*.txt"))]
-            print(record, *said, sep="\n", file=sys.stderr)
+            output = [path.read_text()[-1500:] for path in sorted(folder.glob("output-*.txt"))]
+            print(record, *output, sep="\n", file=sys.stderr)
         return {**record, "went_on_from": history, "seconds": seconds, "identical": same}
 
 
@@ -158,9 +158,9 @@ def main(runs: int = 100, first: int = 0, out: Path = HERE / "records" / "kills.
     """Disturb runs and compare.
 
     Args:
-        runs: how many.
-        first: number of the first, which decides what happens in it.
-        out: where the records go; new ones are appended.
+        runs: number of runs.
+        first: number of the first, which seeds its disturbance.
+        out: file for the records; new ones are appended.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["nwise.training", "torch.distributed.launcher.api", "tyro"]

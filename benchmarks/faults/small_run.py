@@ -1,7 +1,4 @@
-"""One rank of a small training run on random images, which is gone on from when torchrun starts it again.
-
-python -m torch.distributed.run --nproc-per-node 4 --max-restarts 3 benchmarks/faults/ranks.py RUNS STEPS EVERY
-"""
+"""One rank of a small training run on random images, which continues when torchrun starts it again; for `kills.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from nwise.training import CheckpointPolicy, Run, Trainer, new_run
 
 
 def data() -> tuple[Images, Images]:
-    """The same everywhere."""
+    """Draw random images, the same everywhere."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (512, 1, 8, 8), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 10, (512,), generator=generator)
@@ -44,7 +41,7 @@ def main(parent: Path, steps: int, every: int) -> None:
         log_every=5,
     )
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    begun = Run.find_restarted(parent, recipe) if again else None
+    earlier = Run.find_restarted(parent, recipe) if again else None
     trainer = Trainer(recipe, data())
-    run = (begun or new_run(recipe, parent)) if os.environ["RANK"] == "0" else None
-    trainer.train(run, policy=CheckpointPolicy(checkpoint_every=every), resume=begun is not None, allow_restart=True)
+    run = (earlier or new_run(recipe, parent)) if os.environ["RANK"] == "0" else None
+    trainer.train(run, policy=CheckpointPolicy(checkpoint_every=every), resume=earlier is not None, allow_restart=True)

@@ -1,4 +1,4 @@
-"""Everything that a GPU is needed for, in the order of worth, until the time is over.
+"""All jobs that need a GPU, in the order of worth, until the time is over.
 
     make gpu                                            # 25 minutes
     python benchmarks/gpu/run.py --minutes 3 --device cpu --rehearse
@@ -32,7 +32,7 @@ class Job:
     """A command.
 
     Args:
-        name: what it is for.
+        name: its purpose.
         words: arguments of python.
         minutes: the longest it may take.
     """
@@ -47,7 +47,7 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
     memory = ["benchmarks/memory/run.py"]
     few = ["--microbatches", "1"] if rehearse else []
     rounds = ["--rounds", "1" if rehearse else "10"]
-    made = [
+    jobs = [
         Job(
             "checks",
             ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py", "tests/test_checkpoint.py"],
@@ -56,17 +56,17 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
     ]
     for network in ("gpt", "convnet", "resnet"):
         options = ["--network", network, "--device", device]
-        made.append(Job(f"memory, {network}", [*memory, "measure", *options, *few], 4))
-        made.append(Job(f"speed, {network}", [*memory, "speed", *options, *rounds], 3))
+        jobs.append(Job(f"memory, {network}", [*memory, "measure", *options, *few], 4))
+        jobs.append(Job(f"speed, {network}", [*memory, "speed", *options, *rounds], 3))
     for case in ("gpt", "convnet", "overhead"):
         words = ["benchmarks/step_cost/run.py", "--case", case, "--device", device, *rounds]
-        made.append(Job(f"step, {case}", words, 3))
+        jobs.append(Job(f"step, {case}", words, 3))
     if torch.cuda.device_count() > 1:
-        made.append(Job("runtime, nccl", ["-m", "pytest", "-q", "tests/test_runtime_edges.py"], 5))
+        jobs.append(Job("runtime, nccl", ["-m", "pytest", "-q", "tests/test_runtime_edges.py"], 5))
     if not rehearse:
         full = ["-m", "nwise", "reproduce", "e1", "--size", "full", "--seeds", "1"]
-        made.append(Job("E1 in full size, as many cells as fit", full, 60))
-    return made
+        jobs.append(Job("E1 in full size, as many cells as fit", full, 60))
+    return jobs
 
 
 def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> None:
@@ -91,7 +91,7 @@ def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> N
             print(f"no time left for {job.name}")
             continue
         print(f"--- {job.name}", flush=True)
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             code: int | str = subprocess.run(
                 [sys.executable, *job.words],
@@ -107,7 +107,7 @@ def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> N
             "command": " ".join(job.words),
             "device": name,
             "torch": torch.__version__,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - start_time, 1),
             "exit": code,
         }
         with (HERE / ("rehearsal.jsonl" if rehearse else "records.jsonl")).open("a") as file:

@@ -175,7 +175,7 @@ class Offloaded(nn.Module):
 WRAPPERS: dict[str, type[nn.Module]] = {"recompute blocks": Recomputed, "offload": Offloaded}
 
 
-def wrapped(stage: Chain, remedy: str) -> Chain:
+def wrap(stage: Chain, remedy: str) -> Chain:
     """Return a stage with every block wrapped."""
     wrapper = WRAPPERS[remedy]
     return stage.like({name: wrapper(block) for name, block in stage.pieces().items()})
@@ -189,7 +189,7 @@ class InBlocks(Recipe):
     def build(self, data: Images | Tokens) -> StagedModel:
         """Build the network for the data."""
         model = super().build(data)
-        return replace(model, stages=[wrapped(stage, self.remedy) for stage in model.stages])
+        return replace(model, stages=[wrap(stage, self.remedy) for stage in model.stages])
 
 
 def profiles(
@@ -204,7 +204,7 @@ def profiles(
     }
 
 
-def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
+def build_nwise(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     """Build a pipeline."""
     config = replace(
         config,
@@ -217,7 +217,7 @@ def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     if cell.remedy in WRAPPERS:
         for k, stage in enumerate(pipe.stages):
             assert isinstance(stage, Chain)
-            pipe.stages[k] = wrapped(stage, cell.remedy)
+            pipe.stages[k] = wrap(stage, cell.remedy)
     for k in set(range(len(pipe.stages) - 1)) - pipe.needed_heads():
         del pipe.heads[str(k)]
     optimizer = make_optimizer(config.optimizer, parameter_groups(pipe.to(config.device), config.optimizer.lr))
@@ -225,11 +225,11 @@ def ours(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     return Training(pipe, optimizer, (x, y), lambda: pipe.step(x, target=y))
 
 
-def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
+def build_torch(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     """Build the network for plain autograd."""
     stages = [stage for stage in config.build(data).stages if isinstance(stage, Chain)]
     if cell.remedy in WRAPPERS:
-        stages = [wrapped(stage, cell.remedy) for stage in stages]
+        stages = [wrap(stage, cell.remedy) for stage in stages]
     whole = [Recomputed(stage) for stage in stages] if cell.remedy == "recompute stages" else stages
     network, loss_fn = nn.Sequential(*whole).to(config.device), make_loss(data)
     optimizer = make_optimizer(config.optimizer, network.parameters())
@@ -244,11 +244,11 @@ def torchs(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
 
 def build(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     """Build the network of a cell."""
-    return (ours if cell.framework == "nwise" else torchs)(cell, config, data)
+    return (build_nwise if cell.framework == "nwise" else build_torch)(cell, config, data)
 
 
-def measured(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
-    """Return the peak of the second step; the first one makes the optimizer's state."""
+def measure_peak(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
+    """Measure the peak of the second step; the first one makes the optimizer's state."""
     training = build(cell, config, data)
     training.step()
     return training.num_bytes + allocated(lambda _: training.step(), torch.device(config.device)).peak
@@ -274,8 +274,8 @@ def _status(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def predicted(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], batch: int) -> float:
-    """Return the peak that the sizes of the pieces give.
+def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], batch: int) -> float:
+    """Predict the peak from the sizes of the pieces.
 
     Args:
         cell: the way to train.
@@ -311,11 +311,11 @@ def samples_per_second(
         numbers.shuffle(order)
         for cell in order:
             synchronize(config.device)
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             steps[cell].step()
             synchronize(config.device)
             if number:
-                rates[cell].append(config.batch_size / (time.perf_counter() - began))
+                rates[cell].append(config.batch_size / (time.perf_counter() - start_time))
     return rates
 
 
@@ -347,14 +347,18 @@ def measure(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nwise.training"])
     for cell in track(all_cells, "memory", console=console):
-        record: dict[str, Any] = {"network": network, **asdict(cell), "measured_bytes": measured(cell, config, data)}
+        record: dict[str, Any] = {
+            "network": network,
+            **asdict(cell),
+            "measured_bytes": measure_peak(cell, config, data),
+        }
         if cell.microbatches == 1 and device == "cpu":  # a fresh process takes seconds
             with context.Pool(1) as pool:
                 record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
         if cell.framework == "nwise":
             sizes = profiled.get(cell.remedy, profiled["plain"])
             pieces = sizes.pieces[cell.microbatches]
-            record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
+            record["predicted_bytes"] = predict_peak(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
         records.append(record)
     name = processor() if device == "cpu" else torch.cuda.get_device_name()
     machine = {"threads": threads, "torch": torch.__version__, "processor": name}
@@ -382,7 +386,7 @@ def predict(network: Network, threads: int = 2, device: str = "cpu") -> None:
             cell = Cell(**{field.name: record[field.name] for field in fields(Cell)})
             sizes = profiled.get(cell.remedy, profiled["plain"])
             pieces = sizes.pieces[cell.microbatches]
-            record["predicted_bytes"] = predicted(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
+            record["predicted_bytes"] = predict_peak(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
     write(path, records)
 
 

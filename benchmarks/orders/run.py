@@ -1,4 +1,4 @@
-"""How good the orders are: periods against the lower bound, for equal stages and for 400 random unequal ones.
+"""The quality of the orders: periods against the lower bound, for equal stages and for 400 random unequal ones.
 
 Writes ``records/equal.jsonl``, ``records/unequal.jsonl`` and ``tables.md``, which lists every case above the bound.
 
@@ -29,12 +29,12 @@ _CLOSE = 1e-9
 
 
 def regime(a: int, n: int) -> str:
-    """Which of the three an A and N belong to."""
+    """Return the regime of an A and N, one of three."""
     return REGIMES[2] if n == a else REGIMES[0] if a >= 2 * n - 1 else REGIMES[1]
 
 
 def equal() -> list[dict[str, Any]]:
-    """A <= 12, N <= 5 and N = A, F = I = W = 1: every order, and the best found."""
+    """Time every order and the fastest: A <= 12, N <= 5 and N = A, F = I = W = 1."""
     cases = [
         (a, n, m, head, share)
         for a in range(1, 13)
@@ -46,7 +46,7 @@ def equal() -> list[dict[str, Any]]:
     rows = []
     for a, n, m, head, share in track(cases, "equal stages"):
         costs = Costs(1, head, 1, 1, chain_share=share)
-        found = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
+        fastest = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
         flows = flows_for(nwise.NWise(n), a, m)
         rules = {
             "phase": partial(phase, fuse=False),
@@ -55,20 +55,20 @@ def equal() -> list[dict[str, Any]]:
             "nearest first": partial(depth_first, fuse=False),
         }
         free = {"nearest first": Free(m)}
-        gaps = {
+        periods = {
             name: timed(make_schedule(name, flows, rule, costs=costs, free=free.get(name)), costs).period
             for name, rule in rules.items()
         }
-        gaps = {name: round(gap, 9) for name, gap in {**gaps, "best": found.period}.items()}
+        periods = {name: round(period, 9) for name, period in {**periods, "best": fastest.period}.items()}
         rows.append({
-            "A": a, "N": n, "M": m, "head": head, "chain_share": share, "regime": regime(a, n), "order": found.order,
-            "lower_bound": round(found.lower_bound, 9), "in_flight": max(found.in_flight), "periods": gaps,
+            "A": a, "N": n, "M": m, "head": head, "chain_share": share, "regime": regime(a, n), "order": fastest.order,
+            "lower_bound": round(fastest.lower_bound, 9), "in_flight": max(fastest.in_flight), "periods": periods,
         })  # fmt: skip
     return rows
 
 
 def unequal(count: int = 400) -> list[dict[str, Any]]:
-    """Every stage 0.6 to 1.6 times as slow, latency 0 or 0.3, any A <= 8, N <= A, M <= 8, head."""
+    """Time the fastest order of random cases: stages 0.6 to 1.6 times as slow, latency 0 or 0.3, A <= 8, N <= A, M <= 8."""
     numbers = random.Random(0)
     rows = []
     for _ in track(range(count), "unequal stages"):
@@ -77,16 +77,16 @@ def unequal(count: int = 400) -> list[dict[str, Any]]:
         factors = [numbers.uniform(0.6, 1.6) for _ in range(a)]
         latency = numbers.choice([0, 0.3])
         costs = Costs(factors, [head * f for f in factors], factors, factors, latency=latency)
-        found = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
+        fastest = best(nwise.NWise(n), num_stages=a, num_microbatches=m, costs=costs)
         rows.append({
-            "A": a, "N": n, "M": m, "head": head, "latency": latency, "factors": factors, "order": found.order,
-            "period": found.period, "lower_bound": found.lower_bound,
+            "A": a, "N": n, "M": m, "head": head, "latency": latency, "factors": factors, "order": fastest.order,
+            "period": fastest.period, "lower_bound": fastest.lower_bound,
         })  # fmt: skip
     return rows
 
 
 def tables(same: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
-    """As Markdown."""
+    """Return the tables in Markdown."""
     lines = ["# How good the orders are", "", "Written by `python benchmarks/orders/run.py`.", ""]
     lines += ["Equal stages: cases whose period is the lower bound, and the worst gap.", ""]
     lines += [f"| order | {' | '.join(REGIMES)} |", "|---|---|---|---|"]
@@ -120,7 +120,7 @@ def tables(same: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> s
 
 
 def main() -> None:
-    """Two or three minutes on one core."""
+    """Time all cases and write records and tables: two or three minutes on one core."""
     same, other = equal(), unequal()
     for name, rows in (("equal", same), ("unequal", other)):
         (HERE / "records" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

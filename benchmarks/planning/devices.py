@@ -3,8 +3,8 @@
     python benchmarks/planning/devices.py [--networks 100] [--measured 4]
 
 A network has 12 blocks of random costs; devices have speeds 1, 2 and 4. The search sees one order of the devices after the other
-and a few cuts of each. The best of all is found by trying every cut with every order. Some networks also run, on three processes
-whose stages wait as long as such devices would compute.
+and a few cuts of each. The best of all comes from a trial of every cut with every order. Some networks also run, on three
+processes whose stages wait as long as such devices would compute.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def summary(name: str, records: Sequence[dict[str, Any]]) -> str:
     """Return a row of the README's table."""
     gains = [record["equal"] / record["planned"] for record in records]
     losses = [record["planned"] / record["best"] - 1 for record in records]
-    ran = [r["measured"]["equal"] / r["measured"]["planned"] for r in records if "measured" in r]
-    shown = f"{min(ran):.2f} to {max(ran):.2f}" if ran else "–"
+    ratios = [r["measured"]["equal"] / r["measured"]["planned"] for r in records if "measured" in r]
+    shown = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "–"
     return f"| {name} | {statistics.median(gains):.2f} | {min(gains):.2f} | {100 * max(losses):.1f} % | {shown} |"
 
 

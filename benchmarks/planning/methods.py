@@ -1,4 +1,4 @@
-"""Which method has the shortest step, by stages and latency: every row is a schedule that nwise runs.
+"""The methods with the shortest step, by stages and latency: every row is a schedule that nwise runs.
 
 Writes one JSON record per method to ``records/methods.jsonl``, and ``methods.md`` with the tables.
 
@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 METHODS = (*STRATEGIES, "2-wise-delay-1", "end-to-end-delay-2", "hogwild")
 
 
-def planned(devices: int, latency: float) -> Methods:
-    """All methods at their best M, at the prices of `TRANSFORMER`."""
+def plan(devices: int, latency: float) -> Methods:
+    """Plan all methods at their best M, at the prices of `TRANSFORMER`."""
     costs = replace(TRANSFORMER, latency=latency)
     return time_methods(
         lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // devices),
@@ -44,17 +44,19 @@ def main(devices: tuple[int, ...] = (4, 8, 16, 32), latencies: tuple[float, ...]
     records: list[dict[str, Any]] = []
     places = [(latency, count) for latency in latencies for count in devices]
     for latency, count in track(places, description="planning"):
-        found = planned(count, latency)
-        for option in found.options:
+        methods = plan(count, latency)
+        for option in methods.options:
             validate(option.timed.schedule)  # what could not run is not in the table
-            records.append({"devices": count, "latency": latency, **option.as_json(), "speedup": found.speedup(option)})
+            records.append(
+                {"devices": count, "latency": latency, **option.as_json(), "speedup": methods.speedup(option)}
+            )
     (HERE / "records").mkdir(exist_ok=True)
     (HERE / "records" / "methods.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (HERE / "methods.md").write_text(tables(records, devices, latencies))
 
 
 def tables(records: Sequence[dict[str, Any]], devices: Sequence[int], latencies: Sequence[float]) -> str:
-    """A table for every latency: steps in slots with M, and the shortest in bold."""
+    """Return a table for every latency: steps in slots with M, and the shortest in bold."""
     lines = ["# Methods, written by methods.py", ""]
     for latency in latencies:
         here = [r for r in records if r["latency"] == latency]

@@ -34,24 +34,24 @@ COSTS = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
 
 
 def measure(size: tuple[str, int, int]) -> dict[str, Any]:
-    """Seconds of every phase, and the process's peak memory."""
+    """Measure the seconds of every phase and the process's peak memory."""
     strategy, num_stages, num_microbatches = size
     marks = [time.perf_counter()]
-    found = best(nwise.strategy(strategy), num_stages=num_stages, num_microbatches=num_microbatches, costs=COSTS)
+    timed = best(nwise.strategy(strategy), num_stages=num_stages, num_microbatches=num_microbatches, costs=COSTS)
     marks.append(time.perf_counter())
-    actions = sum(map(len, found.lists))
+    actions = sum(map(len, timed.lists))
     marks.append(time.perf_counter())
-    validate(found.schedule)
+    validate(timed.schedule)
     marks.append(time.perf_counter())
-    line = simulate(found.schedule, COSTS, cycles=2)
-    period, bound = line.period, found.lower_bound
+    line = simulate(timed.schedule, COSTS, cycles=2)
+    period, bound = line.period, timed.lower_bound
     marks.append(time.perf_counter())
     return {
         "strategy": strategy,
         "num_stages": num_stages,
         "num_microbatches": num_microbatches,
         "actions": actions,
-        "period": found.period,
+        "period": timed.period,
         "simulated_period": period,
         "lower_bound": bound,
         "seconds": {name: b - a for name, (a, b) in zip(PHASES, pairwise(marks), strict=True)},
@@ -93,7 +93,7 @@ def main(rounds: int = 5, strategy: str = "2-wise", microbatches: int = 64, larg
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Seconds against actions, one point a run."""
+    """Draw seconds against actions, one point a run."""
     actions = np.array([r["actions"] for r in records])
     seconds = np.array([r["total_seconds"] for r in records])
     large = actions >= np.median(actions)  # small ones are dominated by what is done once

@@ -36,7 +36,7 @@ _BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured.
+    """A measurement to make.
 
     Args:
         method: a strategy, or gpipe, 1f1b, zb-h1.
@@ -47,7 +47,7 @@ class Case:
         message_mib: MiB of every activation, and of every gradient.
         costs: of one micro-batch in slots, see `nwise.cli.costs.costs_of_text`.
         batches: mini-batches of a round that are timed.
-        rounds: how often.
+        rounds: number of rounds.
     """
 
     method: str = "2-wise"
@@ -71,7 +71,7 @@ class Case:
         self.timed()
 
     def timed(self) -> Timed:
-        """The schedule with its predicted period, in slots."""
+        """Return the schedule with its predicted period, in slots."""
         return timed_method(
             self.method,
             num_stages=self.stages,
@@ -105,12 +105,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was found; times in slots per mini-batch, medians over rounds.
+    """The result of a measurement; times in slots per mini-batch, medians over rounds.
 
     Args:
         order: of the schedule.
         predicted_slots: its period.
-        measured_slots: what it took.
+        measured_slots: the time of a mini-batch.
         efficiency: their ratio.
         lowest, highest: of the rounds' efficiencies.
         ceiling: efficiency of the busiest stage's waits alone, without messages, on all ranks at once.
@@ -134,7 +134,7 @@ class Measured:
 
 
 def measure(world: World, case: Case) -> Measured:
-    """Run a case; on all ranks, each of which gets the result."""
+    """Run a case on all ranks and return the result to each."""
     timed, slot = case.timed(), case.slot_ms / 1e3
     turns = len(timed.schedule.flows)
     price = prices(timed.costs, case.stages)
@@ -162,30 +162,30 @@ def measure(world: World, case: Case) -> Measured:
     engine.close()
     every = world.everyone("periods", [periods, [total / step for total in sent]])
     ceiling = median(world.everyone("ceiling", _ceiling(timed, price, device, slot, case.batches)))
-    by_round = [max(found[0][i] for found in every) for i in range(case.rounds)]
+    by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]
     actions = max(sum(a.kind not in _BOOKKEEPING for a in word) for word in timed.lists) / turns
-    found = median(by_round)
+    slots = median(by_round)
     return Measured(
         order=timed.order,
         predicted_slots=timed.period,
-        measured_slots=found,
-        efficiency=timed.period / found,
+        measured_slots=slots,
+        efficiency=timed.period / slots,
         lowest=timed.period / max(by_round),
         highest=timed.period / min(by_round),
         ceiling=ceiling,
         actions=actions,
-        action_overhead_us=1e6 * slot * (found - timed.period) / actions,
+        action_overhead_us=1e6 * slot * (slots - timed.period) / actions,
         bytes_sent=[(one[1][0], one[1][1]) for one in every],
         bytes_predicted=predicted_bytes(timed, case.message.nbytes),
     )
 
 
 def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Link, Link]]:
-    """The links of every stage to the one before and the one after; two boundaries share none, and a rank needs none."""
+    """Return the links of every stage to the one before and the one after; two boundaries share none, and a rank needs none."""
     sizes = costs.per_stage("message_bytes", len(placement))
 
     def link(k: int) -> Link:
-        """The link in one direction between stage k and the next."""
+        """Return the link in one direction between stage k and the next."""
         same = k < 0 or k + 1 == len(placement) or placement[k] == placement[k + 1]
         return Link(0.0, 0.0) if same else Link(slot * costs.latency, slot * sizes[k] / costs.bandwidth)
 
@@ -193,7 +193,7 @@ def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Li
 
 
 def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:
-    """By every rank and mini-batch, as activations and as gradients, by the sends of the lists."""
+    """Return bytes by every rank and mini-batch, as activations and as gradients, by the sends of the lists."""
     turns = len(timed.schedule.flows)
 
     def sends(rank: int, kind: Kind) -> float:
@@ -203,19 +203,19 @@ def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:
 
 
 def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, batches: int) -> float:
-    """The busiest stage's waits, every one of which begins when the one before it has really ended."""
+    """Return the efficiency of the busiest stage's waits, each of which begins when the one before it has really ended."""
     flows = timed.schedule.flows
     works = [
         [price[a.stage].time(a, flows[a.turn][a.microbatch].stages[a.stage]) for a in word]
         for word in timed.schedule.words
     ]
     busiest = max(works, key=sum)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(batches):
         for slots in busiest:
             if slots:
                 device.work(slots, received=time.perf_counter())
-    return batches * sum(busiest) * slot / (time.perf_counter() - began)
+    return batches * sum(busiest) * slot / (time.perf_counter() - start_time)
 
 
 def start(case: Case) -> Measured:
@@ -232,29 +232,29 @@ def start_all(cases: Sequence[Case]) -> list[Measured]:
     command += ["-m", "benchmarks.runtime.bench", json.dumps([asdict(case) for case in cases])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    found = [Measured(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(found) == len(cases):
-        return found
-    said = [line for line in done.stderr.splitlines() if line.startswith("nwise")] or done.stderr.splitlines()[-1:]
-    raise OSError(f"The {ranks} processes should measure and end. Found that they failed: {' '.join(said[:1])}")
+    results = [Measured(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    if len(results) == len(cases):
+        return results
+    lines = [line for line in done.stderr.splitlines() if line.startswith("nwise")] or done.stderr.splitlines()[-1:]
+    raise OSError(f"The {ranks} processes should measure and end. Found that they failed: {' '.join(lines[:1])}")
 
 
 def join(num_ranks: int) -> World:
-    """This process's place, with timers and threads set for measuring."""
+    """Return this process's place, and set its timers and threads for measuring."""
     sharpen_timers()
     torch.set_num_threads(1)
     return World(num_ranks, limit=60.0)
 
 
 def main(text: str) -> None:
-    """One rank of `start_all`."""
+    """Run one rank of `start_all`."""
     settings: list[dict[str, Any]] = json.loads(text)
     cases = [Case(**one) for one in settings]
     world = join(cases[0].num_ranks)
     for case in cases:
-        found = measure(world, case)
+        result = measure(world, case)
         if world.rank == 0:
-            print(json.dumps(asdict(found)), flush=True)
+            print(json.dumps(asdict(result)), flush=True)
     world.close()
 
 

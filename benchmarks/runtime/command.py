@@ -52,22 +52,23 @@ class Bench:
             rounds=self.rounds,
         )
         with console.status(f"{case.stages} processes start and measure") if not self.json else console.capture():
-            found = start(case)
+            result = start(case)
         if self.json:
-            print_json({**dataclasses.asdict(case), "strategy": case.method, **dataclasses.asdict(found)})
+            print_json({**dataclasses.asdict(case), "strategy": case.method, **dataclasses.asdict(result)})
             return OK
         messages = f"{case.message_mib:g} MiB" if case.message_mib else "4-byte"
         title = f"{case.method}, A = {case.stages}, M = {case.microbatches}, slots of {case.slot_ms:g} ms, {messages} messages"
         table = Table(title=title, title_justify="left", show_header=False)
-        table.add_row("predicted", f"{found.predicted_slots:.3f} slots a mini-batch (order {found.order})")
-        table.add_row("measured", f"{found.measured_slots:.3f} slots")
+        table.add_row("predicted", f"{result.predicted_slots:.3f} slots a mini-batch (order {result.order})")
+        table.add_row("measured", f"{result.measured_slots:.3f} slots")
         table.add_row(
-            "efficiency", f"{found.efficiency:.4f} ({found.lowest:.4f} to {found.highest:.4f} in {case.rounds} rounds)"
+            "efficiency",
+            f"{result.efficiency:.4f} ({result.lowest:.4f} to {result.highest:.4f} in {case.rounds} rounds)",
         )
-        table.add_row("waits alone", f"{found.ceiling:.4f}")
-        table.add_row("overhead", f"{found.action_overhead_us:.0f} us for each of {found.actions:g} actions")
-        equal = "as predicted" if found.bytes_sent == found.bytes_predicted else f"PREDICTED {found.bytes_predicted}"
-        sent = ", ".join(f"{forward:g}/{back:g}" for forward, back in found.bytes_sent)
+        table.add_row("waits alone", f"{result.ceiling:.4f}")
+        table.add_row("overhead", f"{result.action_overhead_us:.0f} us for each of {result.actions:g} actions")
+        equal = "as predicted" if result.bytes_sent == result.bytes_predicted else f"PREDICTED {result.bytes_predicted}"
+        sent = ", ".join(f"{forward:g}/{back:g}" for forward, back in result.bytes_sent)
         table.add_row("bytes sent", f"{sent} (forward/back, {equal})" if sent else "none")
         console.print(table)
         return OK

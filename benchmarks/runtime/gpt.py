@@ -32,13 +32,13 @@ STEPS = 6
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """One batch, used again and again."""
+    """Draw one batch, used again and again."""
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def ours(model: models.StagedModel, strategy: str, m: int, schedule: str | None) -> Callable[[], None]:
-    """A training step of nwise."""
+def nwise_step(model: models.StagedModel, strategy: str, m: int, schedule: str | None) -> Callable[[], None]:
+    """Return a training step of nwise."""
     stages, heads = copy.deepcopy(model.stages), copy.deepcopy(model.heads)
     placement = "v" if schedule == "zb-v" else "contiguous"
     pipe = nwise.Pipeline(
@@ -55,10 +55,10 @@ def ours(model: models.StagedModel, strategy: str, m: int, schedule: str | None)
     return step
 
 
-def torchs(
+def torch_step(
     model: models.StagedModel, rank: int, m: int, kind: type[ScheduleGPipe | Schedule1F1B]
 ) -> Callable[[], None]:
-    """A training step of torch.distributed.pipelining."""
+    """Return a training step of torch.distributed.pipelining."""
     module = copy.deepcopy(model.stages[rank])
     schedule = kind(PipelineStage(module, rank, 2, torch.device("cpu")), m, loss_fn=TokenCrossEntropy())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -75,10 +75,10 @@ def torchs(
     return step
 
 
-def torchs_split(
+def torch_split_step(
     model: models.StagedModel, rank: int, m: int, kind: type[ScheduleZBVZeroBubble | ScheduleInterleavedZeroBubble]
 ) -> Callable[[], None]:
-    """A training step of torch's zero-bubble pipelines, with two stages on a rank."""
+    """Return a training step of torch's zero-bubble pipelines, with two stages on a rank."""
     indices = ((0, 3) if rank == 0 else (1, 2)) if kind is ScheduleZBVZeroBubble else (rank, rank + 2)
     modules = [copy.deepcopy(model.stages[index]) for index in indices]
     stages = [
@@ -100,31 +100,33 @@ def torchs_split(
 
 
 def main(rounds: int) -> None:
-    """All methods in turn; a JSON line for each and every round."""
+    """Time all methods in turn and print a JSON line for each and every round."""
     torch.set_num_threads(1)
     world = World(2)
     model, halves = models.gpt(2, 6, 256, 4, LENGTH, VOCABULARY), models.gpt(4, 3, 256, 4, LENGTH, VOCABULARY)
-    steps: dict[tuple[str, str, int], Callable[[], None]] = {("nwise", "1-wise", 1): ours(model, "1-wise", 1, None)}
-    steps |= {("nwise", "2-wise", m): ours(model, "2-wise", m, None) for m in (1, 2, 4)}
+    steps: dict[tuple[str, str, int], Callable[[], None]] = {
+        ("nwise", "1-wise", 1): nwise_step(model, "1-wise", 1, None)
+    }
+    steps |= {("nwise", "2-wise", m): nwise_step(model, "2-wise", m, None) for m in (1, 2, 4)}
     for m in (2, 4):
         for name, kind in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
-            steps["nwise", name, m] = ours(model, "end-to-end", m, name)
-            steps["torch", name, m] = torchs(model, world.rank, m, kind)
+            steps["nwise", name, m] = nwise_step(model, "end-to-end", m, name)
+            steps["torch", name, m] = torch_step(model, world.rank, m, kind)
     for m in (4, 8):
         for name in ("zb-h1", "zero-bubble", "end-to-end-delay-1"):
             late = name == "end-to-end-delay-1"
-            steps["nwise", name, m] = ours(model, name if late else "end-to-end", m, None if late else name)
-        steps["nwise", "zb-v", m] = ours(halves, "end-to-end", m, "zb-v")
-        steps["torch", "zb-v", m] = torchs_split(halves, world.rank, m, ScheduleZBVZeroBubble)
-        steps["torch", "interleaved zb", m] = torchs_split(halves, world.rank, m, ScheduleInterleavedZeroBubble)
+            steps["nwise", name, m] = nwise_step(model, name if late else "end-to-end", m, None if late else name)
+        steps["nwise", "zb-v", m] = nwise_step(halves, "end-to-end", m, "zb-v")
+        steps["torch", "zb-v", m] = torch_split_step(halves, world.rank, m, ScheduleZBVZeroBubble)
+        steps["torch", "interleaved zb", m] = torch_split_step(halves, world.rank, m, ScheduleInterleavedZeroBubble)
     for number in range(-1, rounds):  # the first round warms up
         for (library, method, m), step in steps.items():
             torch.distributed.barrier()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             for _ in range(STEPS):
                 step()
             torch.distributed.barrier()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
             if world.rank == 0 and number >= 0:
                 record = {"library": library, "method": method, "microbatches": m, "round": number}
                 print(json.dumps({**record, "samples_per_second": BATCH * STEPS / seconds}), flush=True)

@@ -1,4 +1,4 @@
-"""One rank of the limit: how long gloo's messages alone take, between as many neighbours at once as a pipeline has.
+"""One rank of the limit: the time of gloo's messages alone, between as many neighbours at once as a pipeline has.
 
     python -m torch.distributed.run --nproc-per-node 4 benchmarks/runtime/messages.py MIB[,MIB...]
 
@@ -23,7 +23,7 @@ ROUNDS, WARM = 60, 10
 
 
 def one_way(mib: float, alone: bool) -> float:
-    """Seconds of a message, the median over rounds and pairs.
+    """Measure the seconds of a message, the median over rounds and pairs.
 
     Args:
         mib: its size; 0 for 4 bytes.
@@ -42,19 +42,19 @@ def one_way(mib: float, alone: bool) -> float:
         posted = dist.irecv(buffer, other)
         assert posted is not None
         if rank < other:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             sent = dist.isend(tensor, other)
             posted.wait()
-            times.append((time.perf_counter() - began) / 2)
+            times.append((time.perf_counter() - start_time) / 2)
         else:
             posted.wait()
             sent = dist.isend(tensor, other)
         assert sent is not None
         sent.wait()
         del number
-    found: list[list[float]] = [[] for _ in range(size)]
-    dist.all_gather_object(found, times[WARM:])
-    return statistics.median(value for values in found for value in values)
+    times_by_rank: list[list[float]] = [[] for _ in range(size)]
+    dist.all_gather_object(times_by_rank, times[WARM:])
+    return statistics.median(value for values in times_by_rank for value in values)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
 
 
 def measure_torch(world: World, case: Case) -> dict[str, Any]:
-    """The same numbers as `measure`'s."""
+    """Measure torch's pipeline and return the same numbers as `measure`."""
     period, slot = case.timed().period, case.slot_ms / 1e3
     device = Device(slot)
     step = torch_step(world, case, device)
@@ -158,53 +158,53 @@ def measure_torch(world: World, case: Case) -> dict[str, Any]:
         step()
     moments.append(time.perf_counter())
     mine = (moments[-1] - moments[case.settle]) / case.batches / slot
-    found = max(world.everyone("torch", mine))
+    slots = max(world.everyone("torch", mine))
     # A stage receives twice, computes twice and sends twice for every micro-batch.
     actions = 6 * case.microbatches * case.stages // case.num_ranks
     return {
         "predicted_slots": period,
-        "measured_slots": found,
-        "efficiency": period / found,
+        "measured_slots": slots,
+        "efficiency": period / slots,
         "actions": actions,
-        "action_overhead_us": 1e6 * slot * (found - period) / actions,
+        "action_overhead_us": 1e6 * slot * (slots - period) / actions,
     }
 
 
 def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
-    """Library and case: a slot for every micro-batch, and a whole mini-batch of one size cut into M."""
+    """Return libraries and cases: a slot for every micro-batch, and a whole mini-batch of one size cut into M."""
 
     def case(method: str, m: int, **options: Any) -> Case:
         options = {"stages": stages, **options}
         return Case(method=method, microbatches=m, message_mib=mib, batches=max(4, BATCHES // m), rounds=1, **options)
 
-    found = [("nwise", case(method, m)) for method in ("2-wise", "gpipe") for m in (1, 2)]
-    found += [("torch", case("gpipe", m)) for m in (1, 2)]
+    pairs = [("nwise", case(method, m)) for method in ("2-wise", "gpipe") for m in (1, 2)]
+    pairs += [("torch", case("gpipe", m)) for m in (1, 2)]
     for m in (4, 16) if not mib else (4,):
         methods = ["gpipe", "1f1b"] if m >= stages else ["gpipe"]  # torch's 1F1B wants a micro-batch for every stage
-        found += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
-    found += [(library, case("zb-h1", 4, costs=SPLIT)) for library in ("nwise", "torch")]
+        pairs += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
+    pairs += [(library, case("zb-h1", 4, costs=SPLIT)) for library in ("nwise", "torch")]
     for method, costs in (("zb-v", SPLIT), ("interleaved-1f1b", "paper")) if not mib else ():
         two = case(method, stages, stages=2 * stages, ranks=stages, costs=costs)
-        found += [(library, two) for library in ("nwise", "torch")]
-    found += [("nwise", case("end-to-end-delay-1", stages, costs=SPLIT))] if not mib else []
-    found += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2))]
+        pairs += [(library, two) for library in ("nwise", "torch")]
+    pairs += [("nwise", case("end-to-end-delay-1", stages, costs=SPLIT))] if not mib else []
+    pairs += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2))]
     if not mib:
         for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zb-h1"):
             m = 1 if method == "end-to-end" else best_m(method, stages)
             equal = case(method, m, slot_ms=WHOLE_MS, costs=cut(m))
-            found += [
+            pairs += [
                 (library, equal) for library in ("nwise", "torch") if library == "nwise" or method in ("gpipe", "1f1b")
             ]
-    return found
+    return pairs
 
 
 def cut(m: int) -> str:
-    """Costs of a micro-batch of a mini-batch whose forward takes a slot, each action 2 % of one more."""
+    """Return costs of a micro-batch of a mini-batch whose forward takes a slot, each action 2 % of one more."""
     return f"forward={1 / m},head=0,input_grad={1 / m},weight_grad=0,overhead=0.02"
 
 
 def best_m(method: str, stages: int) -> int:
-    """The M with the shortest predicted step."""
+    """Return the M with the shortest predicted step."""
 
     def period(m: int) -> float:
         costs = costs_of_text(cut(m))
@@ -214,16 +214,16 @@ def best_m(method: str, stages: int) -> int:
 
 
 def run(world: World, rounds: int, sizes: list[float]) -> None:
-    """All cases, taking turns; before the first round each library has sent messages of every size, into fresh memory."""
+    """Run all cases in turn; before the first round each library sends messages of every size, into fresh memory."""
     for mib in sizes:
         warm = Case(method="gpipe", stages=world.size, microbatches=4, message_mib=mib, batches=4, rounds=1)
         measure_torch(world, warm)
         measure(world, warm)
     for number in range(rounds):
-        for library, case in (found for mib in sizes for found in cases(world.size, mib)):
-            found = measure_torch(world, case) if library == "torch" else asdict(measure(world, case))
+        for library, case in (pair for mib in sizes for pair in cases(world.size, mib)):
+            result = measure_torch(world, case) if library == "torch" else asdict(measure(world, case))
             if world.rank == 0:
-                print(json.dumps({"library": library, "round": number, **asdict(case), **found}), flush=True)
+                print(json.dumps({"library": library, "round": number, **asdict(case), **result}), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,27 +24,27 @@ from rich.progress import track
 from benchmarks.runtime.bench import Case
 from benchmarks.runtime.run import HERE, Record, grouped, spread, write
 
-# What both revisions are asked to do, by their own code.
+# The work of every revision, by its own code.
 SCRIPT = "import json, sys; from dataclasses import asdict; from benchmarks.runtime.bench import Case, start; "
 SCRIPT += "print(json.dumps(asdict(start(Case(**json.loads(sys.argv[1]))))))"
 
 
 def git(*arguments: str) -> str:
-    """What git says."""
+    """Run git and return its output."""
     return subprocess.run(
         ["git", "-C", str(HERE), *arguments], check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
-def measured(source: Path, case: Case) -> Record:
-    """A case, by the code of a folder."""
+def measure(source: Path, case: Case) -> Record:
+    """Measure a case by the code of a folder."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{source}:{source / 'src'}"}
     # Only what differs from the defaults: an old revision may not know every field.
     given = {name: value for name, value in asdict(case).items() if value != getattr(Case, name)}
     command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=source)
-    found: Record = json.loads(done.stdout)
-    return found
+    record: Record = json.loads(done.stdout)
+    return record
 
 
 def main(
@@ -82,16 +82,14 @@ def main(
                 git("worktree", "add", "--detach", f"{folder}/{names[revision]}", revision)
             turns = [(n, case, revision) for n in range(rounds) for case in cases for revision in revisions]
             for number, case, revision in track(turns, "revisions", console=Console(stderr=True)):
-                found = measured(Path(folder, names[revision]), case)
-                records.append({"revision": names[revision], "round": number, **asdict(case), **found})
+                result = measure(Path(folder, names[revision]), case)
+                records.append({"revision": names[revision], "round": number, **asdict(case), **result})
                 write(name, records)
         finally:
-            for made in Path(folder).iterdir():
-                git("worktree", "remove", "--force", str(made))
-    for (size, method, m, revision), found_there in grouped(
-        records, "stages", "method", "microbatches", "revision"
-    ).items():
-        console.print(f"A = {size:2d}  {method}  M = {m}  {revision}  {spread(found_there, 'efficiency', 3)}")
+            for worktree in Path(folder).iterdir():
+                git("worktree", "remove", "--force", str(worktree))
+    for (size, method, m, revision), group in grouped(records, "stages", "method", "microbatches", "revision").items():
+        console.print(f"A = {size:2d}  {method}  M = {m}  {revision}  {spread(group, 'efficiency', 3)}")
 
 
 if __name__ == "__main__":

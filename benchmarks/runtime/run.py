@@ -38,26 +38,26 @@ Record = dict[str, Any]
 
 
 def measure(script: str, processes: int, arguments: Sequence[str], progress: Progress, title: str) -> list[Record]:
-    """The JSON lines that the ranks of a script print."""
+    """Run a script on some ranks and return the JSON lines that they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     task = progress.add_task(title, total=None)
-    found = []
+    records = []
     with subprocess.Popen(
         [*command, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         for line in process.stdout or []:
             if line.startswith("{"):
-                found.append(json.loads(line))
+                records.append(json.loads(line))
                 progress.advance(task)
     if process.returncode:
         raise SystemExit(f"{script} should measure on {processes} processes and end. Found that it failed.")
     progress.remove_task(task)
-    return found
+    return records
 
 
 def write(name: str, records: Sequence[Record]) -> None:
-    """Records as JSON lines, with the machine."""
+    """Write records as JSON lines, with the machine."""
     machine = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -68,7 +68,7 @@ def write(name: str, records: Sequence[Record]) -> None:
 
 
 def read(name: str) -> list[Record]:
-    """Records of an earlier run."""
+    """Read the records of an earlier run."""
     path = RECORDS / f"{name}.jsonl"
     if not path.exists():
         return []
@@ -78,21 +78,21 @@ def read(name: str) -> list[Record]:
 
 
 def grouped(records: Sequence[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Records with equal values of the keys, in order of appearance."""
-    found: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    """Group records with equal values of the keys, in order of appearance."""
+    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
-        found[tuple(record[key] for key in keys)].append(record)
-    return found
+        groups[tuple(record[key] for key in keys)].append(record)
+    return groups
 
 
 def spread(records: Sequence[Record], key: str, digits: int) -> str:
-    """Median (lowest to highest)."""
+    """Return median (lowest to highest) as text."""
     values = [record[key] for record in records]
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def efficiencies(records: Sequence[Record]) -> list[str]:
-    """Both libraries side by side, a slot for every micro-batch."""
+    """Return a table of both libraries side by side, a slot for every micro-batch."""
     lines = [
         "| A | messages | method | M | predicted slots | nwise: efficiency | torch: efficiency | nwise: us/action "
         "| torch: us/action | waits alone | with gloo's messages |",
@@ -105,22 +105,22 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
         for alone in (True, False)
     }
     slots = [r for r in records if r["slot_ms"] == SLOT_MS]
-    for (devices, mib, method, m), found in grouped(slots, "devices", "message_mib", "method", "microbatches").items():
-        cells = [str(devices), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{found[0]['predicted_slots']:g}"]
-        by_library = grouped(found, "library")
+    for (devices, mib, method, m), group in grouped(slots, "devices", "message_mib", "method", "microbatches").items():
+        cells = [str(devices), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{group[0]['predicted_slots']:g}"]
+        by_library = grouped(group, "library")
         for key, digits in (("efficiency", 3), ("action_overhead_us", 0)):
             for library in ("nwise", "torch"):
                 one = by_library.get((library,))
                 cells.append(spread(one, key, digits) if one else "–")
         cells.append(f"{statistics.median(r['ceiling'] for r in by_library[('nwise',)]):.4f}")
         travel = one_way.get((devices, mib, method in BASELINES))
-        cells.append("–" if travel is None else f"{limit(found[0], travel):.3f}")
+        cells.append("–" if travel is None else f"{limit(group[0], travel):.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def limit(case: Record, travel: float) -> float:
-    """Efficiency if nothing but messages took time, each so many milliseconds, on the best order for that."""
+    """Return the efficiency if nothing but messages took time, each so many milliseconds, on the best order for that."""
     method, costs = case["method"], costs_of_text(case["costs"])
     options: dict[str, Any] = {
         "num_stages": case["stages"],
@@ -132,19 +132,19 @@ def limit(case: Record, travel: float) -> float:
 
 
 def equal_batches(records: Sequence[Record]) -> list[str]:
-    """Step times of one mini-batch of one size, every method at the M with the shortest predicted step."""
+    """Return a table of step times of one mini-batch of one size, every method at the M with the shortest predicted step."""
     lines = [
         "| A | library | method | M | ms a step | / end-to-end, M = 1 | / GPipe | / 1F1B |",
         "|---|---|---|---|---|---|---|---|",
     ]
     whole = [r for r in records if r["slot_ms"] != SLOT_MS]
-    for (stages,), found in grouped(whole, "devices").items():
-        own = [r for r in found if r["library"] == "nwise"]
+    for (stages,), group in grouped(whole, "devices").items():
+        own = [r for r in group if r["library"] == "nwise"]
         bases = [
             statistics.median(r["measured_slots"] for r in own if r["method"] == baseline)
             for baseline in ("end-to-end", "gpipe", "1f1b")
         ]
-        for (method, library, m), one in grouped(found, "method", "library", "microbatches").items():
+        for (method, library, m), one in grouped(group, "method", "library", "microbatches").items():
             times = [{"ms": r["measured_slots"] * r["slot_ms"]} for r in one]
             slots = statistics.median(r["measured_slots"] for r in one)
             cells = [
@@ -160,13 +160,13 @@ def equal_batches(records: Sequence[Record]) -> list[str]:
 
 
 def real(records: Sequence[Record]) -> list[str]:
-    """Samples per second of the GPT."""
+    """Return a table of the GPT's samples per second."""
     lines = [
         "| method | M | nwise: samples/s | torch: samples/s | nwise / torch, round by round |",
         "|---|---|---|---|---|",
     ]
-    for (method, m), found in grouped(records, "method", "microbatches").items():
-        by_library = grouped(found, "library")
+    for (method, m), group in grouped(records, "method", "microbatches").items():
+        by_library = grouped(group, "library")
         cells = [method, str(m)]
         cells += [
             spread(by_library[(name,)], "samples_per_second", 2) if (name,) in by_library else "–"
@@ -180,7 +180,7 @@ def real(records: Sequence[Record]) -> list[str]:
 
 
 def tables() -> str:
-    """All of them, from the records."""
+    """Return all tables, from the records."""
     virtual = [record for stages in (4, 8, 16) for record in read(f"virtual-{stages}")]
     parts = []
     if virtual:
@@ -222,8 +222,8 @@ def main(
             write(f"virtual-{count}", measure("ranks.py", count, arguments, progress, f"{count} virtual devices"))
         if messages:
             sizes = ",".join(map(str, mib))
-            found = [measure("messages.py", count, [sizes], progress, f"messages of {count}") for count in (4, 8, 16)]
-            write("messages", [record for records in found for record in records])
+            batches = [measure("messages.py", count, [sizes], progress, f"messages of {count}") for count in (4, 8, 16)]
+            write("messages", [record for records in batches for record in records])
         if gpt_rounds:
             write("gpt", measure("gpt.py", 2, [str(gpt_rounds)], progress, "GPT"))
     text = tables()

@@ -1,4 +1,4 @@
-"""What it costs a process to read its own targets, beside what it would cost to be sent them.
+"""The cost of reading a process's own targets, beside the cost of sending them to it.
 
     python benchmarks/runtime/targets.py
 
@@ -31,10 +31,10 @@ def main(names: tuple[str, ...] = ("digits", "source-code")) -> None:
         data, _ = config.load()
         times = []
         for step in range(ROUNDS):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             indices = batch_indices(len(data), config.batch_size, config.seed, step)
             _, target = data.batch(indices, generator(config.seed, "augmentation", step))
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start_time)
         low, middle, high = statistics.quantiles(times, n=4)
         record = {"recipe": name, "batch_size": config.batch_size, "read_ms": [1e3 * t for t in (low, middle, high)]}
         records.append({**record, "target_bytes": target.nbytes, "torch": torch.__version__})

@@ -102,7 +102,7 @@ class VirtualStage:
     tapes = Stage.tapes
 
     def copy_parameters(self) -> dict[str, Tensor]:
-        """It has none."""
+        """Return nothing: a virtual stage has no parameters."""
         return {}
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Cotangents:
@@ -111,7 +111,7 @@ class VirtualStage:
         if action.kind is Kind.FORWARD:
             due = max(float(tape.inputs[0][0]), time.perf_counter()) if self.index else 0.0
             if not self.index:
-                # An output of its own, made once: the caller's batch would have to be copied to be sent.
+                # An output of its own, cloned once: the caller's batch would have to be copied to be sent.
                 self._own = tape.inputs[0].clone() if self._own is None else self._own
                 tape.inputs = (self._own,)
         elif action.kind is Kind.HEAD:
@@ -122,11 +122,11 @@ class VirtualStage:
             due = max([float(one[0]) for one in messages if one is not None], default=0.0)
             due = max(due, time.perf_counter()) if messages else 0.0
         self._device.work(self._price.time(Action(action.kind, self.index, 0), flow), received=due)
-        made: Cotangents = ()
+        output: Cotangents = ()
         if action.kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.BOTH):
-            made = (self._links[action.kind is Kind.FORWARD].stamp(tape.inputs[0], self._device.free),)
+            output = (self._links[action.kind is Kind.FORWARD].stamp(tape.inputs[0], self._device.free),)
         tape.release()
-        return made
+        return output
 
 
 def _wait_until(deadline: float) -> None:

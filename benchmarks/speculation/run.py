@@ -113,14 +113,14 @@ def agreement(model: LlamaForCausalLM, batch: Tensor) -> list[dict[str, float]]:
     return rows
 
 
-def generated(model: LlamaForCausalLM, prompts: list[Tensor], count: int, **options: Any) -> tuple[list[Tensor], float]:
-    """Return the greedy continuations, and the tokens per second."""
-    began = time.perf_counter()
+def generate(model: LlamaForCausalLM, prompts: list[Tensor], count: int, **options: Any) -> tuple[list[Tensor], float]:
+    """Generate greedy continuations; return them, and the tokens per second."""
+    start_time = time.perf_counter()
     outputs = [
         model.generate(prompt[None], max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
         for prompt in prompts
     ]
-    return outputs, count * len(prompts) / (time.perf_counter() - began)
+    return outputs, count * len(prompts) / (time.perf_counter() - start_time)
 
 
 def measure(prompts: int = 6, count: int = 128, rounds: int = 3, threads: int = 2) -> None:
@@ -146,7 +146,7 @@ def measure(prompts: int = 6, count: int = 128, rounds: int = 3, threads: int = 
         rates: dict[int, list[float]] = {k: [] for k in (0, *EXITS)}
         expected = None
         for _, k in itertools.product(range(rounds + 1), rates):
-            outputs, rate = generated(model, asked, count, **({"assistant_early_exit": k} if k else {}))
+            outputs, rate = generate(model, asked, count, **({"assistant_early_exit": k} if k else {}))
             expected = outputs if expected is None else expected
             if not all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True)):
                 raise AssertionError(f"{strategy}, exit {k}: generation with an early exit should give the same tokens")

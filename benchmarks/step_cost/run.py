@@ -137,7 +137,7 @@ def ours(case: Case, strategy: str) -> Step:
 
 
 def methods(case: Case) -> dict[str, Step]:
-    """All that are compared, by name."""
+    """Return the steps of the comparison, by name."""
     return {
         PLAIN: plain(case),
         "by hand, 2-wise": by_hand(case, 2),

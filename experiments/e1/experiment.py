@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
-from experiments.harness.claims import Claim, difference, equal, greater, mean_of, slope
+from experiments.harness.claims import Claim, difference, equal, greater, mean_by_seed, slope
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import lines_over_stages
 from experiments.harness.runs import Runs, accuracy
@@ -20,10 +20,10 @@ _STAGES: dict[Size, tuple[int, ...]] = {"small": (3, 6, 10), "full": tuple(range
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Stages by methods by seeds; an N of A or more is end-to-end and not run twice."""
+    """Return the cells: stages by methods by seeds; an N of A or more is end-to-end and not run twice."""
     base = on_a_gpu(recipe("cifar10-convnet")) if size == "full" else recipe("cifar10-convnet-small")
     assert isinstance(base.model, ConvNet)
-    found = []
+    cells = []
     for seed in range(seeds):
         for stages in reversed(_STAGES[size]):
             for method in (*_WISE, DOUBLE):
@@ -31,12 +31,12 @@ def cells(size: Size, seeds: int) -> list[Cell]:
                     continue
                 strategy = "blocks-2" if method == DOUBLE else method
                 settings = replace(base, model=replace(base.model, num_stages=stages), strategy=strategy, seed=seed)
-                found.append(Cell(method=method, recipe=settings))
-    return found
+                cells.append(Cell(method=method, recipe=settings))
+    return cells
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Figure 5's. They are about curves, so each is tested once, on all points of its curves."""
+    """Test the claims of figure 5. They are about curves, so each is tested once, on all points of its curves."""
 
     def at(method: str, stages: int) -> dict[int, float]:
         return runs.scores(accuracy, method, stages)
@@ -47,31 +47,32 @@ def claims(runs: Runs) -> list[Claim]:
     depths = sorted({r["stages"] for r in runs.records})
     if len(depths) < 2:
         return []
-    rise = mean_of([slope({n: wise(n, a) for n in range(1, 1 + min(4, a))}) for a in depths])
-    found = [greater("accuracy rises with N: points for each more, 1 to 4", "figure 5", rise)]
+    rise = mean_by_seed([slope({n: wise(n, a) for n in range(1, 1 + min(4, a))}) for a in depths])
+    claims = [greater("accuracy rises with N: points for each more, 1 to 4", "figure 5", rise)]
     for n, stages in ((n, stages) for n in (3, 4) for stages in depths if n < stages <= 6):
         text = f"{n}-wise equals end-to-end at {stages} stages"
-        found.append(equal(text, "figure 5", at(f"{n}-wise", stages), at("end-to-end", stages), within=1))
+        claims.append(equal(text, "figure 5", at(f"{n}-wise", stages), at("end-to-end", stages), within=1))
     gaps = {stages: difference(at("end-to-end", stages), at("1-wise", stages)) for stages in depths}
     text = "the gap of 1-wise to end-to-end grows with depth: points for each more stage"
-    found.append(greater(text, "figure 5", slope(gaps)))
-    right, means = "figure 5, right", {m: mean_of([at(m, a) for a in depths]) for m in ("1-wise", DOUBLE, "2-wise")}
+    claims.append(greater(text, "figure 5", slope(gaps)))
+    right = "figure 5, right"
+    means = {m: mean_by_seed([at(m, a) for a in depths]) for m in ("1-wise", DOUBLE, "2-wise")}
     text = "stages of double size are above 1-wise (mean over depths)"
-    found.append(greater(text, right, means[DOUBLE], means["1-wise"]))
+    claims.append(greater(text, right, means[DOUBLE], means["1-wise"]))
     text = "2-wise is above stages of double size (mean over depths)"
-    found.append(greater(text, right, means["2-wise"], means[DOUBLE]))
-    return found
+    claims.append(greater(text, right, means["2-wise"], means[DOUBLE]))
+    return claims
 
 
 def tables(runs: Runs) -> str:
-    """Accuracy by method and stages; the paper has it as a figure only."""
+    """Return the accuracy by method and stages; the paper has it as a figure only."""
     stages = sorted({r["stages"] for r in runs.records})
     rows = [[method, *(runs.shown(accuracy, method, a) for a in stages)] for method in (*_WISE, DOUBLE)]
     return markdown.table(["test accuracy, %", *markdown.stages(stages)], rows)
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """The paper's figure: N-wise left, double size right."""
+    """Draw the paper's figure: N-wise left, double size right."""
     panels = {"N-wise": list(_WISE), "stages of double size": ["1-wise", DOUBLE, "2-wise"]}
     lines_over_stages(runs, accuracy, panels, "test accuracy, %", path.with_suffix(".png"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, equal, exact, greater
-from experiments.harness.clock import described, network_costs, slots_text, work
+from experiments.harness.clock import describe_costs, network_costs, slots_text, work
 from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import accuracy_and_step_time
 from experiments.harness.runs import Runs, accuracy
@@ -28,19 +28,19 @@ _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 
 
 def base(size: Size, source: str = "cifar10") -> Recipe:
-    """Everything but strategy and seed."""
+    """Return the recipe of a size but for strategy and seed."""
     return recipe("cifar10-resnet-small") if size == "small" else on_a_gpu(recipe(f"{source}-resnet"))
 
 
 def costs(runs: Runs) -> Costs:
-    """Honest costs of the network."""
+    """Return honest costs of the network."""
     model = base("small" if runs.size == "small" else "full", runs.source).model
     assert isinstance(model, ResNet)
     return network_costs(model)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Methods by seeds; ImageNet, as printed, has one seed."""
+    """Return the cells: methods by seeds; ImageNet, as printed, has one seed."""
     return [
         Cell(method=method, recipe=replace(base(size, source), strategy=method, seed=seed, heads="all"))
         for source in (PRINTED if size == "full" else ["cifar10"])
@@ -50,29 +50,29 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Table 11's, and what more strategies do."""
+    """Test the claims of table 11 and those about more strategies."""
 
-    def of(method: str) -> dict[int, float]:
+    def scores(method: str) -> dict[int, float]:
         return runs.scores(accuracy, method)
 
-    found = [
-        greater("end-to-end above 1-wise", "table 11", of("end-to-end"), of("1-wise")),
-        greater("2-wise above 1-wise", "table 11", of("2-wise"), of("1-wise")),
-        greater("3-wise above 1-wise", "table 11", of("3-wise"), of("1-wise")),
-        greater("3-wise above end-to-end", "table 11", of("3-wise"), of("end-to-end")),
+    claims = [
+        greater("end-to-end above 1-wise", "table 11", scores("end-to-end"), scores("1-wise")),
+        greater("2-wise above 1-wise", "table 11", scores("2-wise"), scores("1-wise")),
+        greater("3-wise above 1-wise", "table 11", scores("3-wise"), scores("1-wise")),
+        greater("3-wise above end-to-end", "table 11", scores("3-wise"), scores("end-to-end")),
     ]
     if runs.source == "cifar10":  # on CIFAR-100 it is above, on ImageNet below, by more than a point
-        found.append(equal("2-wise equals end-to-end", "table 11", of("2-wise"), of("end-to-end"), within=1))
-    found += [greater(f"{method} above 2-wise", "ours", of(method), of("2-wise")) for method in BEYOND]
+        claims.append(equal("2-wise equals end-to-end", "table 11", scores("2-wise"), scores("end-to-end"), within=1))
+    claims += [greater(f"{method} above 2-wise", "ours", scores(method), scores("2-wise")) for method in BEYOND]
     for method in ("2-wise", "3-wise"):
         more = 100 * (work(method, 4, costs(runs)) / work("end-to-end", 4, costs(runs)) - 1)
         text = f"{method} computes more in total than end-to-end, four stages, by what is multiplied"
-        found.append(exact(text, "section T", more, holds=more > 0, wanted="> 0", unit="%"))
-    return found
+        claims.append(exact(text, "section T", more, holds=more > 0, wanted="> 0", unit="%"))
+    return claims
 
 
 def tables(runs: Runs) -> str:
-    """Ours beside the paper's; what a step takes, and with little memory."""
+    """Return our accuracies beside the paper's, and the slots of a step, also with little memory."""
     name, printed = PRINTED[runs.source]
     rows = [[f"**ours**: {runs.source}", *(runs.shown(accuracy, m) for m in PAPER)], [f"paper: {name}", *printed]]
     headings = ("", "accuracy at equal steps, %", "slots a step (M)", f"slots a step with memory {_LEAN:g} (M)")
@@ -82,8 +82,8 @@ def tables(runs: Runs) -> str:
         for m in (*PAPER, *BEYOND)
     ]
     note = (
-        f"Slots are forwards of a mini-batch through a stage. {described(honest)} Accuracy at equal time is E4's: rates drop at "
-        "shares of a run, so that a curve cut off is not what a shorter run reaches."
+        f"Slots are forwards of a mini-batch through a stage. {describe_costs(honest)} Accuracy at equal time is E4's: rates "
+        "drop at shares of a run, so that a curve cut off is not what a shorter run reaches."
     )
     parts = [
         markdown.table(["test accuracy, %", *PAPER], rows),
@@ -95,7 +95,7 @@ def tables(runs: Runs) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Accuracy against steps, and at the end against the time of a step."""
+    """Draw accuracy against steps, and at the end against the time of a step."""
     accuracy_and_step_time(runs, [*PAPER, *BEYOND], 4, costs(runs), path.with_suffix(".png"))
 
 

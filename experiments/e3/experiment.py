@@ -6,23 +6,23 @@ from pathlib import Path
 
 from experiments.e2 import experiment as e2
 from experiments.harness import markdown
-from experiments.harness.claims import Claim, equal, greater, mean_of, slope
+from experiments.harness.claims import Claim, equal, greater, mean_by_seed, slope
 from experiments.harness.experiment import Result
 from experiments.harness.plots import accuracy_of_heads
-from experiments.harness.runs import Runs, head_of
+from experiments.harness.runs import Runs, head_accuracy
 from experiments.harness.trained import Parts, Trained
 
 _METHODS = (*e2.PAPER, *e2.BEYOND)
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """The figure's: early heads of 1-wise nearly as good as its last, those of 2-wise worse, its last better."""
+    """Test the claims of the figure: early heads of 1-wise nearly as good as its last, those of 2-wise worse, its last better."""
 
     def head(method: str, index: int) -> dict[int, float]:
-        return runs.scores(head_of(index), method)
+        return runs.scores(head_accuracy(index), method)
 
     rise = {method: slope({k: head(method, k) for k in range(4)}) for method in ("1-wise", "2-wise")}
-    early = {method: mean_of([head(method, k) for k in (0, 1)]) for method in ("1-wise", "2-wise")}
+    early = {method: mean_by_seed([head(method, k) for k in (0, 1)]) for method in ("1-wise", "2-wise")}
     text = "1-wise: the head of stage 2 of 4 is close to the last"
     return [
         equal(text, "figure 6", head("1-wise", 1), head("1-wise", 3), within=1),
@@ -39,14 +39,14 @@ def claims(runs: Runs) -> list[Claim]:
 
 
 def tables(runs: Runs) -> str:
-    """Every head of every method. Heads that train no stage are probes on detached activations."""
-    rows = [[method, *(runs.shown(head_of(k), method) for k in range(4))] for method in _METHODS]
+    """Return the accuracy of every head of every method. Heads that train no stage are probes on detached activations."""
+    rows = [[method, *(runs.shown(head_accuracy(k), method) for k in range(4))] for method in _METHODS]
     note = "The paper's figure is of ResNet-50 on ImageNet, without numbers. Heads that train no stage are probes."
     return f"{markdown.table(['head of stage, test accuracy, %', 1, 2, 3, 4], rows)}\n\n{note}"
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """The paper's figure."""
+    """Draw the paper's figure."""
     accuracy_of_heads(runs, list(_METHODS), 4, path.with_suffix(".png"))
 
 
@@ -55,5 +55,5 @@ EXPERIMENT = Trained(
     "E3, the accuracy of every head",
     Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
     [Result(6, "figure: accuracy of every head (E3)", "figure 6")],
-    of="e2",
+    owner="e2",
 )

@@ -10,7 +10,7 @@ from statistics import mean
 from experiments.e2 import experiment as e2
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
-from experiments.harness.claims import Claim, difference, equal, greater, mean_of
+from experiments.harness.claims import Claim, difference, equal, greater, mean_by_seed
 from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import grid_of_fine_tuning
 from experiments.harness.runs import Runs, accuracy, shown
@@ -80,13 +80,13 @@ class Setting:
     printed: tuple[str, ...]
 
     def plain(self, method: str) -> Recipe:
-        """A method that does not change."""
+        """Return the recipe of a method that does not change."""
         epochs = {"end-to-end": self.budget // 2, "2-wise": self.budget, "1-wise": 2 * self.budget}[method]
         settings = replace(self.base, heads="live", strategy=method, epochs=epochs, eval_every=epochs)
         return replace(settings, optimizer=Sgd(lr=self.high, drops=_DROPS))
 
     def fine_tuning(self, point: Point) -> Recipe:
-        """T1 epochs 1-wise, then heads discarded, the optimizer reset, T2 epochs end-to-end at another rate."""
+        """Return T1 epochs 1-wise, then heads discarded, the optimizer reset, T2 epochs end-to-end at another rate."""
         first, rate = point
         second = (2 * self.budget - first) / 4
         # Where no epochs are printed, the shares that the printed ones round: one drop fewer for a lower rate.
@@ -126,19 +126,19 @@ SETTINGS: dict[tuple[Size, str], Setting] = {
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """The four methods on the test set, and the grid on a tenth of the training set that is withheld."""
-    found = []
+    """Return the cells: the four methods on the test set, and the grid on a tenth of the training set that is withheld."""
+    cells = []
     for setting in (setting for (its, _), setting in SETTINGS.items() if its == size):
         for seed in range(seeds):
             recipes = {method: setting.plain(method) for method in METHODS[:3]}
             recipes["fine-tuning"] = setting.fine_tuning(setting.best)
-            found += [Cell(method=m, recipe=replace(r, seed=seed)) for m, r in recipes.items()]
+            cells += [Cell(method=m, recipe=replace(r, seed=seed)) for m, r in recipes.items()]
             for point in setting.points if seed < setting.grid_seeds else ():
                 settings = setting.fine_tuning(point)
                 assert isinstance(settings.data, ImageSource)
                 settings = replace(settings, data=replace(settings.data, withheld=0.1), seed=seed)
-                found.append(Cell(method="fine-tuning", part=_part(point), recipe=settings))
-    return found
+                cells.append(Cell(method="fine-tuning", part=_part(point), recipe=settings))
+    return cells
 
 
 def _part(point: Point) -> str:
@@ -150,44 +150,46 @@ def _setting(runs: Runs) -> Setting:
 
 
 def validation(runs: Runs) -> dict[Point, dict[int, float]]:
-    """Accuracy over the grid by seed, as far as it was run."""
-    found = {point: runs.scores(accuracy, "fine-tuning", part=_part(point)) for point in _setting(runs).points}
-    return {point: values for point, values in found.items() if values}
+    """Return accuracies over the grid by seed, as far as it was run."""
+    accuracies = {point: runs.scores(accuracy, "fine-tuning", part=_part(point)) for point in _setting(runs).points}
+    return {point: values for point, values in accuracies.items() if values}
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Table 12's and table 15's."""
+    """Test the claims of tables 12 and 15."""
 
-    def of(method: str) -> dict[int, float]:
+    def scores(method: str) -> dict[int, float]:
         return runs.scores(accuracy, method)
 
     text = "fine-tuning equals 2-wise at equal time"
-    found = [
-        greater("2-wise above end-to-end at equal time", "table 12", of("2-wise"), of("end-to-end")),
-        greater("1-wise above end-to-end at equal time", "table 12", of("1-wise"), of("end-to-end")),
-        greater("fine-tuning above end-to-end at equal time", "table 12", of("fine-tuning"), of("end-to-end")),
-        greater("2-wise above 1-wise at equal time", "table 12", of("2-wise"), of("1-wise")),
-        equal(text, "table 12", of("fine-tuning"), of("2-wise"), within=1),
-        greater("fine-tuning above 1-wise at equal time", "table 12", of("fine-tuning"), of("1-wise")),
+    claims = [
+        greater("2-wise above end-to-end at equal time", "table 12", scores("2-wise"), scores("end-to-end")),
+        greater("1-wise above end-to-end at equal time", "table 12", scores("1-wise"), scores("end-to-end")),
+        greater("fine-tuning above end-to-end at equal time", "table 12", scores("fine-tuning"), scores("end-to-end")),
+        greater("2-wise above 1-wise at equal time", "table 12", scores("2-wise"), scores("1-wise")),
+        equal(text, "table 12", scores("fine-tuning"), scores("2-wise"), within=1),
+        greater("fine-tuning above 1-wise at equal time", "table 12", scores("fine-tuning"), scores("1-wise")),
     ]
-    return found + _grid_claims(_setting(runs), validation(runs))
+    return claims + _grid_claims(_setting(runs), validation(runs))
 
 
 def _grid_claims(setting: Setting, grid: Mapping[Point, Mapping[int, float]]) -> list[Claim]:
     high, low = setting.high, setting.high / 10
     both = sorted({first for first, rate in grid if rate == high} & {first for first, rate in grid if rate == low})
     text = f"after 1-wise, end-to-end at rate {high:g} is above {low:g} (mean over T1)"
-    found = [greater(text, "table 15", mean_of([difference(grid[first, high], grid[first, low]) for first in both]))]
+    claims = [
+        greater(text, "table 15", mean_by_seed([difference(grid[first, high], grid[first, low]) for first in both]))
+    ]
     others = [point for point in grid if point != setting.best]
     if others:
         baseline = max(others, key=lambda point: mean(grid[point].values()))
         text = f"T1 = {setting.best[0]} at rate {high:g} is above the best of the other points (chosen afterwards)"
-        found.append(greater(text, "table 15", grid.get(setting.best, {}), grid[baseline]))
-    return found
+        claims.append(greater(text, "table 15", grid.get(setting.best, {}), grid[baseline]))
+    return claims
 
 
 def tables(runs: Runs) -> str:
-    """Ours beside the paper's, and the grid."""
+    """Return our accuracies beside the paper's, and the grid."""
     setting = _setting(runs)
     rows = [
         [f"**ours**: {runs.source}", *(runs.shown(accuracy, m) for m in METHODS)],
@@ -196,13 +198,13 @@ def tables(runs: Runs) -> str:
     return f"{markdown.table(['test accuracy at equal time, %', *METHODS], rows)}\n\n{_grid(setting, validation(runs))}"
 
 
-def _grid(setting: Setting, found: Mapping[Point, Mapping[int, float]]) -> str:
+def _grid(setting: Setting, accuracies: Mapping[Point, Mapping[int, float]]) -> str:
     rates = sorted({rate for _, rate in setting.points}, reverse=True)
     rows = []
     for first in sorted({first for first, _ in setting.points}):
         entries = []
         for rate in rates:
-            ours = shown(list(found.get((first, rate), {}).values()))
+            ours = shown(list(accuracies.get((first, rate), {}).values()))
             printed = setting.grid.get((first, rate))
             entries.append(ours if printed is None else f"{ours} [{printed[1]:.2f}]")
         rows.append([first, *entries])
@@ -212,7 +214,7 @@ def _grid(setting: Setting, found: Mapping[Point, Mapping[int, float]]) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Equal time left, the grid right."""
+    """Draw equal time left, the grid right."""
     grid_of_fine_tuning(runs, list(METHODS), validation(runs), path.with_suffix(".png"))
 
 

@@ -10,7 +10,7 @@ from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, no_greater
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import accuracy_of_ensembles
-from experiments.harness.runs import Runs, ensemble_of
+from experiments.harness.runs import Runs, ensemble_accuracy
 from experiments.harness.trained import Parts, Trained
 
 _METHODS = ("2-wise", "1-wise")
@@ -22,18 +22,18 @@ PRINTED = {
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Those of E2 that are looked at."""
+    """Return the cells of E2 whose heads are compared."""
     return [cell for cell in e2.cells(size, seeds) if cell.method in _SHOWN]
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """A negative result: an ensemble is not better than the last head alone, here by more than half a point."""
+    """Test a negative result: an ensemble is not better than the last head alone, here by more than half a point."""
     return [
         no_greater(
             f"{method}: the top {count} heads are no better than the last alone",
             "table 13",
-            runs.scores(ensemble_of(count), method),
-            runs.scores(ensemble_of(1), method),
+            runs.scores(ensemble_accuracy(count), method),
+            runs.scores(ensemble_accuracy(1), method),
             by=0.5,
         )
         for method in _METHODS
@@ -42,9 +42,9 @@ def claims(runs: Runs) -> list[Claim]:
 
 
 def tables(runs: Runs) -> str:
-    """Ours beside the paper's."""
+    """Return our accuracies beside the paper's."""
     counts, printed = range(1, 5), PRINTED.get(runs.source, {})
-    ours = [[f"**ours**: {m}", *(runs.shown(ensemble_of(n), m) for n in counts)] for m in _SHOWN]
+    ours = [[f"**ours**: {m}", *(runs.shown(ensemble_accuracy(n), m) for n in counts)] for m in _SHOWN]
     rows = [*ours, *([f"paper: {m}", *values] for m, values in printed.items())]
     note = (
         "The paper's top-1 values of CIFAR-10 differ from those of its table of E2: other runs. Ours are the same runs."
@@ -53,7 +53,7 @@ def tables(runs: Runs) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Accuracy against the number of heads."""
+    """Draw accuracy against the number of heads."""
     accuracy_of_ensembles(runs, list(_SHOWN), 4, path.with_suffix(".png"))
 
 
@@ -62,5 +62,5 @@ EXPERIMENT = Trained(
     "E5, ensembles of the top heads",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
     [Result(13, "table: ensembles (E5)", "table 13")],
-    of="e2",
+    owner="e2",
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
-from experiments.harness.claims import Claim, exact, greater, mean_of
-from experiments.harness.clock import described, network_costs, slots_text, step_time, work
+from experiments.harness.claims import Claim, exact, greater, mean_by_seed
+from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import language_models, loss_over_time
 from experiments.harness.runs import Runs, loss, loss_at, perplexity
@@ -39,52 +39,52 @@ def _base(size: Size) -> tuple[Recipe, Gpt]:
 
 
 def clocks(runs: Runs, stages: int = _FOUR) -> dict[str, Costs]:
-    """The paper's costs, and honest ones of the network."""
+    """Return the paper's costs, and honest ones of the network."""
     _, model = _base("small" if runs.size == "small" else "full")
     return {"paper's": PAPERS_COSTS, "honest": network_costs(model, stages)}
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Stages by methods by seeds, Hogwild (E7) among them."""
+    """Return the cells: stages by methods by seeds, Hogwild (E7) among them."""
     base, model = _base(size)
-    found = []
+    cells = []
     for seed in range(seeds):
         for stages in reversed(_STAGES):
             settings = replace(base, seed=seed, model=replace(model, num_stages=stages))
             methods = [*PAPER, *(BEYOND if stages == _FOUR else ()), *(("hogwild",) if stages in HOGWILD else ())]
-            found += [Cell(method=m, recipe=replace(settings, strategy=m)) for m in methods]
-    return found
+            cells += [Cell(method=m, recipe=replace(settings, strategy=m)) for m in methods]
+    return cells
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Figures 7 and 8; losses in nats, and the smaller is the better. A claim about a curve is tested on all its points."""
+    """Test the claims of figures 7 and 8; losses in nats, the smaller the better; one about a curve on all its points."""
 
     def at(method: str, stages: int = _FOUR) -> dict[int, float]:
         return runs.scores(loss, method, stages)
 
-    all_depths = {m: mean_of([at(m, stages) for stages in _STAGES]) for m in PAPER}
-    found = []
+    all_depths = {m: mean_by_seed([at(m, stages) for stages in _STAGES]) for m in PAPER}
+    claims = []
     for worse, better in (("1-wise", "end-to-end"), *pairwise(PAPER)):
         text = f"at equal steps {worse} is worse than {better} (mean over 3 to 6 stages)"
-        found.append(greater(text, "figure 7", all_depths[worse], all_depths[better], unit="nats"))
+        claims.append(greater(text, "figure 7", all_depths[worse], all_depths[better], unit="nats"))
     for stages in _STAGES:
         text = f"at equal steps 1-wise is worse than end-to-end, {stages} stages"
-        found.append(greater(text, "figure 7", at("1-wise", stages), at("end-to-end", stages), unit="nats"))
-    found += _at_every_moment(runs, "paper's", "figure 8", ("1-wise", "2-wise-mean"))
-    found += _at_every_moment(runs, "honest", "ours", ("1-wise", "2-wise-mean", *BEYOND[2:]))
+        claims.append(greater(text, "figure 7", at("1-wise", stages), at("end-to-end", stages), unit="nats"))
+    claims += _at_every_moment(runs, "paper's", "figure 8", ("1-wise", "2-wise-mean"))
+    claims += _at_every_moment(runs, "honest", "ours", ("1-wise", "2-wise-mean", *BEYOND[2:]))
     text = "the mean variant helps: 2-wise is worse than 2-wise-mean"
-    found.append(greater(text, "section 4", at("2-wise"), at("2-wise-mean"), unit="nats"))
+    claims.append(greater(text, "section 4", at("2-wise"), at("2-wise-mean"), unit="nats"))
     text = "rotating-2 is worse than 2-wise-mean, which it is in expectation"
-    found.append(greater(text, "ours", at("rotating-2"), at("2-wise-mean"), unit="nats"))
-    found += [
+    claims.append(greater(text, "ours", at("rotating-2"), at("2-wise-mean"), unit="nats"))
+    claims += [
         greater(f"3-wise-mean is worse than {m}", "ours", at("3-wise-mean"), at(m), unit="nats") for m in BEYOND[3:]
     ]
-    return found + _about_time(runs)
+    return claims + _about_time(runs)
 
 
 def _about_time(runs: Runs) -> list[Claim]:
-    """What follows from costs alone, at four stages."""
-    found = []
+    """Return the claims that follow from costs alone, at four stages."""
+    claims = []
     for name, costs in {"paper's costs": PAPERS_COSTS, "F = I = W, heads of half a stage": TRANSFORMER}.items():
         times = [
             timed_method(m, num_stages=_FOUR, num_microbatches=1, costs=costs).period
@@ -92,22 +92,25 @@ def _about_time(runs: Runs) -> list[Claim]:
         ]
         ratio = times[0] / times[1]
         text = f"2-wise takes less than half the step time of end-to-end, M = 1, {name}"
-        found.append(exact(text, "figure 7", ratio, holds=ratio < 0.5, wanted="< 0.5", unit="of it"))
+        claims.append(exact(text, "figure 7", ratio, holds=ratio < 0.5, wanted="< 0.5", unit="of it"))
     for clock, costs in clocks(runs).items():
         cost = step_time("2-wise-mean", _FOUR, costs).slots / step_time("2-wise", _FOUR, costs).slots - 1
         text = f"the mean variant costs no step time, {clock} costs"
-        found.append(exact(text, "section 4", 100 * cost, holds=abs(cost) < 1e-9, wanted="0", unit="%"))
+        claims.append(exact(text, "section 4", 100 * cost, holds=abs(cost) < 1e-9, wanted="0", unit="%"))
     honest = clocks(runs)["honest"]
     for method in ("2-wise", "2-wise-mean", "3-wise-mean"):
         more = 100 * (work(method, _FOUR, honest) / work("end-to-end", _FOUR, honest) - 1)
         text = f"{method} computes more in total than end-to-end, four stages, by what is multiplied"
-        found.append(exact(text, "section T", more, holds=more > 0, wanted="> 0", unit="%"))
-    return found
+        claims.append(exact(text, "section T", more, holds=more > 0, wanted="> 0", unit="%"))
+    return claims
 
 
 def moments(runs: Runs, costs: Costs, count: int = _MOMENTS) -> list[float]:
-    """Times, in slots, at which all methods of figure 8 can be compared: from when the slowest is tested first after its begin,
-    since nothing is known of how it came there, until the fastest has ended."""
+    """Return times, in slots, at which all methods of figure 8 can be compared.
+
+    They begin with the first test of the slowest method after its begin, since nothing is known of its way there, and end with
+    the run of the fastest.
+    """
     known = [(record[0], step_time(m, _FOUR, costs).slots) for m in PAPER if (record := runs.records_for(m, _FOUR))]
     if not known:
         return []
@@ -139,7 +142,7 @@ def _at_every_moment(runs: Runs, clock: str, source: str, methods: Sequence[str]
 
 
 def tables(runs: Runs) -> str:
-    """Perplexity and step time by stages; at four stages also what goes beyond the paper."""
+    """Return perplexity and step time by stages; at four stages also of the methods beyond the paper."""
     rows = [[m, *(runs.shown(perplexity, m, a) for a in _STAGES)] for m in (*PAPER, "hogwild")]
     quality = markdown.table(["test perplexity per token", *markdown.stages(_STAGES)], rows)
     rows = [[m, *(_slots(m, a, clocks(runs, a)["honest"]) for a in _STAGES)] for m in PAPER]
@@ -170,13 +173,13 @@ def _four(runs: Runs) -> str:
     note = (
         "Equal time is the time in which the fastest of the paper's methods has done all its steps; a method that is slower has "
         "done fewer, none has done more. Paper's costs: no micro-batches, a forward and a backward of one slot, heads free. "
-        f"{described(honest)}"
+        f"{describe_costs(honest)}"
     )
     return f"{markdown.table(['test loss, nats', *headings, 'slots a step (M)'], rows)}\n\n{note}"
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Figure 7 and figure 8."""
+    """Draw figures 7 and 8."""
     language_models(runs, list(PAPER), _STAGES, path.with_suffix(".png"))
     loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, clocks(runs), path.with_name(f"{path.name}-time.png"))
 

@@ -21,36 +21,36 @@ _METHODS = ("hogwild", "end-to-end", "1-wise")
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Those of E6 that are looked at."""
+    """Return the cells of E6 that are compared with Hogwild, and Hogwild's."""
     return [cell for cell in e6.cells(size, seeds) if cell.method in _METHODS and cell.num_stages in e6.HOGWILD]
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Stale gradients: worse than end-to-end and than local, and the worse the more stages."""
+    """Test the claims about stale gradients: worse than end-to-end and than local, and the worse the more stages."""
 
     def at(method: str, stages: int) -> dict[int, float]:
         return runs.scores(loss, method, stages)
 
-    found = []
+    claims = []
     for stages in e6.HOGWILD:
         for other in ("end-to-end", "1-wise"):
             text = f"Hogwild is worse than {other} at equal steps, {stages} stages"
-            found.append(greater(text, "table 14", at("hogwild", stages), at(other, stages), unit="nats"))
+            claims.append(greater(text, "table 14", at("hogwild", stages), at(other, stages), unit="nats"))
     for fewer, more in pairwise(e6.HOGWILD):
         text = f"Hogwild is worse with {more} stages than with {fewer}"
-        found.append(greater(text, "table 14", at("hogwild", more), at("hogwild", fewer), unit="nats"))
-    return found
+        claims.append(greater(text, "table 14", at("hogwild", more), at("hogwild", fewer), unit="nats"))
+    return claims
 
 
 def tables(runs: Runs) -> str:
-    """Ours beside the paper's, whose data, vocabulary and size are others: only the order can be compared."""
+    """Return our perplexities beside the paper's, whose data, vocabulary and size are others: only the order can be compared."""
     rows = [[f"**ours**: {m}", *(runs.shown(perplexity, m, a) for a in e6.HOGWILD)] for m in _METHODS]
     rows.append(["paper: hogwild", *PRINTED.values()])
     return markdown.table(["test perplexity", *markdown.stages(e6.HOGWILD)], rows)
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """The table as a figure; the paper has none."""
+    """Draw the table as a figure; the paper has none."""
     lines_over_stages(
         runs, perplexity, {"equal steps": _METHODS}, "test perplexity per token", path.with_suffix(".png")
     )
@@ -61,5 +61,5 @@ EXPERIMENT = Trained(
     "E7, Hogwild on Transformers",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.EXPERIMENT.parts.seeds),
     [Result(14, "table: Hogwild (E7)", "table 14")],
-    of="e6",
+    owner="e6",
 )

@@ -63,7 +63,7 @@ def main(near: str = "local", far: str = "end-to-end-delay-2", rate: float = 0.0
         steps: number of steps.
     """
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     trainer = make_trainer(near, far, rate, steps)
     with Progress() as progress:
         task = progress.add_task(f"{near} and {far}", total=trainer.num_steps)
@@ -71,7 +71,7 @@ def main(near: str = "local", far: str = "end-to-end-delay-2", rate: float = 0.0
         trainer.train(callbacks=(history,))
     loss = {test["step"]: test["loss"][-1] for test in history.tests}
     record = {"near": near, "far": far, "rate": rate, "steps": steps, "loss": loss}
-    seconds = round(time.perf_counter() - began, 1)
+    seconds = round(time.perf_counter() - start_time, 1)
     Store(RECORDS).add({**record, "seconds": seconds, "revision": revision(), "machine": machine()})
 
 

@@ -1,4 +1,4 @@
-"""What is compared, and the recipe of every run.
+"""The arms of the comparison, and the recipe of every run.
 
 An arm is a strategy with an optimizer. All arms train one network, eight Transformer blocks, on one text, for the same number of
 steps; the rate falls with the square root of the step, so a run of 500 steps is the beginning of one of 2,500.
@@ -61,13 +61,13 @@ class Arm:
         >>> Arm("muon", "end-to-end-delay-1", extrapolate=True).name
         'muon end-to-end-delay-1, extrapolated'
         """
-        said = [f"{self.optimizer} {self.strategy}"]
-        said += ["all heads"] if self.all_heads else []
-        said += ["extrapolated"] if self.extrapolate else []
-        said += [f"{self.blocks} block"] if self.blocks != STAGES else []
-        said += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
-        said += [f"heads of {self.head_blocks}"] if self.head_blocks else []
-        return ", ".join(said)
+        parts = [f"{self.optimizer} {self.strategy}"]
+        parts += ["all heads"] if self.all_heads else []
+        parts += ["extrapolated"] if self.extrapolate else []
+        parts += [f"{self.blocks} block"] if self.blocks != STAGES else []
+        parts += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
+        parts += [f"heads of {self.head_blocks}"] if self.head_blocks else []
+        return ", ".join(parts)
 
     def strategy_for(self, steps: int) -> Strategy:
         """Return the strategy of a run of so many steps."""

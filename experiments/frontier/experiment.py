@@ -22,7 +22,7 @@ _LATENCY = 1.0  # of a slow link, in forwards of a stage
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Every arm whose rate has been chosen, by seed."""
+    """Return the cells: every arm whose rate has been chosen, by seed."""
     del size
     return [
         Cell(method=one.name, recipe=one.run(RATES[one.name], seed))
@@ -40,11 +40,11 @@ BETTER_LATE, LATER = f"{LATE}, extrapolated", "end-to-end-delay-4"
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """All claims, written down before the runs; losses in nats a byte, and the smaller is the better."""
-    found = [claim for optimizer in ("muon", "adam") for claim in _at_equal_steps(runs, optimizer)]
+    """Test all claims, written down before the runs; losses in nats a byte, and the smaller is the better."""
+    claims = [claim for optimizer in ("muon", "adam") for claim in _at_equal_steps(runs, optimizer)]
     prices = [difference(_end(runs, f"{o} {LATE}"), _end(runs, f"{o} {PROMPT}")) for o in ("adam", "muon")]
-    found.append(greater("delay 1 costs Muon less than Adam", "delay", *prices, unit="nats"))
-    return found + [claim for latency in (0.0, _LATENCY) for claim in _at_equal_time(runs, latency)]
+    claims.append(greater("delay 1 costs Muon less than Adam", "delay", *prices, unit="nats"))
+    return claims + [claim for latency in (0.0, _LATENCY) for claim in _at_equal_time(runs, latency)]
 
 
 def _end(runs: Runs, name: str) -> Seeds:
@@ -89,16 +89,16 @@ def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
     """Compare with exact end-to-end training, and with the shortest delay that hides the latency at eight stages."""
     late = LATER if latency else BETTER_LATE
     pairs = [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
-    found = []
+    claims = []
     for worse, better in pairs:
         text = f"muon, equal time, latency {latency:g}: {worse} is worse than {better}"
         losses = at_equal_time(runs, arm(f"muon {worse}"), arm(f"muon {better}"), latency)
-        found.append(greater(text, "time", *losses, unit="nats"))
-    return found
+        claims.append(greater(text, "time", *losses, unit="nats"))
+    return claims
 
 
 def tables(runs: Runs) -> str:
-    """Losses at equal steps and at equal time, slots of a step, and work; then the same for other numbers of stages."""
+    """Return losses at equal steps and at equal time, slots of a step, and work; then the same for other numbers of stages."""
     deep = [one for one in ARMS if one.blocks == STAGES and one.num_stages == STAGES]
     shallow = [[one.name, runs.shown(loss, one.name, digits=3)] for one in ARMS if one.blocks == 1]
     whole = [arm(f"muon {name}") for name in (PROMPT, BETTER_LATE, LATER)]
@@ -132,7 +132,7 @@ _COSTS = (
 def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     rows = []
     for one in arms:
-        row: list[object] = [one.name, runs.shown(loss, name := _runs_of(one), digits=3)]
+        row: list[object] = [one.name, runs.shown(loss, name := _equal_arm(one), digits=3)]
         for latency in (0.0, _LATENCY):
             end = clock.total(replace(arm("muon local"), num_stages=one.num_stages))
             row.append(runs.shown(loss_at(clock.steps_done(one, end, latency)), name, digits=3))
@@ -142,8 +142,8 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     return markdown.table(["arm", "equal steps", *moments, "work a step"], rows)
 
 
-def _runs_of(one: Arm) -> str:
-    """The arm whose runs those of this one would equal."""
+def _equal_arm(one: Arm) -> str:
+    """Return the name of the arm whose runs those of this one would equal."""
     return replace(one, num_stages=STAGES).name if one.strategy.startswith("end-to-end") else one.name
 
 
@@ -160,7 +160,7 @@ def _deeper() -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Loss against time."""
+    """Draw loss against time."""
     draw_frontier(runs, path)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STEPS, Arm, Optimizer
-from experiments.harness.plots import legend, panels_of, styled
+from experiments.harness.plots import legend, make_panels, styled
 from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
@@ -65,7 +65,7 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
         optimizer: the arms' optimizer.
         path: of the figure.
     """
-    figure, panels = panels_of(2, rows=2, width=4.6, height=3.5, share=True)
+    figure, panels = make_panels(2, rows=2, width=4.6, height=3.5, share=True)
     arms = [one for one in _shown(optimizer) if runs.records_for(one.name)]
     for axes, (title, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
         stop = min(end(one) for one in arms)

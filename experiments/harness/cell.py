@@ -33,7 +33,7 @@ class Cell:
     """One run.
 
     Args:
-        method: what the tables call it.
+        method: its name in tables.
         recipe: its complete configuration.
         part: of the experiment, if it has several, such as one point of a grid.
     """
@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What one sees while it runs.
+        """The name shown while it runs.
 
         >>> Cell(method="2-wise", recipe=Recipe()).name
         'digits, 6 stages, 2-wise, seed 0'
@@ -63,8 +63,8 @@ class Cell:
         return ", ".join(part for part in parts if part)
 
 
-def cell_of(record: Record) -> Cell | None:
-    """What a record is of; None if it was written by a version whose configurations cannot be read."""
+def read_cell(record: Record) -> Cell | None:
+    """Return the cell of a record; None if it was written by a version whose configurations cannot be read."""
     try:
         return Cell(method=record["method"], part=record["part"], recipe=from_json(record["config"]))
     except (ValueError, TypeError, KeyError):
@@ -72,7 +72,7 @@ def cell_of(record: Record) -> Cell | None:
 
 
 def missing_data(data: object) -> str | None:
-    """Why the data of a recipe cannot be had; None if they can."""
+    """Return why the data of a recipe cannot be had; None if they can."""
     if not isinstance(data, ImageSource | TextSource):
         return None
     try:
@@ -85,9 +85,9 @@ def missing_data(data: object) -> str | None:
 
 @dataclass
 class History(Callback):
-    """A callback that keeps every test, and says how far the run is."""
+    """A callback that keeps every test and reports progress."""
 
-    told: Callable[[int, int], None]
+    on_progress: Callable[[int, int], None]
     tests: list[Record] = field(default_factory=list)
     steps: int = 0
     losses: list[Tensor] = field(default_factory=list)  # of the last head in training, since the last test
@@ -97,7 +97,7 @@ class History(Callback):
 
     def stepped(self, step: int, losses: Tensor) -> None:
         self.losses.append(losses[-1].detach())
-        self.told(step, self.steps)
+        self.on_progress(step, self.steps)
 
     def evaluated(self, step: int, scores: Scores) -> None:
         loss = [None if s is None or not isfinite(s.loss) else round(s.loss, 6) for s in scores.heads]
@@ -135,29 +135,29 @@ def _check_length(cell: Cell, steps: int) -> None:
 
 
 def measure(
-    cell: Cell, data: Data | None = None, told: Callable[[int, int], None] = lambda done, total: None
+    cell: Cell, data: Data | None = None, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Record:
     """Train and test a cell.
 
     Args:
-        cell: which.
-        data: what its recipe loads, if it was loaded before.
-        told: called with the steps done and the steps there are.
+        cell: the cell.
+        data: the data of its recipe, if they were loaded before.
+        on_progress: function called with the number of steps done and of all steps.
 
     Returns:
-        The record: what it is of, every test of every head, the ensembles of the top heads at the end, seconds of this run
+        The record: the cell, every test of every head, the ensembles of the top heads at the end, seconds of this run
         (one process doing all stages), its end, git revision, machine, versions.
 
     Raises:
         ValueError: the run would end within its warm-up.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
     _check_length(cell, trainer.num_steps)
-    history = History(told)
+    history = History(on_progress)
     trainer.train(callbacks=(history,))
-    seconds = time.perf_counter() - began
-    found: Record = {
+    seconds = time.perf_counter() - start_time
+    record: Record = {
         "method": cell.method,
         "part": cell.part,
         "stages": cell.num_stages,
@@ -168,8 +168,8 @@ def measure(
     if cell.recipe.heads == "all" and not trainer.pipe.strategy.asynchronous:
         with autocast(cell.recipe, trainer.device):
             scores = evaluate(trainer.pipe, trainer.test_data, 2 * cell.recipe.batch_size, ensembles=True)
-        found["ensembles"] = [{"accuracy": round(score.accuracy, 6)} for score in scores.ensembles]
-    return found | {
+        record["ensembles"] = [{"accuracy": round(score.accuracy, 6)} for score in scores.ensembles]
+    return record | {
         "seconds": round(seconds, 2),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "revision": revision(),

@@ -17,11 +17,11 @@ _WORST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim and what was found.
+    """A claim and its test.
 
     Args:
         text: the claim.
-        source: where it is made, such as ``"table 1"`` or ``"ours"``.
+        source: its place, such as ``"table 1"`` or ``"ours"``.
         effect: the mean difference that it is about.
         low: lower end of the 95 % interval.
         high: upper end.
@@ -66,7 +66,7 @@ def greater(
 
 
 def equal(text: str, source: str, first: Seeds, second: Seeds, *, within: float, unit: str = "points") -> Claim:
-    """That the two differ by less than `within`: holds if the whole interval does, not if none of it does.
+    """Test whether the two differ by less than `within`: holds if the whole interval does, not if none of it does.
 
     >>> equal("", "", {0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.0, 2: 1.0}, within=1).verdict
     'does not hold'
@@ -79,7 +79,7 @@ def equal(text: str, source: str, first: Seeds, second: Seeds, *, within: float,
 
 
 def no_greater(text: str, source: str, first: Seeds, second: Seeds, *, by: float, unit: str = "points") -> Claim:
-    """That the first is greater than the second by less than `by`, if at all."""
+    """Test whether the first is greater than the second by less than `by`, if at all."""
     effect, low, high, seeds = interval(first, second)
     verdict: Verdict = "holds" if high < by else "does not hold" if low > by else "undecided"
     return Claim(text, source, effect, low, high, unit, seeds, verdict, f"< {by:g}", _level(first, second, by))
@@ -91,7 +91,7 @@ def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, un
 
 
 def measured(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
-    """A claim about what was measured once, of whose spread nothing is known."""
+    """State a claim about a single measurement, of whose spread nothing is known."""
     claim = exact(text, source, effect, holds=holds, wanted=wanted, unit=unit)
     return replace(claim, seeds=1, verdict="holds" if holds else "does not hold")
 
@@ -154,18 +154,18 @@ def holm(claims: Sequence[Claim], level: float = 0.05) -> list[bool]:
 
 
 def difference(first: Seeds, second: Seeds) -> dict[int, float]:
-    """By seed, where both have a value."""
+    """Return the differences by seed, where both have a value."""
     return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
 
 
-def mean_of(several: Sequence[Seeds]) -> dict[int, float]:
-    """By seed, where all have a value.
+def mean_by_seed(series: Sequence[Seeds]) -> dict[int, float]:
+    """Return the means of several series by seed, where all have a value.
 
-    >>> mean_of([{0: 1.0, 1: 2.0}, {0: 3.0}])
+    >>> mean_by_seed([{0: 1.0, 1: 2.0}, {0: 3.0}])
     {0: 2.0}
     """
-    seeds = set.intersection(*(set(one) for one in several)) if several else set()
-    return {seed: mean(one[seed] for one in several) for seed in sorted(seeds)}
+    seeds = set.intersection(*(set(values) for values in series)) if series else set()
+    return {seed: mean(values[seed] for values in series) for seed in sorted(seeds)}
 
 
 def slope(points: Mapping[int, Seeds]) -> dict[int, float]:
@@ -180,20 +180,20 @@ def slope(points: Mapping[int, Seeds]) -> dict[int, float]:
     centre = mean(points)
     spread = sum((x - centre) ** 2 for x in points)
     weighted = [{seed: len(points) * (x - centre) / spread * v for seed, v in ys.items()} for x, ys in points.items()]
-    return mean_of(weighted)
+    return mean_by_seed(weighted)
 
 
 def table(claims: list[Claim]) -> str:
-    """As Markdown."""
+    """Return a table in Markdown."""
     headings = ("claim", "source", "should be", "found", "95 % interval", "seeds", "verdict", "after Holm")
     return markdown.table(headings, map(_row, claims, holm(claims)))
 
 
 def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
-    found = "–" if isnan(claim.effect) else f"{claim.effect:+.4g} {claim.unit}".rstrip()
+    effect = "–" if isnan(claim.effect) else f"{claim.effect:+.4g} {claim.unit}".rstrip()
     between = f"{claim.low:+.4g} to {claim.high:+.4g}" if claim.seeds > 1 else "–" if claim.seeds else "exact"
     if isnan(claim.effect):
         between = "not run"
     verdict = claim.verdict if claim.verdict in ("holds", "exact") else f"**{claim.verdict}**"
     corrected = "–" if claim.seeds < 2 else verdict if stays else "undecided"
-    return claim.text, claim.source, claim.wanted, found, between, claim.seeds or "–", verdict, corrected
+    return claim.text, claim.source, claim.wanted, effect, between, claim.seeds or "–", verdict, corrected

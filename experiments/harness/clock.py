@@ -61,12 +61,12 @@ def network_costs(model: Gpt | ResNet, num_stages: int = 4) -> Costs:
         stages = [model.blocks_per_stage * block] * num_stages
         heads = [model.head_blocks * block + vocabulary] * (num_stages - 1) + [vocabulary]
     else:
-        stages, heads = _multiplied(models.resnet(model.variant, 10, 32, width_factor=model.width_factor))
+        stages, heads = _multiplications(models.resnet(model.variant, 10, 32, width_factor=model.width_factor))
     return replace(TRANSFORMER, head=tuple(round(3 * head / mean(stages), 2) for head in heads))
 
 
-def described(costs: Costs) -> str:
-    """What `network_costs` and `step_time` assume, for the note below a table."""
+def describe_costs(costs: Costs) -> str:
+    """Return the assumptions of `network_costs` and `step_time`, for the note below a table."""
     heads = costs.head if isinstance(costs.head, tuple) else (costs.head,)
     return (
         f"Honest costs: F = I = W = 1 slot, heads with their backward {', '.join(f'{head:g}' for head in heads)} (by what they "
@@ -77,8 +77,8 @@ def described(costs: Costs) -> str:
 
 
 @torch.no_grad()
-def _multiplied(network: models.StagedModel) -> tuple[list[int], list[int]]:
-    """By every stage and every head for an image of 32 pixels; the linear layer at the end is next to nothing."""
+def _multiplications(network: models.StagedModel) -> tuple[list[int], list[int]]:
+    """Count the multiplications of every stage and head for an image of 32 pixels; the last linear layer is next to nothing."""
     hidden, stages, heads = torch.zeros(1, 3, 32, 32), [], []
     for k, stage in enumerate(network.stages):
         with FlopCounterMode(display=False) as counter:
@@ -93,7 +93,7 @@ def _multiplied(network: models.StagedModel) -> tuple[list[int], list[int]]:
 
 @cache
 def step_time(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> StepTime:
-    """The fastest way to run a method.
+    """Return the step time of a method, run in its fastest way.
 
     Args:
         method: a strategy, or a pipeline of `nwise.schedule.baselines`.
@@ -105,42 +105,42 @@ def step_time(method: str, num_stages: int, costs: Costs, memory: float | None =
         DoesNotFit: no M fits the memory.
     """
     if costs == PAPER:
-        found = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs)
-        return StepTime(found.period, 1, max(found.in_flight))
+        timed = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs)
+        return StepTime(timed.period, 1, max(timed.in_flight))
     options = []
     name = "zero-bubble" if method == "end-to-end" else method
     for m in _SIZES:
         with suppress(DoesNotFit):
-            found = timed_method(
+            timed = timed_method(
                 name,
                 num_stages=num_stages,
                 num_microbatches=m,
                 costs=costs.split_in(m),
                 memory=memory,
             )
-            options.append(StepTime(found.period, m, max(found.peak_bytes)))
+            options.append(StepTime(timed.period, m, max(timed.peak_bytes)))
     if not options:
         raise DoesNotFit(method, 1.0, memory or 0.0)
     return min(options, key=lambda option: (round(option.slots, 9), option.num_microbatches))
 
 
 def slots_text(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> str:
-    """Slots a step by honest costs and M, as text; – if nothing fits."""
+    """Return slots a step by honest costs and M, as text; – if nothing fits."""
     try:
-        found = step_time(method, num_stages, costs, memory)
+        step = step_time(method, num_stages, costs, memory)
     except DoesNotFit:
         return "–"
-    return f"{found.slots:.2f} ({found.num_microbatches})"
+    return f"{step.slots:.2f} ({step.num_microbatches})"
 
 
 def work(method: str, num_stages: int, costs: Costs) -> float:
-    """What all stages compute in a step, in forwards of a stage, by honest costs without micro-batches."""
+    """Return the work of all stages in a step, in forwards of a stage, by honest costs without micro-batches."""
     costs = replace(costs, overhead=0.0)
     return work_in(timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs).schedule, costs)
 
 
 def work_in(schedule: Schedule, costs: Costs) -> float:
-    """Return what all stages compute in a step of a schedule, in forwards of a stage.
+    """Return the work of all stages in a step of a schedule, in forwards of a stage.
 
     Args:
         schedule: the schedule, one stage a rank.

@@ -1,4 +1,4 @@
-"""An experiment: what it is asked for, its claims, and what it writes."""
+"""An experiment: its jobs, its claims, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from experiments.harness.claims import Claim
-from experiments.harness.pool import Told
+from experiments.harness.pool import OnProgress
 
 Size = Literal["small", "medium", "full"]
 SIZES: tuple[Size, ...] = get_args(Size)
@@ -17,18 +17,18 @@ SIZES: tuple[Size, ...] = get_args(Size)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for.
+    """A request to an experiment.
 
     Args:
         folder: of all experiments, each of which has a folder of its own in it.
         size: small, an hour of two cores for all; medium, some evenings of them for each; or full, as printed.
-        seeds: how many; None for the experiment's own number.
+        seeds: number of seeds; None for the experiment's own number.
         only: texts of which a cell's name should contain one; none for all cells.
         redraw: run nothing, only write tables and figures from the records.
-        workers: processes at once.
-        told: called with a cell's name, what of it is done, and how much there is.
-        began: called with the experiment's title, how many cells there are, and how many of them are to be run.
-        skipped: called with what cannot be run, and why.
+        workers: number of processes at once.
+        on_progress: function called with a cell's name, its steps done, and all its steps.
+        on_begin: function called with the experiment's title, the number of cells, and the number of those to run.
+        on_skip: function called with a sentence about cells that cannot be run.
     """
 
     folder: Path
@@ -37,9 +37,9 @@ class Job:
     only: tuple[str, ...] = ()
     redraw: bool = False
     workers: int = 1
-    told: Told = lambda name, done, total: None
-    began: Callable[[str, int, int], None] = lambda name, cells, missing: None
-    skipped: Callable[[str], None] = lambda why: None
+    on_progress: OnProgress = lambda name, done, total: None
+    on_begin: Callable[[str, int, int], None] = lambda name, cells, missing: None
+    on_skip: Callable[[str], None] = lambda why: None
 
 
 class Result(NamedTuple):
@@ -81,7 +81,7 @@ class Experiment(ABC):
         name: of its folder.
         title: what it is about.
         results: its rows of the index.
-        of: the experiment whose runs it looks at; its own by default.
+        owner: name of the experiment that owns its runs; default: its own.
         waiting: its rows for which there may be no data.
         sizes: the sizes that it has.
     """
@@ -92,12 +92,12 @@ class Experiment(ABC):
         title: str,
         results: Sequence[Result],
         *,
-        of: str | None = None,
+        owner: str | None = None,
         waiting: Sequence[Waiting] = (),
         sizes: Sequence[Size] = ("small", "full"),
     ) -> None:
         self.name, self.title, self.results = name, title, tuple(results)
-        self.of, self.waiting, self.sizes = of or name, tuple(waiting), tuple(sizes)
+        self.owner, self.waiting, self.sizes = owner or name, tuple(waiting), tuple(sizes)
 
     def check(self, job: Job) -> None:
         """Raise `NothingMatches` if the experiment lacks the size."""
@@ -110,14 +110,14 @@ class Experiment(ABC):
 
     @abstractmethod
     def progress(self, job: Job) -> tuple[int, int]:
-        """Cells that have a record, and cells that there are."""
+        """Return the number of cells that have a record, and of all cells."""
 
     @abstractmethod
     def claims(self, job: Job) -> list[Claim]:
-        """What was found, from the records alone; empty if there are none."""
+        """Return the claims, tested on the records alone; empty if there are none."""
 
     def page(self, job: Job) -> Path:
-        """Where the tables of a size are."""
+        """Return the path of the tables of a size."""
         return job.folder / self.name / f"{job.size}.md"
 
     def document(self, job: Job, text: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table.
+    """Return a table.
 
     >>> print(table(["", "3 stages"], [["1-wise", 2]]))
     |  | 3 stages |
@@ -23,7 +23,7 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def stages(numbers: Iterable[int]) -> list[str]:
-    """Headings.
+    """Return headings.
 
     >>> stages([3, 4])
     ['3 stages', '4 stages']
@@ -32,7 +32,7 @@ def stages(numbers: Iterable[int]) -> list[str]:
 
 
 def machines(records: Iterable[Mapping[str, Any]]) -> str:
-    """Where records were made, and with what.
+    """Return the machines and versions that wrote some records.
 
     >>> machines([{"machine": {"processor": "EPYC", "cores": "2"}, "versions": {"python": "3.11", "torch": "2.13"}}] * 2)
     'EPYC, 2 cores, Python 3.11, torch 2.13'
@@ -40,7 +40,7 @@ def machines(records: Iterable[Mapping[str, Any]]) -> str:
     return "; ".join(dict.fromkeys(_machine(r["machine"], r["versions"]) for r in records))
 
 
-def _machine(found: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    parts = [found["processor"], found.get("instructions", ""), f"{found['cores']} cores", found.get("gpu", "")]
+def _machine(machine: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    parts = [machine["processor"], machine.get("instructions", ""), f"{machine['cores']} cores", machine.get("gpu", "")]
     parts += [f"Python {versions['python']}", f"torch {versions['torch']}"]
     return ", ".join(part for part in parts if part)

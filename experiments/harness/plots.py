@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.harness.cell import Record
 from experiments.harness.clock import step_time
-from experiments.harness.runs import Runs, Score, accuracy, ensemble_of, head_of, perplexity
+from experiments.harness.runs import Runs, Score, accuracy, ensemble_accuracy, head_accuracy, perplexity
 from nwise.report.figures import COLOURS, MARKERS
 from nwise.schedule import PAPER, Costs
 
@@ -37,7 +37,7 @@ _PLACE = {
 
 
 def style(method: str) -> dict[str, Any]:
-    """Colour and marker of a method; the mean variant is dashed and hollow."""
+    """Return colour and marker of a method; the mean variant is dashed and hollow."""
     place, mean_variant = _PLACE[method.removesuffix("-mean")], method.endswith("-mean")
     return {
         "color": COLOURS[place],
@@ -49,10 +49,10 @@ def style(method: str) -> dict[str, Any]:
     }
 
 
-def panels_of(
+def make_panels(
     columns: int, *, rows: int = 1, width: float = 4.2, height: float = 3.4, share: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with panels side by side, grid and no frame."""
+    """Make a figure with panels side by side, grid and no frame."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
     for axes in panels:
@@ -62,13 +62,13 @@ def panels_of(
 
 
 def legend(axes: Axes, size: int = 8) -> None:
-    """If there is anything to name."""
+    """Draw a legend if there is anything to name."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=size)
 
 
 def _error_bars(axes: Axes, xs: Sequence[float], columns: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
-    """Means with one standard deviation over seeds, as in the paper."""
+    """Draw means with one standard deviation over seeds, as in the paper."""
     kept = [(x, values) for x, values in zip(xs, columns, strict=True) if values and np.isfinite(values).all()]
     if kept:
         means = [mean(values) for _, values in kept]
@@ -77,34 +77,34 @@ def _error_bars(axes: Axes, xs: Sequence[float], columns: Sequence[Sequence[floa
 
 
 def _beside(xs: Sequence[float], i: int, count: int, by: float = 0.05) -> list[float]:
-    """Where the i-th of so many curves has its points, so that their bars can be told apart."""
+    """Return the places of the i-th of so many curves' points, so that their bars can be distinguished."""
     return [x + by * (i - (count - 1) / 2) for x in xs]
 
 
 @styled
 def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[str]], quality: str, path: Path) -> None:
-    """A score against the number of stages."""
+    """Draw a score against the number of stages."""
     stages = sorted({r["stages"] for r in runs.records})
-    figure, axes_of = panels_of(len(panels), share=True)
-    for axes, (title, methods) in zip(axes_of, panels.items(), strict=True):
+    figure, all_axes = make_panels(len(panels), share=True)
+    for axes, (title, methods) in zip(all_axes, panels.items(), strict=True):
         for i, method in enumerate(methods):
             columns = [list(runs.scores(score, method, a).values()) for a in stages]
             _error_bars(axes, _beside(stages, i, len(methods), by=0.08), columns, style(method))
         axes.set(title=title, xlabel="stages", xticks=stages)
         legend(axes, 8)
-    axes_of[0].set_ylabel(quality)
+    all_axes[0].set_ylabel(quality)
     figure.savefig(path, dpi=150)
 
 
 def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list[int], list[float]]:
-    """Steps and means over seeds of what every test found, but for the one before training."""
+    """Return the steps of all tests but the one before training, and their means over seeds."""
     records = [r["tests"] for r in runs.records_for(method, stages)]
     if not records:
         return [], []
 
     def value(test: Record) -> float:
-        found = test[column] if column == "train" else test[column][-1]
-        return np.nan if found is None else float(found)
+        number = test[column] if column == "train" else test[column][-1]
+        return np.nan if number is None else float(number)
 
     values = [mean(value(tests[i]) for tests in records) for i in range(1, len(records[0]))]
     return [test["step"] for test in records[0]][1:], values
@@ -112,8 +112,8 @@ def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list
 
 @styled
 def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, costs: Costs, path: Path) -> None:
-    """Accuracy against steps; and at the end against the slots that a step takes."""
-    figure, (left, right) = panels_of(2, share=True)
+    """Draw accuracy against steps, and at the end against the slots that a step takes."""
+    figure, (left, right) = make_panels(2, share=True)
     for method in methods:
         steps, values = _mean_curve(runs, method, stages, "accuracy")
         left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
@@ -130,10 +130,10 @@ def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, cost
 
 @styled
 def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, clocks: Mapping[str, Costs], path: Path) -> None:
-    """Test loss against steps (dotted: in training), and against time by both clocks, until the first has ended."""
+    """Draw test loss against steps (dotted: in training), and against time by both clocks, until the first has ended."""
     titles: dict[str, Costs | None] = {"equal steps (dotted: in training)": None}
     titles |= {f"equal time, {name} costs": costs for name, costs in clocks.items()}
-    figure, panels = panels_of(3, width=3.7, share=True)
+    figure, panels = make_panels(3, width=3.7, share=True)
     for axes, (title, clock) in zip(panels, titles.items(), strict=True):
         ends = []
         for method in methods:
@@ -153,10 +153,10 @@ def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, clocks: Mapp
 
 @styled
 def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path: Path) -> None:
-    """Accuracy of the head of every stage."""
-    figure, (axes,) = panels_of(1, width=5.4, height=3.8)
+    """Draw the accuracy of the head of every stage."""
+    figure, (axes,) = make_panels(1, width=5.4, height=3.8)
     for i, method in enumerate(methods):
-        columns = [[v for v in runs.scores(head_of(k), method).values() if v == v] for k in range(num_stages)]
+        columns = [[v for v in runs.scores(head_accuracy(k), method).values() if v == v] for k in range(num_stages)]
         _error_bars(axes, _beside(range(1, num_stages + 1), i, len(methods)), columns, style(method))
     axes.set(xlabel="head of stage", ylabel="test accuracy, %", xticks=range(1, num_stages + 1))
     legend(axes, 8)
@@ -165,10 +165,10 @@ def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path:
 
 @styled
 def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, path: Path) -> None:
-    """Accuracy of the mean of the top heads' probabilities."""
-    figure, (axes,) = panels_of(1, width=5.4)
+    """Draw the accuracy of the mean of the top heads' probabilities."""
+    figure, (axes,) = make_panels(1, width=5.4)
     for i, method in enumerate(methods):
-        columns = [list(runs.scores(ensemble_of(n), method).values()) for n in range(1, num_heads + 1)]
+        columns = [list(runs.scores(ensemble_accuracy(n), method).values()) for n in range(1, num_heads + 1)]
         _error_bars(axes, _beside(range(1, num_heads + 1), i, len(methods)), columns, style(method))
     axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
     legend(axes, 8)
@@ -179,8 +179,8 @@ def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, pa
 def grid_of_fine_tuning(
     runs: Runs, methods: Sequence[str], grid: Mapping[tuple[int, float], Mapping[int, float]], path: Path
 ) -> None:
-    """Equal time, and validation accuracy over the grid."""
-    figure, (left, right) = panels_of(2)
+    """Draw equal time, and validation accuracy over the grid."""
+    figure, (left, right) = make_panels(2)
     for i, method in enumerate(methods):
         values = list(runs.scores(accuracy, method).values())
         _error_bars(left, [i], [values], {**style(method), "markersize": 6})
@@ -199,8 +199,8 @@ def grid_of_fine_tuning(
 
 @styled
 def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], path: Path) -> None:
-    """Perplexity and slots a step against the number of stages."""
-    figure, (left, right) = panels_of(2)
+    """Draw perplexity and slots a step against the number of stages."""
+    figure, (left, right) = make_panels(2)
     for i, method in enumerate(methods):
         columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
         _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))

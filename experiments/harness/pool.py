@@ -17,20 +17,20 @@ import torch
 
 from experiments.harness.cell import Cell, Data, Record, measure
 
-_OFTEN = 0.2  # seconds between two looks at how far the cells are
+_POLL_SECONDS = 0.2  # between two looks at the progress of the cells
 
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
-def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple[Cell, Record]]:
-    """The record of every cell as it ends.
+def run_cells(cells: Sequence[Cell], workers: int, on_progress: OnProgress) -> Iterator[tuple[Cell, Record]]:
+    """Run cells and yield the record of each as it ends.
 
     Cells of one seed come after each other, so that an interrupted run has whole seeds.
 
     Args:
-        cells: which.
-        workers: processes; 1 runs in this one.
-        told: called with a cell's name, its steps done, and the steps it has.
+        cells: the cells.
+        workers: number of processes; 1 runs in this one.
+        on_progress: function called with a cell's name, its steps done, and all its steps.
 
     Raises:
         OSError: a process died.
@@ -39,7 +39,7 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
         _set_threads()
         cache = _Cache()
         for cell in cells:
-            yield cell, measure(cell, cache.data_of(cell), partial(told, cell.name))
+            yield cell, measure(cell, cache.load(cell), partial(on_progress, cell.name))
         return
     context = _context()
     news: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
@@ -47,10 +47,10 @@ def run_cells(cells: Sequence[Cell], workers: int, told: Told) -> Iterator[tuple
     try:
         waiting: dict[Future[Record], Cell] = {pool.submit(_run, i, cell): cell for i, cell in enumerate(cells)}
         while waiting:
-            done, _ = wait(waiting, timeout=_OFTEN, return_when=FIRST_COMPLETED)
+            done, _ = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
             while not news.empty():
                 number, steps, total = news.get()
-                told(cells[number].name, steps, total)
+                on_progress(cells[number].name, steps, total)
             for future in done:
                 yield waiting.pop(future), future.result()
     except BrokenProcessPool as error:
@@ -82,8 +82,8 @@ class _Cache:
         self.key: Any = None
         self.data: Data | None = None
 
-    def data_of(self, cell: Cell) -> Data:
-        """What its recipe loads."""
+    def load(self, cell: Cell) -> Data:
+        """Load the data of a cell's recipe."""
         recipe = cell.recipe
         key = (
             recipe.data,
@@ -118,13 +118,13 @@ def _end_with_parent() -> None:
 
 
 def _set_threads() -> None:
-    """As many however many workers there are, since sums of several threads differ in their last digits."""
+    """Set as many threads however many workers there are, since sums of several threads differ in their last digits."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def _run(number: int, cell: Cell) -> Record:
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if done % max(1, total // 50) == 0 or done == total:
             _news.put((number, done, total))
 
-    return measure(cell, _cache.data_of(cell), told)
+    return measure(cell, _cache.load(cell), report)

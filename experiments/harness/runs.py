@@ -14,38 +14,38 @@ Score = Callable[[Record], float]
 
 
 def accuracy(record: Record, head: int = -1) -> float:
-    """Test accuracy of a head at the end, per cent; not a number where there is none."""
+    """Return the test accuracy of a head at the end, per cent; not a number where there is none."""
     value = record["tests"][-1]["accuracy"][head]
     return math.nan if value is None else 100 * float(value)
 
 
 def perplexity(record: Record) -> float:
-    """Test perplexity at the end; infinite if the run diverged."""
+    """Return the test perplexity at the end; infinite if the run diverged."""
     return math.exp(loss(record)) if loss(record) < 700 else math.inf
 
 
 def loss(record: Record) -> float:
-    """Test loss of the last head at the end, in nats."""
+    """Return the test loss of the last head at the end, in nats."""
     return _number(record["tests"][-1]["loss"][-1])
 
 
 def ensemble(record: Record, count: int) -> float:
-    """Test accuracy of the top heads together, per cent."""
+    """Return the test accuracy of the top heads together, per cent."""
     return 100 * float(record["ensembles"][count - 1]["accuracy"])
 
 
-def head_of(index: int) -> Score:
-    """The accuracy of a head."""
+def head_accuracy(index: int) -> Score:
+    """Return the score that is the accuracy of a head."""
     return lambda record: accuracy(record, index)
 
 
-def ensemble_of(count: int) -> Score:
-    """The accuracy of so many top heads."""
+def ensemble_accuracy(count: int) -> Score:
+    """Return the score that is the accuracy of so many top heads."""
     return lambda record: ensemble(record, count)
 
 
 def loss_at(steps: float) -> Score:
-    """Test loss of the last head after so many steps, interpolated between tests."""
+    """Return the score that is the test loss of the last head after so many steps, interpolated between tests."""
 
     def score(record: Record) -> float:
         tests = record["tests"]
@@ -72,25 +72,25 @@ class Runs:
         self.size, self.source = size, source
 
     def records_for(self, method: str, stages: int | None = None, part: str = "") -> list[Record]:
-        """Those of a method, by seed."""
-        found = [
+        """Return the records of a method, by seed."""
+        records = [
             r
             for r in self.records
             if r["method"] == method and r["part"] == part and (stages is None or r["stages"] == stages)
         ]
-        return sorted(found, key=lambda r: int(r["seed"]))
+        return sorted(records, key=lambda r: int(r["seed"]))
 
     def scores(self, score: Score, method: str, stages: int | None = None, part: str = "") -> dict[int, float]:
-        """A score by seed."""
+        """Return a score by seed."""
         return {r["seed"]: score(r) for r in self.records_for(method, stages, part)}
 
     def shown(self, score: Score, method: str, stages: int | None = None, part: str = "", *, digits: int = 2) -> str:
-        """Mean and standard error as text; – if there is none."""
+        """Return mean and standard error as text; – if there is none."""
         return shown(list(self.scores(score, method, stages, part).values()), digits)
 
 
 def shown(values: Sequence[float], digits: int = 2) -> str:
-    """Mean, and standard error in brackets if there are several.
+    """Return the mean as text, and the standard error in brackets if there are several.
 
     >>> shown([1.0, 2.0, 3.0]), shown([1.5]), shown([])
     ('2.00 (0.58)', '1.50', '–')

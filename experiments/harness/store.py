@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from experiments.harness.cell import Cell, Record, cell_of
+from experiments.harness.cell import Cell, Record, read_cell
 
 fcntl: ModuleType | None
 try:
@@ -28,7 +28,7 @@ class Store:
         self.path = path
 
     def read(self) -> list[Record]:
-        """All records; a line that was cut off by a crash at the end of the file is left out.
+        """Return all records; a line that was cut off by a crash at the end of the file is left out.
 
         Raises:
             ValueError: another line is no record.
@@ -36,7 +36,7 @@ class Store:
         if not self.path.exists():
             return []
         lines = self.path.read_text().split("\n")
-        found = []
+        records = []
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line) if line else None
@@ -47,8 +47,8 @@ class Store:
                     f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}."
                 ) from error
             if record is not None:
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     def add(self, *records: Record) -> None:
         """Append some, all of them or none; other processes may do the same."""
@@ -66,8 +66,8 @@ class Store:
             os.fsync(file.fileno())
 
     def records_for(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
-        """Every cell with its newest record, None where it was not run as it is configured now."""
-        newest = {cell_of(record): record for record in self.read()}  # those that cannot be read are of no cell
+        """Return every cell with its newest record, None where it was not run as it is configured now."""
+        newest = {read_cell(record): record for record in self.read()}  # those that cannot be read are of no cell
         return [(cell, newest.get(cell)) for cell in cells]
 
 

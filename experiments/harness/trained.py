@@ -20,7 +20,7 @@ from nwise.recipes import Gpt, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What is particular to an experiment.
+    """The parts that are particular to an experiment.
 
     Args:
         cells: of a size, for so many seeds.
@@ -45,36 +45,36 @@ class Trained(Experiment):
         self.parts = parts
 
     def cells(self, job: Job) -> list[Cell]:
-        """All of a job, a seed after the other."""
+        """Return all cells of a job, a seed after the other."""
         seeds = job.seeds or self.parts.seeds[job.size]
-        found = [
+        cells = [
             cell
             for cell in self.parts.cells(job.size, seeds)
             if not job.only or any(text in cell.name for text in job.only)
         ]
-        if job.only and not found:
+        if job.only and not cells:
             names = ", ".join(dict.fromkeys(cell.method for cell in self.parts.cells(job.size, 1)))
             raise NothingMatches(
                 f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."
             )
-        return sorted(found, key=lambda cell: cell.recipe.seed)
+        return sorted(cells, key=lambda cell: cell.recipe.seed)
 
     def store(self, job: Job) -> Store:
-        """Where the records are."""
-        return Store(job.folder / self.of / f"{job.size}.jsonl")
+        """Return the store of the records."""
+        return Store(job.folder / self.owner / f"{job.size}.jsonl")
 
     def reproduce(self, job: Job) -> None:
         """Run the cells that have no record, then write."""
         store = self.store(job)
-        found = store.records_for(self.cells(job))
-        missing = [] if job.redraw else self._possible([cell for cell, record in found if record is None], job)
-        job.began(self.title, len(found), len(missing))
-        for _, record in run_cells(missing, job.workers, job.told):
+        pairs = store.records_for(self.cells(job))
+        missing = [] if job.redraw else self._select_possible([cell for cell, record in pairs if record is None], job)
+        job.on_begin(self.title, len(pairs), len(missing))
+        for _, record in run_cells(missing, job.workers, job.on_progress):
             store.add(record)
         self.write(job)
 
-    def _possible(self, cells: Sequence[Cell], job: Job) -> list[Cell]:
-        """Those whose data are there; if there are none at all, that is an error."""
+    def _select_possible(self, cells: Sequence[Cell], job: Job) -> list[Cell]:
+        """Return the cells whose data are there; it is an error if there are none."""
         why = {data: missing_data(data) for data in dict.fromkeys(cell.recipe.data for cell in cells)}
         possible = [cell for cell in cells if why[cell.recipe.data] is None]
         if cells and not possible:
@@ -82,11 +82,11 @@ class Trained(Experiment):
         for data, text in why.items():
             count = sum(cell.recipe.data == data for cell in cells)
             if text is not None:
-                job.skipped(f"{self.title}: {count} cells are not run. {text}")
+                job.on_skip(f"{self.title}: {count} cells are not run. {text}")
         return possible
 
     def all_runs(self, job: Job) -> list[Runs]:
-        """The records of all cells that were run as they are configured now, of whatever seeds; one for each data set."""
+        """Return the runs of each data set: records of all cells that were run as they are configured now, of whatever seeds."""
         store = self.store(job)
         last = max((record.get("seed", 0) for record in store.read()), default=0)
         cells = self.parts.cells(job.size, max(self.parts.seeds[job.size], last + 1))
@@ -98,41 +98,41 @@ class Trained(Experiment):
         ]
 
     def claims(self, job: Job) -> list[Claim]:
-        several = self.all_runs(job)
-        named = len(several) > 1
+        groups = self.all_runs(job)
+        named = len(groups) > 1
         return [
             replace(claim, text=f"{runs.source}: {claim.text}") if named else claim
-            for runs in several
+            for runs in groups
             for claim in self.parts.claims(runs)
         ]
 
     def progress(self, job: Job) -> tuple[int, int]:
-        found = self.store(job).records_for(self.cells(replace(job, only=(), seeds=None)))
-        return sum(record is not None for _, record in found), len(found)
+        pairs = self.store(job).records_for(self.cells(replace(job, only=(), seeds=None)))
+        return sum(record is not None for _, record in pairs), len(pairs)
 
     def write(self, job: Job) -> None:
-        """Tables and figures from the records."""
-        several = self.all_runs(job)
+        """Write tables and figures from the records."""
+        groups = self.all_runs(job)
         sections = []
-        for runs in several:
+        for runs in groups:
             path = (
-                job.folder / self.name / (job.size if runs.source == several[0].source else f"{job.size}-{runs.source}")
+                job.folder / self.name / (job.size if runs.source == groups[0].source else f"{job.size}-{runs.source}")
             )
             path.parent.mkdir(parents=True, exist_ok=True)
             self.parts.draw(runs, path)
-            sections += [f"# {runs.source}"] if len(several) > 1 else []
-            sections += [_made(runs.records), self.parts.tables(runs)]
+            sections += [f"# {runs.source}"] if len(groups) > 1 else []
+            sections += [_describe_runs(runs.records), self.parts.tables(runs)]
         if sections:
             self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self.claims(job))]))
 
 
 def on_a_gpu(recipe: Recipe) -> Recipe:
-    """The same run, quick on a GPU: bf16, compiled blocks, channels innermost; data and augmentation are on the device."""
+    """Return the same run, quick on a GPU: bf16, compiled blocks, channels innermost; data and augmentation are on the device."""
     return replace(recipe, precision="bf16", compile=True, channels_last=not isinstance(recipe.model, Gpt))
 
 
-def _made(records: Sequence[Record]) -> str:
-    """Where the records come from."""
+def _describe_runs(records: Sequence[Record]) -> str:
+    """Return a sentence about the origin of some records."""
     minutes = sum(r["seconds"] for r in records) / 60
     seeds = sorted({r["seed"] for r in records})
     return (

@@ -18,26 +18,26 @@ def _part(rate: float) -> str:
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Every arm with every rate, one seed."""
+    """Return the cells: every arm with every rate, one seed."""
     del size, seeds
     return [
         Cell(method=one.name, part=_part(rate), recipe=one.trial(rate)) for one in ARMS for rate in rates_tried(one)
     ]
 
 
-def chosen(runs: Runs) -> dict[str, float]:
+def best_rates(runs: Runs) -> dict[str, float]:
     """Return the rate with the lowest withheld loss, for every arm that was tried with all its rates."""
-    found = {}
+    rates = {}
     for one in ARMS:
         losses = {rate: runs.scores(loss, one.name, part=_part(rate)) for rate in rates_tried(one)}
         if all(losses.values()):
-            found[one.name] = min(losses, key=lambda rate: min(losses[rate].values(), default=inf))
-    return found
+            rates[one.name] = min(losses, key=lambda rate: min(losses[rate].values(), default=inf))
+    return rates
 
 
 def tables(runs: Runs) -> str:
-    """Withheld loss by arm and rate, for each optimizer."""
-    best = chosen(runs)
+    """Return the withheld loss by arm and rate, for each optimizer."""
+    best = best_rates(runs)
     sections = []
     for optimizer in dict.fromkeys(one.optimizer for one in ARMS):
         arms = [one for one in ARMS if one.optimizer == optimizer]
@@ -53,8 +53,8 @@ def tables(runs: Runs) -> str:
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Whether the grids are wide enough."""
-    best = chosen(runs)
+    """Test whether the grids are wide enough."""
+    best = best_rates(runs)
     inside = sum(best[one.name] in rates_tried(one)[1:-1] for one in ARMS if one.name in best)
     text = f"the best of five rates lies inside the grid, of {len(best)} arms"
     return [measured(text, "ours", inside, holds=inside == len(best), wanted="all", unit="arms")] if best else []

@@ -32,11 +32,11 @@ class Timing(Experiment):
                 f"`only` should be part of a piece's name, such as 'best M' or '4 stages'. Found {job.only}."
             )
         missing = [] if job.redraw else [piece for piece in pieces if piece[0] not in done]
-        job.began(self.title, len(pieces), len(missing))
+        job.on_begin(self.title, len(pieces), len(missing))
         for name, work in missing:
-            job.told(name, 0, 1)
+            job.on_progress(name, 0, 1)
             self.store(job).add(*({"piece": name, **row} for row in work()))
-            job.told(name, 1, 1)
+            job.on_progress(name, 1, 1)
         self.write(job)
 
     def progress(self, job: Job) -> tuple[int, int]:
@@ -45,11 +45,11 @@ class Timing(Experiment):
         return sum(name in done for name in names), len(names)
 
     def store(self, job: Job) -> Store:
-        """Where the rows are."""
+        """Return the store of the rows."""
         return Store(job.folder / self.name / f"{job.size}.jsonl")
 
     def rows(self, job: Job) -> list[Row]:
-        """What has been found so far."""
+        """Return the rows so far."""
         return self.store(job).read()
 
     def claims(self, job: Job) -> list[Claim]:
@@ -57,10 +57,10 @@ class Timing(Experiment):
         return claims(self.rows(job)) if done == total else []
 
     def write(self, job: Job) -> None:
-        """Tables and figures from the rows."""
-        rows, found = self.rows(job), self.claims(job)
-        if found:
-            self.document(job, f"{tables(rows)}\n\n## Claims\n\n{claiming.table(found)}")
+        """Write tables and figures from the rows."""
+        rows, claims = self.rows(job), self.claims(job)
+        if claims:
+            self.document(job, f"{tables(rows)}\n\n## Claims\n\n{claiming.table(claims)}")
             timing_plots.draw(rows, job.folder / self.name, job.size)
 
 
@@ -69,7 +69,7 @@ def _pieces(job: Job) -> list[Piece]:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """The section's, and what the model leaves out."""
+    """Test the claims of the section, and those about the limits of the model."""
     cells = [row for row in rows if row["kind"] == "formula"]
     equal = sum(row["formula"] == row["ours"] for row in cells)
     off = len(
@@ -78,15 +78,15 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     faster = 100 * (Slot().speedup(15, 2) - 1)
     growth, wrong = _growth(), misjudged("gpipe")
     text = f"the formula is a schedule's period, in {len(cells)} cells"
-    found = [exact(text, "section T", equal, holds=equal == len(cells), wanted=f"{len(cells)}", unit="cells")]
+    claims = [exact(text, "section T", equal, holds=equal == len(cells), wanted=f"{len(cells)}", unit="cells")]
     text = "the table of best M follows from the formula"
-    found.append(exact(text, "table 16", off, holds=off == 0, wanted="0", unit="cells off"))
+    claims.append(exact(text, "table 16", off, holds=off == 0, wanted="0", unit="cells off"))
     text = "2-wise is 49.9 % faster than GPipe at A = 15"
-    found.append(exact(text, "figure 4", faster, holds=abs(faster - 49.9) < 0.1, wanted="49.9", unit="%"))
+    claims.append(exact(text, "figure 4", faster, holds=abs(faster - 49.9) < 0.1, wanted="49.9", unit="%"))
     text = "the best M of end-to-end grows like the square root of A: exponent from A = 4 to 256"
-    found.append(exact(text, "section T", growth, holds=abs(growth - 0.5) < 0.05, wanted="0.5", unit=""))
+    claims.append(exact(text, "section T", growth, holds=abs(growth - 0.5) < 0.05, wanted="0.5", unit=""))
     text = "with forwards twice as fast as backwards the model misjudges end-to-end by 25 %"
-    found.append(exact(text, "section T", wrong, holds=abs(wrong - 25) < 0.5, wanted="25", unit="%"))
+    claims.append(exact(text, "section T", wrong, holds=abs(wrong - 25) < 0.5, wanted="25", unit="%"))
     for what in KINDS:
         slot = fitted(rows, what)
         if slot is not None:
@@ -94,38 +94,38 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
             error, unit = 100 * slot.error, "% (r.m.s.)"
             # Virtual devices wait for as long as the model says: they test nwise's runtime, not the paper's measurement.
             source = "figure 10" if what == "real" else "ours"
-            found.append(claiming.measured(text, source, error, holds=error < 10, wanted="< 10", unit=unit))
-    return found
+            claims.append(claiming.measured(text, source, error, holds=error < 10, wanted="< 10", unit=unit))
+    return claims
 
 
 def _group(num_stages: int) -> int:
-    """Column of the printed table, whose cells may stand for several A."""
+    """Return the column of the printed table, whose cells may stand for several A."""
     return next(i for i, group in enumerate(PRINTED_STAGES) if num_stages in group)
 
 
 def _growth() -> float:
-    """Exponent of the best M of end-to-end against A, M any whole number, by the fitted slot."""
+    """Return the exponent of the best M of end-to-end against A, M any whole number, by the fitted slot."""
     slot, stages = Slot(), (4, 8, 16, 32, 64, 128, 256)
     best = [slot.best_microbatches(a, a, range(1, 400)) for a in stages]
     return math.log(best[-1] / best[0]) / math.log(stages[-1] / stages[0])
 
 
 def misjudged(name: str, m: int = 4) -> float:
-    """By how many per cent the model's time is too long if a forward takes half a slot and a backward a slot."""
+    """Return the per cent by which the model's time is too long if a forward takes half a slot and a backward a slot."""
     half = Costs(forward=0.5, head=0, input_grad=1, weight_grad=0)
     times = [timed_method(name, num_stages=4, num_microbatches=m, costs=costs).period for costs in (half, PAPER)]
     return 100 * (1 - times[0] / times[1])
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """All of them, as Markdown."""
+    """Return all tables, in Markdown."""
     return "\n\n".join([_per_batch(rows), _best(rows), _speedup(), _honest(rows), _measured(rows)])
 
 
 def _per_batch(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["kind"] == "per batch"]
+    batch_rows = [row for row in rows if row["kind"] == "per batch"]
     lines = []
-    for r in found:
+    for r in batch_rows:
         paper = r["formula"] if r["formula"].isdigit() else f"{r['formula']} = {r['printed']}"
         lines.append((r["method"], paper, f"{r['ours']:g}"))
     cells = [row for row in rows if row["kind"] == "formula"]
@@ -136,17 +136,17 @@ def _per_batch(rows: Sequence[Row]) -> str:
 
 def _best(rows: Sequence[Row]) -> str:
     fields = BestCell.__dataclass_fields__
-    found = [BestCell(**{k: r[k] for k in fields}) for r in rows if r["kind"] == "best M"]
+    cells = [BestCell(**{k: r[k] for k in fields}) for r in rows if r["kind"] == "best M"]
     lines = []
-    for method in dict.fromkeys(cell.method for cell in found):
-        row = [_cell([c for c in found if c.method == method and c.num_stages in group]) for group in PRINTED_STAGES]
+    for method in dict.fromkeys(cell.method for cell in cells):
+        row = [_cell([c for c in cells if c.method == method and c.num_stages in group]) for group in PRINTED_STAGES]
         lines.append((method, *row))
     table = markdown.table(("A", "2", "3", "4", "5", "6-11", "12-30"), lines)
     return f"## Best M among powers of two\n\npaper / formula where they differ, with what the paper's M costs more\n\n{table}"
 
 
 def _cell(cells: Sequence[BestCell]) -> str:
-    """A cell of the printed table, which may stand for several A; marked where the formula differs for one of them."""
+    """Return a cell of the printed table, which may stand for several A; marked where the formula differs for one of them."""
     off = [cell for cell in cells if cell.loss > 1e-12]
     if not off:
         return str(cells[0].printed)
@@ -164,30 +164,30 @@ def _speedup() -> str:
 
 
 def _honest(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["kind"] == "honest"]
-    names = list(dict.fromkeys(r["method"] for r in found))
-    stages = sorted({r["A"] for r in found})
-    lines = [(a, *(f"{r['time']:.2f} ({r['M']})" for r in found if r["A"] == a)) for a in stages]
+    honest_rows = [row for row in rows if row["kind"] == "honest"]
+    names = list(dict.fromkeys(r["method"] for r in honest_rows))
+    stages = sorted({r["A"] for r in honest_rows})
+    lines = [(a, *(f"{r['time']:.2f} ({r['M']})" for r in honest_rows if r["A"] == a)) for a in stages]
     title = "## Time at the best M with F = I = W = 1, head 0.5, 0.02 an action (M in brackets)"
     note = "The weight gradients of zero-bubble find the cotangents of all layers kept; those of N-wise walk the chain."
     return f"{title}\n\n{note}\n\n{markdown.table(('A', *names), lines)}"
 
 
 def _measured(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["kind"] == "measured"]
-    parts = ["## Measured | modelled, milliseconds per mini-batch", f"{markdown.machines(found)}."]
-    for what in dict.fromkeys(row["what"] for row in found):
+    measured_rows = [row for row in rows if row["kind"] == "measured"]
+    parts = ["## Measured | modelled, milliseconds per mini-batch", f"{markdown.machines(measured_rows)}."]
+    for what in dict.fromkeys(row["what"] for row in measured_rows):
         slot = fitted(rows, what) if what in KINDS else None
         parts.append(what if slot is None else f"{what}: {_fit(slot)}")
-        sizes = [m for m in POWERS if any(r["M"] == m for r in found)]
+        sizes = [m for m in POWERS if any(r["M"] == m for r in measured_rows)]
         lines = []
-        for a in sorted({r["A"] for r in found if r["what"] == what}):
+        for a in sorted({r["A"] for r in measured_rows if r["what"] == what}):
             for method in MEASURED:
-                own = {r["M"]: r for r in found if (r["what"], r["A"], r["method"]) == (what, a, method)}
+                own = {r["M"]: r for r in measured_rows if (r["what"], r["A"], r["method"]) == (what, a, method)}
                 if own:
                     lines.append((f"{method}, A = {a}", *(_pair(own.get(m), slot) for m in sizes)))
         parts.append(markdown.table(("", *(f"M = {m}" for m in sizes)), lines))
-    return "\n\n".join(parts) if found else ""
+    return "\n\n".join(parts) if measured_rows else ""
 
 
 def _fit(slot: Slot) -> str:

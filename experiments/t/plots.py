@@ -7,21 +7,21 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from experiments.harness.plots import legend, panels_of, style, styled
+from experiments.harness.plots import legend, make_panels, style, styled
 from experiments.t.timing import MEASURED, Row, fitted, window
 from nwise.report.figures import COLOURS
 from nwise.schedule import Slot, paper_time
 
 
 def draw(rows: Sequence[Row], folder: Path, size: str) -> None:
-    """All of them."""
+    """Draw all figures."""
     speed_up(rows, folder / "speedup.png")
     if any(row["kind"] == "measured" for row in rows):
         measured_beside_modelled(rows, folder / f"{size}.png")
 
 
 def modelled(row: Row, slot: Slot | None) -> float:
-    """Seconds per mini-batch: by the paper's formula with a fitted slot, else the schedule's slots of the length they had."""
+    """Return seconds per mini-batch: by the paper's formula with a fitted slot, else by the schedule's slots and their length."""
     if slot is not None:
         return paper_time(row["A"], row["M"], window(row)) * slot.seconds(row["M"])
     return float(row["slots"] * row["slot_seconds"])
@@ -29,19 +29,19 @@ def modelled(row: Row, slot: Slot | None) -> float:
 
 @styled
 def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
-    """The paper's figure of A = 4 and 6; with it costs as they are, and a real network."""
-    found = [row for row in rows if row["kind"] == "measured"]
+    """Draw the paper's figure of A = 4 and 6; with it costs as they are, and a real network."""
+    measured_rows = [row for row in rows if row["kind"] == "measured"]
     titles = {
         ("virtual, paper costs", 4): "A = 4, paper's costs",
         ("virtual, paper costs", 6): "A = 6, paper's costs",
         ("virtual, transformer costs", 4): "A = 4, F = I = W, head 0.5",
         ("real", 2): "A = 2, a real network",
     }
-    figure, panels = panels_of(len(titles), width=2.9, height=3.2)
+    figure, panels = make_panels(len(titles), width=2.9, height=3.2)
     for axes, ((what, stages), title) in zip(panels, titles.items(), strict=True):
         slot = None if "transformer" in what else fitted(rows, what)
         for method in MEASURED:
-            own = [row for row in found if (row["what"], row["A"], row["method"]) == (what, stages, method)]
+            own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, stages, method)]
             _points(axes, own, method, slot)
         axes.set(title=title, xlabel="micro-batches M")
     panels[0].set_ylabel("ms per mini-batch (lines: modelled)")
@@ -68,8 +68,8 @@ def _points(axes: Axes, own: Sequence[Row], method: str, slot: Slot | None) -> N
 
 @styled
 def speed_up(rows: Sequence[Row], path: Path) -> None:
-    """Over GPipe by the paper's model left; over better baselines at costs as they are right."""
-    figure, (left, right) = panels_of(2, width=3.8)
+    """Draw speed-ups: over GPipe by the paper's model left, over better baselines at costs as they are right."""
+    figure, (left, right) = make_panels(2, width=3.8)
     over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
     for i in range(1, 6):
         own = sorted((a, value) for (a, n), value in over.items() if n == i)

@@ -31,17 +31,17 @@ MEASURED = ("gpipe", "1-wise", "2-wise", "3-wise")
 
 
 def find(name: str, num_stages: int, m: int, costs: Costs = PAPER) -> Timed:
-    """The best schedule of a strategy, or a pipeline, checked."""
-    found = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs)
-    validate(found.schedule)
-    return found
+    """Find the best schedule of a strategy, or a pipeline, and check it."""
+    timed = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs)
+    validate(timed.schedule)
+    return timed
 
 
 Piece = tuple[str, Callable[[], list[Row]]]
 
 
 def predicted() -> Iterator[Piece]:
-    """The work of all predicted rows, piece by piece: a minute and a half on one core."""
+    """Yield the work of all predicted rows, piece by piece: a minute and a half on one core."""
     yield "slots per batch", lambda: [per_batch(name) for name in PER_BATCH]
     for a in range(1, 17):
         yield f"formula, {a} stages", partial(_formula, a)
@@ -69,7 +69,7 @@ def _honest(a: int) -> list[Row]:
 
 
 def per_batch(name: str, num_stages: int = 8) -> Row:
-    """Slots per batch without micro-batches (the paper's table: 2A, 2, 2, 4, 6, 2N)."""
+    """Return slots per batch without micro-batches (the paper's table: 2A, 2, 2, 4, 6, 2N)."""
     formula = PER_BATCH[name]
     printed = 2 * num_stages if formula == "2A" else int(formula)
     period = steady(name, num_stages)
@@ -84,24 +84,24 @@ def per_batch(name: str, num_stages: int = 8) -> Row:
 
 
 def steady(name: str, num_stages: int) -> float:
-    """Slots per batch without micro-batches, simulated; Hogwild's, whose lists do not repeat, is its busiest stage's work."""
-    found = find(name, num_stages, 1)
-    return found.period if name == "hogwild" else _simulated(found)
+    """Simulate slots per batch without micro-batches; Hogwild's, whose lists do not repeat, is its busiest stage's work."""
+    timed = find(name, num_stages, 1)
+    return timed.period if name == "hogwild" else _simulated_period(timed)
 
 
-def _simulated(found: Timed) -> float:
-    """Period of a run of four mini-batches."""
-    return simulate(found.schedule, PAPER, cycles=4).period
+def _simulated_period(timed: Timed) -> float:
+    """Return the period of a run of four mini-batches."""
+    return simulate(timed.schedule, PAPER, cycles=4).period
 
 
 def cell(a: int, n: int, m: int) -> Row:
-    """Period of the chosen schedule, and the formula."""
-    ours = _simulated(find(f"{n}-wise", a, m))
+    """Return the period of the chosen schedule, and the formula."""
+    ours = _simulated_period(find(f"{n}-wise", a, m))
     return {"kind": "formula", "A": a, "N": n, "M": m, "formula": paper_time(a, m, n), "ours": ours}
 
 
 def honest(name: str, num_stages: int) -> Row:
-    """Time at the best M with F = I = W = 1, a head of 0.5, and 0.02 for every action."""
+    """Return the time at the best M with F = I = W = 1, a head of 0.5, and 0.02 for every action."""
     times = {m: find(name, num_stages, m, TRANSFORMER.split_in(m)).period for m in POWERS}
     m = min(times, key=lambda m: (round(times[m], 9), m))
     return {"kind": "honest", "method": name, "A": num_stages, "M": m, "time": times[m]}
@@ -109,12 +109,12 @@ def honest(name: str, num_stages: int) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How the measured rows are measured.
+    """Settings of the measured rows.
 
     Args:
         slot_ms: of a whole mini-batch's forward through a stage, c1; a micro-batch's is 1/M of it.
-        microbatches: which M.
-        fewer: which M where costs are not the paper's, and of the real network.
+        microbatches: values of M.
+        fewer: values of M where costs are not the paper's, and of the real network.
         batches: mini-batches that are timed.
         steps: training steps of the real network.
     """
@@ -131,7 +131,7 @@ SETTINGS = {"small": Setting(), "full": Setting(slot_ms=1279.0, microbatches=POW
 
 
 def measured(setting: Setting) -> Iterator[Piece]:
-    """The work of all measured rows: real processes and messages, waits or real computation."""
+    """Yield the work of all measured rows: real processes and messages, waits or real computation."""
     kinds = [("paper", 4, setting.microbatches), ("paper", 6, setting.microbatches), ("transformer", 4, setting.fewer)]
     for costs, stages, sizes in kinds:
         yield f"{stages} stages, {costs} costs", partial(virtual, costs, MEASURED, stages, sizes, setting)
@@ -140,12 +140,12 @@ def measured(setting: Setting) -> Iterator[Piece]:
 
 
 def _scaled(costs: str) -> str:
-    """The transformer's costs without the overhead per action, which is what is to be measured."""
+    """Return the transformer's costs without the overhead per action, which the benchmark measures."""
     return costs if costs == "paper" else "forward=1,head=0.5,input_grad=1,weight_grad=1"
 
 
 def virtual(costs: str, methods: Sequence[str], stages: int, sizes: Sequence[int], setting: Setting) -> list[Row]:
-    """Seconds per mini-batch on virtual devices, all on the same processes, and slots predicted."""
+    """Measure seconds per mini-batch on virtual devices, all on the same processes, beside the predicted slots."""
     cases = [
         Case(
             method=method,
@@ -159,20 +159,20 @@ def virtual(costs: str, methods: Sequence[str], stages: int, sizes: Sequence[int
         for method, m in itertools.product(methods, sizes)
     ]
     rows = []
-    for case, found in zip(cases, start_all(cases), strict=True):
-        slots, seconds = found.predicted_slots, found.measured_slots * case.slot_ms / 1e3
+    for case, result in zip(cases, start_all(cases), strict=True):
+        slots, seconds = result.predicted_slots, result.measured_slots * case.slot_ms / 1e3
         row = _row(f"virtual, {costs} costs", case.method, case.stages, case.microbatches, slots, seconds)
         rows.append(row | {"slot_seconds": case.slot_ms / 1e3})
     return rows
 
 
 def _row(what: str, method: str, stages: int, m: int, slots: float, seconds: float) -> Row:
-    found = {"what": what, "method": method, "A": stages, "M": m, "slots": slots, "seconds": seconds}
-    return {"kind": "measured", **found, "machine": machine(), "versions": versions()}
+    facts = {"what": what, "method": method, "A": stages, "M": m, "slots": slots, "seconds": seconds}
+    return {"kind": "measured", **facts, "machine": machine(), "versions": versions()}
 
 
 def real(method: str, m: int, steps: int, train: Sequence[str] = _NETWORK) -> list[Row]:
-    """Seconds per mini-batch of a network in two stages, on two processes."""
+    """Measure seconds per mini-batch of a network in two stages, on two processes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -201,11 +201,11 @@ def real(method: str, m: int, steps: int, train: Sequence[str] = _NETWORK) -> li
 
 
 def window(row: Row) -> int:
-    """N of a measured row."""
+    """Return N of a measured row."""
     return int(row["A"]) if row["method"] == "gpipe" else int(row["method"][0])
 
 
 def fitted(rows: Sequence[Row], what: str) -> Slot | None:
-    """c0 and c1 of the measured rows of a kind; None if there are too few."""
+    """Fit c0 and c1 to the measured rows of a kind; None if there are too few."""
     cells = {(r["A"], r["M"], window(r)): r["seconds"] for r in rows if r["kind"] == "measured" and r["what"] == what}
     return fit_slot(cells) if len({m for _, m, _ in cells}) > 1 else None
