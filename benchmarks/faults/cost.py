@@ -80,7 +80,7 @@ def main(rounds: int = 6, width: int = 128, out: Path = HERE / "records" / "cost
     for _ in track(range(rounds), "rounds"):
         for variant in VARIANTS:
             times[variant].append(bench.steps(variant, 2 * EVERY))
-    disk = sum(file.stat().st_size for file in next((folder / "a").iterdir()).iterdir())
+    disk = sum(file.stat().st_size for file in next((folder / "a").glob("step-*")).iterdir())
     shutil.rmtree(folder)
     parameters = sum(p.numel() * p.element_size() for p in bench.pipe.parameters())
     facts = {

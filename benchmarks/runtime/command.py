@@ -56,7 +56,7 @@ class Bench:
         if self.json:
             print_json({**dataclasses.asdict(case), "strategy": case.method, **dataclasses.asdict(result)})
             return OK
-        messages = f"{case.message_mib:g} MiB" if case.message_mib else "4-byte"
+        messages = f"{case.message_mib:g} MiB" if case.message_mib else "8-byte"
         title = f"{case.method}, A = {case.stages}, M = {case.microbatches}, slots of {case.slot_ms:g} ms, {messages} messages"
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_row("predicted", f"{result.predicted_slots:.3f} slots a mini-batch (order {result.order})")

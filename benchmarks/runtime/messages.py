@@ -26,15 +26,15 @@ def one_way(mib: float, alone: bool) -> float:
     """Measure the seconds of a message, the median over rounds and pairs.
 
     Args:
-        mib: its size; 0 for 4 bytes.
+        mib: its size; 0 for 8 bytes.
         alone: only the first pair sends.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     other = rank ^ 1
-    tensor, buffer = (torch.zeros(max(1, int(mib * 2**18))) for _ in range(2))
+    tensor, buffer = (torch.zeros(max(1, int(mib * 2**17)), dtype=torch.float64) for _ in range(2))
     takes_part = other < size and (not alone or rank < 2)
     times = []
-    for number in range(ROUNDS):
+    for _ in range(ROUNDS):
         time.sleep(0.02)
         dist.barrier()
         if not takes_part:
@@ -51,7 +51,6 @@ def one_way(mib: float, alone: bool) -> float:
             sent = dist.isend(tensor, other)
         assert sent is not None
         sent.wait()
-        del number
     times_by_rank: list[list[float]] = [[] for _ in range(size)]
     dist.all_gather_object(times_by_rank, times[WARM:])
     return statistics.median(value for values in times_by_rank for value in values)

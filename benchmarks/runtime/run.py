@@ -106,7 +106,7 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
     }
     slots = [r for r in records if r["slot_ms"] == SLOT_MS]
     for (devices, mib, method, m), group in grouped(slots, "devices", "message_mib", "method", "microbatches").items():
-        cells = [str(devices), f"{mib:g} MiB" if mib else "4 bytes", method, str(m), f"{group[0]['predicted_slots']:g}"]
+        cells = [str(devices), f"{mib:g} MiB" if mib else "8 bytes", method, str(m), f"{group[0]['predicted_slots']:g}"]
         by_library = grouped(group, "library")
         for key, digits in (("efficiency", 3), ("action_overhead_us", 0)):
             for library in ("nwise", "torch"):
