@@ -161,8 +161,8 @@ def fastest(
     if not options:
         raise DoesNotFit(what, *least[1:])
     # All that follows the period in the rank takes longer to find, so only the fastest are asked for it.
-    least = min(rounded(option.period) for option in options)
-    return min((option for option in options if rounded(option.period) == least), key=lambda option: option.rank)
+    shortest = min(rounded(option.period) for option in options)
+    return min((option for option in options if rounded(option.period) == shortest), key=lambda option: option.rank)
 
 
 def _candidates(
