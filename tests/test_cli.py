@@ -99,7 +99,7 @@ def test_recipe_argument_may_come_last() -> None:
 
 
 def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["compare", "--max-steps", "44", "--strategies", "local", "local@22,end-to-end"]
+    arguments = ["compare", "--max-steps", "44", "--filters", "2", "--strategies", "local", "local@22,end-to-end"]
     assert cli.run([*arguments, "--figure", "f/c.png"]) == 0
     out = capsys.readouterr().out
     assert "equal time" in out
@@ -297,8 +297,19 @@ def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFix
 
 
 def test_compare_keeps_diverged_run_in_table(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--max-steps", "3", "--blocks-per-stage", "1", "--width", "8", "--num-heads", "1", "--batch-size", "8"]
-    small += ["--sequence-length", "16", "--eval-every", "9", "--lr", "1e20", "--warmup-steps", "0"]
+    small = ["--max-steps", "3", "--blocks-per-stage", "1", "--width", "8", "--num-heads", "1", "--batch-size", "64"]
+    small += [
+        "--num-stages",
+        "2",
+        "--sequence-length",
+        "128",
+        "--eval-every",
+        "9",
+        "--lr",
+        "1e20",
+        "--warmup-steps",
+        "0",
+    ]
     assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *small]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     assert len(rows) == 2

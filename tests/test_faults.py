@@ -500,15 +500,20 @@ def test_live_tensor_count_is_constant_over_steps() -> None:
         gc.collect()
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
-    pipe = broken("2-wise", 0, set())
-    update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-    counts = []
-    for x, y in batches(5):
-        pipe.step(x, target=y)
-        update.step()
-        update.zero_grad()
-        counts.append(alive())
+    gc.freeze()  # millions of objects of other tests, which would be looked through at every step
+    try:
+        pipe = broken("2-wise", 0, set())
+        update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        counts = []
+        for x, y in batches(5):
+            pipe.step(x, target=y)
+            update.step()
+            update.zero_grad()
+            counts.append(alive())
+    finally:
+        gc.unfreeze()
     assert len(set(counts[1:])) == 1
+    assert counts[1] > 10, "the tensors of the pipeline are counted"
 
 
 @pytest.mark.slow

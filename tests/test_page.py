@@ -34,7 +34,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     runs = folder / "runs"
     for strategy in ("2-wise", "end-to-end"):
-        options = ["--strategy", strategy, "--epochs", "6", "--heads", "all", "--filters", "4"]
+        options = ["--strategy", strategy, "--epochs", "3", "--heads", "all", "--filters", "4"]
         assert cli.run(["train", "digits", *options, "--runs", str(runs)]) == 0
     (runs / "digits-2-wise-001" / "timeline.json").write_text(json.dumps(recorded()))
     both = [str(runs / "digits-2-wise-001"), str(runs / "digits-end-to-end-001")]

@@ -125,7 +125,7 @@ def test_rank_leaving_before_ragged_batch_ends_all_ranks(tmp_path: Path) -> None
 
 def test_command_line_training_matches_single_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--max-steps", "30", "--log-every", "7", "--clip", "0.5", "--clip-by", "loss", "--microbatches", "2"]
-    options += ["--stage-lr", "1", "0.5", "1", "2", "--defer-batchnorm"]
+    options += ["--stage-lr", "1", "0.5", "1", "2", "--defer-batchnorm", "--filters", "2"]
     arguments = ["train", "digits", *options, "--runs"]
     done = forked(4, ["-m", "nwise", *arguments, str(tmp_path / "many"), "--timeline", "8"], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

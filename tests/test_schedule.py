@@ -203,8 +203,8 @@ def interleavings(k: int, actions: tuple[nwise.schedule.Action, ...]) -> list[tu
 def test_n_wise_and_end_to_end_schedules_are_optimal(head: float) -> None:
     """The period equals the bound for end-to-end and A >= 2N - 1, with N micro-batches in flight."""
     costs = Costs(1, head, 1, 1)
-    for a in range(1, 13):
-        for m in (1, 2, 3, 4, 6, 8, 16):
+    for a in (*range(1, 9), 12):
+        for m in (1, 2, 3, 4, 6, 8, 16) if a < 8 else (1, 2, 3, 8, 16):
             for n in {*range(1, (a + 1) // 2 + 1), a}:
                 found = of(nwise.NWise(n), a, m, costs)
                 assert found.period == pytest.approx(found.lower_bound, rel=1e-9), (a, n, m)

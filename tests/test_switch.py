@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.recipes import Adam, Sgd, recipe
+from nwise.recipes import Adam, ConvNet, Sgd, recipe
 from nwise.training import Trainer, new_run
 
 
@@ -47,6 +47,7 @@ def test_switch_updates_by_hand() -> None:
 def test_switch_in_trainer_resets_heads_optimizer_and_rate(tmp_path: Path) -> None:
     config = dataclasses.replace(
         recipe("digits"),
+        model=ConvNet(num_stages=4, filters=2),
         strategy="local@2epochs,end-to-end",
         heads="live",
         optimizer=Adam(lr=1e-3),

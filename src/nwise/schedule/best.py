@@ -16,7 +16,7 @@ from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Rule, make_schedule
 from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Deadlock, Schedule, counted
-from nwise.schedule.timed import CLOSE, Limit, Timed, check_memory, excess, timed
+from nwise.schedule.timed import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 
@@ -160,7 +160,9 @@ def fastest(
             break
     if not options:
         raise DoesNotFit(what, *least[1:])
-    return min(options, key=lambda option: option.rank)
+    # All that follows the period in the rank takes longer to find, so only the fastest are asked for it.
+    shortest = min(rounded(option.period) for option in options)
+    return min((option for option in options if rounded(option.period) == shortest), key=lambda option: option.rank)
 
 
 def _candidates(

@@ -226,9 +226,13 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
         return np.full(tails.shape[1], -np.inf)
     order = np.argsort(-heads[known], kind="stable")
     heads, work, tails = heads[known][order], work[known][order], tails[known][order]
-    inside = tails[:, None, :] >= tails[None, :, :]  # [action, threshold, b]
-    load = np.cumsum(work[:, None, None] * inside, axis=0)
-    values: Matrix = np.where(inside, heads[:, None, None] + load + tails[None, :, :], -np.inf).max(axis=(0, 1))
+    # The actions are the last axis, as sums along neighbouring numbers are several times as fast.
+    tails = np.ascontiguousarray(tails.T)
+    inside = tails[:, None, :] >= tails[:, :, None]  # [b, threshold, action]
+    load = np.cumsum(inside * work, axis=2)
+    load += heads
+    load[~inside] = -np.inf
+    values: Matrix = (load.max(axis=2) + tails).max(axis=1)
     return values
 
 

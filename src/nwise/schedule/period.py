@@ -50,9 +50,10 @@ def period(graph: EventGraph) -> float:
         if not risen:
             return longest
         # As in Bellman and Ford's algorithm, remember for each late token the token that delays it, and raise its potential.
+        origins: dict[int, Token] = {}
         for token in risen:
             node, calls = token
-            origin = _origin(graph, previous, batch, node, potential) if calls == 1 else (node, calls - 1)
+            origin = _origin(graph, previous, batch, node, potential, origins) if calls == 1 else (node, calls - 1)
             arcs[token] = origin, later[token] - potential[origin]
         for token in risen:
             potential[token] = later[token] - longest
@@ -84,21 +85,32 @@ def _previous(graph: EventGraph) -> list[Token]:
 
 
 def _origin(
-    graph: EventGraph, previous: list[Token], batch: SimulatedRun, node: int, potential: dict[Token, float]
+    graph: EventGraph,
+    previous: list[Token],
+    batch: SimulatedRun,
+    node: int,
+    potential: dict[Token, float],
+    origins: dict[int, Token],
 ) -> Token:
-    """Follow the critical path from a node back to the token at its start."""
+    """Follow the critical path from a node back to the token at its start; `origins` has those of the nodes so far."""
     # Equality is exact, because a start is a copy of one of these times.
-    while True:
+    path: list[int] = []
+    found = origins.get(node)
+    while found is None:
+        path.append(node)
         start, step = batch.start[node], previous[node]
         if step[1] or batch.end[step[0]] != start:
             for other, lag, calls in graph.needs[node]:
                 if calls and potential[other, calls] + lag == start:
-                    return other, calls
+                    found = other, calls
+                    break
                 if not calls and batch.end[other] + lag == start:
                     step = other, 0
-        if step[1]:
-            return step
         node = step[0]
+        if found is None:
+            found = step if step[1] else origins.get(node)
+    origins.update(dict.fromkeys(path, found))
+    return found
 
 
 def _largest_mean(arcs: dict[Token, tuple[Token, float]]) -> float | None:

@@ -142,12 +142,12 @@ class Schedule:
     @cached_property
     def first_in_first_out(self) -> bool:
         """Whether gradients are used in the order in which they are sent, on every link."""
-        sent, used = defaultdict[Link, list[Action]](list), defaultdict[Link, list[Action]](list)
-        for a in (a for word in self.lists for a in word):
-            receive = (counterpart(a) if a.kind is Kind.SEND_GRADIENT else a)._replace(turn=0, age=0)
-            if receive.kind is Kind.RECEIVE_GRADIENT:
-                link = self.placement[receive.stage + 1], self.placement[receive.stage]
-                (used if a.kind is receive.kind else sent)[link].append(receive)
+        sent, used = defaultdict[Link, list[object]](list), defaultdict[Link, list[object]](list)
+        for a in (a for word in self.lists for a in word if a.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)):
+            sends = a.kind is Kind.SEND_GRADIENT
+            to = a.stage - sends
+            link = self.placement[to + 1], self.placement[to]
+            (sent if sends else used)[link].append((to, a.microbatch, a.message))
         return sent == used
 
 
@@ -302,18 +302,18 @@ def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:
         above = k < len(placement) - 1 and placement[k + 1] != placement[k]
         if kind is Kind.FORWARD:
             if below:
-                yield action._replace(kind=Kind.RECEIVE_ACTIVATION)
+                yield Action(Kind.RECEIVE_ACTIVATION, k, m, q, turn, age)
             yield action
             if above:
-                yield action._replace(kind=Kind.SEND_ACTIVATION)
+                yield Action(Kind.SEND_ACTIVATION, k, m, q, turn, age)
         elif kind is Kind.HEAD:
             yield action
         else:
             for p in flows[turn][m].stages[k].cotangent(q).needed if above else ():
                 if first[k, m, p, turn] == (age, i):
-                    yield action._replace(kind=Kind.RECEIVE_GRADIENT, message=p)
+                    yield Action(Kind.RECEIVE_GRADIENT, k, m, p, turn, age)
             yield action
             if q is not None and below:
-                yield action._replace(kind=Kind.SEND_GRADIENT)
+                yield Action(Kind.SEND_GRADIENT, k, m, q, turn, age)
         if last[k, m, turn] == i:
-            yield action._replace(kind=Kind.DROP, message=None)
+            yield Action(Kind.DROP, k, m, None, turn, age)
