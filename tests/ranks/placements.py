@@ -1,4 +1,4 @@
-"""Twelve steps with several stages on a rank, delays, strategies and optimizers; writes digests of all parameters."""
+"""Twenty steps with several stages on a rank, delays, strategies and optimizers; writes digests of all parameters."""
 
 from __future__ import annotations
 
@@ -54,12 +54,11 @@ def case(
     frozen: Sequence[int] = (),
     num_stages: int = A,
 ) -> Any:
-    """Digests after twelve steps, some of whose batches are ragged, and after the last gradients."""
+    """Digests after twenty steps, some of whose batches are ragged, and after the last gradients."""
     del ranks
     pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order, placement=placement, frozen=frozen)
     update = make_optimizer(optimizer, pipe)
-    # Gradients are at most eight steps late, and all sizes have come after ten.
-    for x, y in batches(12, sizes=(8, 8, 8, 7, 8, 8, 8, 8, 9, 9)):
+    for x, y in batches(20, sizes=(8, 8, 8, 7, 8, 8, 8, 8, 9, 9)):
         pipe.step(x, target=y)
         update.step()
         update.zero_grad()
