@@ -172,7 +172,7 @@ def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]
     assert found["predicted_slots"] == 4
     assert found["measured_slots"] > 3.99, "time does not run faster"
     assert found["efficiency"] == pytest.approx(found["predicted_slots"] / found["measured_slots"])
-    assert found["bytes_sent"] == found["bytes_predicted"] == [[4, 4], [4, 4]]
+    assert found["bytes_sent"] == found["bytes_predicted"] == [[8, 0], [8, 8], [0, 8]]
     assert run(["bench", "runtime", "--stages", "2", "--slot-ms", "2", "--batches", "2", "--rounds", "1"]) == 0
     assert "as predicted" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -199,12 +200,23 @@ def interleavings(k: int, actions: tuple[nwise.schedule.Action, ...]) -> list[tu
 # How good the orders are ---------------------------------------------------------------------------
 
 
+_MANY = (1, 2, 3, 4, 6, 8, 16)
+
+
 @pytest.mark.parametrize("head", [0, 0.5, 1.3])
-def test_n_wise_and_end_to_end_schedules_are_optimal(head: float) -> None:
+@pytest.mark.parametrize(
+    ("depths", "sizes"),
+    [
+        (range(1, 8), _MANY),
+        ((8, 12), (1, 2, 3, 8, 16)),
+        pytest.param(range(8, 13), _MANY, marks=pytest.mark.slow),  # half a minute for more of the same
+    ],
+)
+def test_n_wise_and_end_to_end_schedules_are_optimal(depths: Sequence[int], sizes: Sequence[int], head: float) -> None:
     """The period equals the bound for end-to-end and A >= 2N - 1, with N micro-batches in flight."""
     costs = Costs(1, head, 1, 1)
-    for a in (*range(1, 9), 12):
-        for m in (1, 2, 3, 4, 6, 8, 16) if a < 8 else (1, 2, 3, 8, 16):
+    for a in depths:
+        for m in sizes:
             for n in {*range(1, (a + 1) // 2 + 1), a}:
                 found = of(nwise.NWise(n), a, m, costs)
                 assert found.period == pytest.approx(found.lower_bound, rel=1e-9), (a, n, m)
