@@ -10,6 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from nwise.batchnorm import DeferredBatchNorm
 
+_STATEFUL = (_NormBase, torch.jit.ScriptModule)
+
 
 class Snapshot:
     """Keeps the gradients and the statistics of batch norms from before a step.
@@ -28,7 +30,7 @@ class Snapshot:
         self._deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         for norm in self._deferred:
             norm.discard()  # drops statistics of inference in training mode
-        norms = [module for module in modules if module.training and _moves_statistics(module)]
+        norms = [module for module in modules if isinstance(module, _STATEFUL) and _moves_statistics(module)]
         self._buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
 
     def commit(self) -> None:
@@ -50,6 +52,5 @@ class Snapshot:
 
 
 def _moves_statistics(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):  # its layers cannot be inspected, so copy its buffers
-        return True
-    return isinstance(module, _NormBase) and module.track_running_stats
+    # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
+    return module.training and (not isinstance(module, _NormBase) or module.track_running_stats)
