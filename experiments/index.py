@@ -70,7 +70,7 @@ def write_index(folder: Path) -> None:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(
-            f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found no such."
+            f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found none."
         )
     path.write_text(f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
 

@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def num_stages(self) -> int:
-        """A; a residual network has four."""
+        """Number of stages, A; four where the recipe of the model has no such setting, as for a residual network."""
         return getattr(self.recipe.model, "num_stages", 4)
 
     @property

@@ -20,10 +20,12 @@ from nwise.schedule import PAPER, Costs
 
 styled = mpl.rc_context({"font.size": 9, "axes.titlesize": 10})
 
-# One place in the colours and markers for each method, the same in all figures; some are never seen together.
+# One place in the colours and markers for each method, the same in all figures; some never appear together. Methods that are not
+# here share the last place.
 _PLACE = {
     "end-to-end": 0,
     "1-wise": 1,
+    "local": 1,
     "2-wise": 2,
     "3-wise": 3,
     "4-wise": 4,
@@ -38,7 +40,7 @@ _PLACE = {
 
 def style(method: str) -> dict[str, Any]:
     """Return colour and marker of a method; the mean variant is dashed and hollow."""
-    place, mean_variant = _PLACE[method.removesuffix("-mean")], method.endswith("-mean")
+    place, mean_variant = _PLACE.get(method.removesuffix("-mean"), len(COLOURS) - 1), method.endswith("-mean")
     return {
         "color": COLOURS[place],
         "marker": MARKERS[place],

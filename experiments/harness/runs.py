@@ -63,8 +63,8 @@ class Runs:
 
     Args:
         records: all of them.
-        size: ``"small"`` or ``"full"``.
-        source: of the data, such as ``"cifar10"``.
+        size: ``"small"``, ``"medium"`` or ``"full"``.
+        source: name of the data, such as ``"cifar10"``.
     """
 
     def __init__(self, records: Sequence[Record], size: str = "small", source: str = "") -> None:
