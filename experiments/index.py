@@ -69,9 +69,7 @@ def write_index(folder: Path) -> None:
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
-        raise ValueError(
-            f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found none."
-        )
+        raise ValueError(f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found none.")
     path.write_text(f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
 
 

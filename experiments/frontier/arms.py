@@ -173,6 +173,9 @@ RATES: dict[str, float] = {
     "muon end-to-end-delay-4, extrapolated": 0.01,
     "muon end-to-end-delay-4": 0.005,
     "muon local@half,end-to-end": 0.02,
+    "muon 2-wise-mean-delay-1, extrapolated": 0.04,
+    "adam end-to-end": 0.008,
+    "adam end-to-end-delay-1, extrapolated": 0.0005,
 }
 
 
