@@ -703,7 +703,7 @@ def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     index.write_index(tmp_path / "found")
     assert readme.read_text() == again, "the words around the index stay"
     readme.write_text("# Without a place for it\n")
-    with pytest.raises(ValueError, match=r"README.md should have the lines .* Found no such"):
+    with pytest.raises(ValueError, match=r"README.md should have the lines .* Found none"):
         index.write_index(tmp_path / "found")
     readme.unlink()
     for arguments, said in (
