@@ -180,14 +180,16 @@ def measure(world: World, case: Case) -> Measured:
     )
 
 
-def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Link, Link]]:
-    """Return the links of every stage to the one before and the one after; two boundaries share none, and a rank needs none."""
+def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Link | None, Link | None]]:
+    """Return the slow links of every stage to the one before and the one after; two boundaries share none, a rank needs none."""
     sizes = costs.per_stage("message_bytes", len(placement))
 
-    def link(k: int) -> Link:
+    def link(k: int) -> Link | None:
         """Return the link in one direction between stage k and the next."""
-        same = k < 0 or k + 1 == len(placement) or placement[k] == placement[k + 1]
-        return Link(0.0, 0.0) if same else Link(slot * costs.latency, slot * sizes[k] / costs.bandwidth)
+        if k < 0 or k + 1 == len(placement) or placement[k] == placement[k + 1]:
+            return None
+        latency, seconds = slot * costs.latency, slot * sizes[k] / costs.bandwidth
+        return Link(latency, seconds) if latency + seconds else None
 
     return [(link(k - 1), link(k)) for k in range(len(placement))]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -90,10 +91,10 @@ class VirtualStage:
         index: the stage's place.
         price: times of its actions, in slots.
         device: where it runs.
-        links: to the stages before and after.
+        links: to the stages before and after; None for one that takes no time.
     """
 
-    def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link, Link]) -> None:
+    def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link | None, Link | None]) -> None:
         self.index = index
         self.module = nn.Identity()  # an output has the shape of the input
         self._price, self._device, self._links = price, device, links
@@ -108,9 +109,11 @@ class VirtualStage:
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Cotangents:
         """Take the time of an action; make a message as large as the stage's input."""
         flow, due = tape.flow, 0.0
+        before, after = self._links
         if action.kind is Kind.FORWARD:
-            due = max(float(tape.inputs[0][0]), time.perf_counter()) if self.index else 0.0
-            if not self.index:
+            if self.index:
+                due = _due(before, tape.inputs)
+            else:
                 # An output of its own, cloned once: the caller's batch would have to be copied to be sent.
                 self._own = tape.inputs[0].clone() if self._own is None else self._own
                 tape.inputs = (self._own,)
@@ -119,14 +122,20 @@ class VirtualStage:
         else:
             tape.passes_left -= 1
             messages = [tape.messages[p][0] for p in flow.cotangent(action.message).needed]
-            due = max([float(one[0]) for one in messages if one is not None], default=0.0)
-            due = max(due, time.perf_counter()) if messages else 0.0
+            due = _due(after, [one for one in messages if one is not None]) if messages else 0.0
         self._device.work(self._price.time(Action(action.kind, self.index, 0), flow), received=due)
         output: Cotangents = ()
         if action.kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.BOTH):
-            output = (self._links[action.kind is Kind.FORWARD].stamp(tape.inputs[0], self._device.free),)
+            link = after if action.kind is Kind.FORWARD else before
+            output = tape.inputs if link is None else (link.stamp(tape.inputs[0], self._device.free),)
         tape.release()
         return output
+
+
+def _due(link: Link | None, messages: Sequence[Tensor]) -> float:
+    """Return the moment at which messages of a link are there: now, or when the last of them is due."""
+    now = time.perf_counter()
+    return now if link is None else max([now, *(float(one[0]) for one in messages)])
 
 
 def _wait_until(deadline: float) -> None:
