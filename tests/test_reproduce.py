@@ -32,7 +32,8 @@ from experiments.e6 import experiment as e6
 from experiments.frontier import clock as frontier_clock
 from experiments.harness import pool
 from experiments.harness.cell import Cell, Record, measure, read_cell
-from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater
+from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater, seeds_to_decide
+from experiments.harness.claims import table as claim_table
 from experiments.harness.clock import network_costs, step_time, work
 from experiments.harness.experiment import SIZES, Job
 from experiments.harness.pool import run_cells
@@ -289,6 +290,21 @@ def test_claim_verdicts(first: list[float], found: str, near: str) -> None:
     assert (above.verdict, close.verdict) == (found, near)
     for claim in (above, close, no_greater("", "", values, zeros, by=0.5)):
         assert (claim.p < 0.05) == (claim.verdict != "undecided"), "the level at which the interval decides"
+
+
+def test_seeds_to_decide_follow_from_mean_and_spread() -> None:
+    """Differences with mean 1 and deviation 2: sqrt(n) / 2 exceeds t(0.975, n - 1) first at n = 18 (2.121 > 2.110)."""
+    zeros = dict.fromkeys(range(3), 0.0)
+    claim = greater("", "", {0: 3.0, 1: 1.0, 2: -1.0}, zeros)
+    assert seeds_to_decide(claim) == 18
+    assert "| 3 | **undecided** (18) | undecided |" in claim_table([claim])
+    # The distance from the bound counts: 3, so 1.5 sqrt(n) has to exceed t (3.35 > 2.78 at n = 5).
+    assert seeds_to_decide(no_greater("", "", {0: 3.0, 1: 1.0, 2: -1.0}, zeros, by=4)) == 5
+    assert seeds_to_decide(greater("", "", {0: 5.0, 1: 5.1, 2: 4.9}, zeros)) is None, "decided"
+    assert seeds_to_decide(greater("", "", {0: 5.0}, zeros)) is None, "one seed has no spread"
+    assert seeds_to_decide(greater("", "", {0: 1.0, 1: -1.0}, zeros)) is None, (
+        "no number of seeds moves a mean off the bound"
+    )
 
 
 def test_holm_corrects_for_the_number_of_tested_claims() -> None:

@@ -12,6 +12,7 @@ from experiments.harness import markdown
 
 Verdict = Literal["holds", "exact", "does not hold", "undecided"]
 Seeds = Mapping[int, float]
+MANY = 100
 _WORST = 1e6
 
 
@@ -153,6 +154,25 @@ def holm(claims: Sequence[Claim], level: float = 0.05) -> list[bool]:
     return decided
 
 
+def seeds_to_decide(claim: Claim) -> int | None:
+    """Estimate how many pairs would decide an undecided claim, if their mean and spread stayed as they are.
+
+    Returns:
+        The smallest number whose 95 % interval excludes the bound; None for a decided claim, for fewer than two pairs,
+        and where more than `MANY` would be needed.
+
+    >>> seeds_to_decide(greater("", "", {0: 3.0, 1: 1.0, 2: -1.0}))
+    18
+    """
+    if claim.verdict != "undecided" or claim.seeds < 2:
+        return None
+    from scipy.stats import t
+
+    errors = float(t.isf(claim.p / 2, claim.seeds - 1))  # distance from the mean to the bound, in standard errors
+    numbers = range(claim.seeds + 1, MANY + 1)
+    return next((n for n in numbers if errors * sqrt(n / claim.seeds) > t.isf(0.025, n - 1)), None)
+
+
 def difference(first: Seeds, second: Seeds) -> dict[int, float]:
     """Return the differences by seed, where both have a value."""
     return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
@@ -184,9 +204,10 @@ def slope(points: Mapping[int, Seeds]) -> dict[int, float]:
 
 
 def table(claims: list[Claim]) -> str:
-    """Return a table in Markdown."""
+    """Return a table in Markdown, and a note where claims are undecided."""
     headings = ("claim", "source", "should be", "found", "95 % interval", "seeds", "verdict", "after Holm")
-    return markdown.table(headings, map(_row, claims, holm(claims)))
+    table = markdown.table(headings, map(_row, claims, holm(claims)))
+    return f"{table}\n\n{_NOTE}" if any(c.verdict == "undecided" and c.seeds > 1 for c in claims) else table
 
 
 def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
@@ -196,4 +217,12 @@ def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
         between = "not run"
     verdict = claim.verdict if claim.verdict in ("holds", "exact") else f"**{claim.verdict}**"
     corrected = "–" if claim.seeds < 2 else verdict if stays else "undecided"
+    if claim.verdict == "undecided" and claim.seeds > 1:
+        verdict += f" ({seeds_to_decide(claim) or f'over {MANY}'})"
     return claim.text, claim.source, claim.wanted, effect, between, claim.seeds or "–", verdict, corrected
+
+
+_NOTE = (
+    "In brackets after *undecided*: the number of seeds whose interval would exclude the bound, if the mean and the spread "
+    "of the differences stayed as they are."
+)
