@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from experiments.harness.claims import Claim
+from experiments.harness.claims import NOTE, Claim, seeds_text, seeds_to_decide
 from experiments.harness.experiment import Job, NothingMatches, Size
 from experiments.index import EXPERIMENTS, experiment, write_index
 from nwise._machine import num_cores
@@ -41,8 +41,8 @@ class Reproduce:
     ] = ""
     """One experiment, or all (an hour in the small size)."""
     size: Size = "small"
-    """small: two cores, an hour for all with two seeds each; medium: two cores, up to ten hours for each experiment that has this
-    size; full: as printed, for a GPU."""
+    """small: two cores, an hour for all with two seeds each; medium: two cores, up to 20 hours for each experiment that has
+    it; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
     """Where records, tables and figures are."""
     seeds: int | None = None
@@ -93,7 +93,11 @@ class Reproduce:
         write_index(self.folder)
         claims = [(name, claim) for name in matches for claim in experiment(name).claims(job)]
         if self.json:
-            print_json({"claims": [{"experiment": name, **dataclasses.asdict(claim)} for name, claim in claims]})
+            rows = [
+                {"experiment": name, **dataclasses.asdict(claim), "seeds_to_decide": seeds_to_decide(claim)}
+                for name, claim in claims
+            ]
+            print_json({"claims": rows})
         else:
             if claims:
                 console.print(_table(claims))
@@ -118,7 +122,8 @@ def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
 
 
 def _table(claims: list[tuple[str, Claim]]) -> Table:
-    table = Table(title="Claims", title_justify="left")
+    note = NOTE.replace("*", "") if any(seeds_text(claim) for _, claim in claims) else None
+    table = Table(title="Claims", title_justify="left", caption=note, caption_justify="left")
     for heading in ("", "claim", "effect", "95 % interval", "verdict"):
         table.add_column(heading, overflow="fold")
     colours = {"holds": "green", "exact": "green", "does not hold": "red", "undecided": "yellow"}
@@ -127,7 +132,7 @@ def _table(claims: list[tuple[str, Claim]]) -> Table:
             table.add_row(name, claim.text, "not run", "", "")
             continue
         between = f"{claim.low:+.3g} to {claim.high:+.3g}" if claim.seeds > 1 else ""
-        verdict = f"[{colours[claim.verdict]}]{claim.verdict}[/]"
+        verdict = f"[{colours[claim.verdict]}]{claim.verdict}[/]{seeds_text(claim)}"
         table.add_row(name, claim.text, f"{claim.effect:+.3g} {claim.unit}", between, verdict)
     return table
 

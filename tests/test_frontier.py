@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from experiments.e1 import experiment as e1
+from experiments.e2 import experiment as e2
 from experiments.frontier import clock, experiment, plots
-from experiments.frontier.arms import ARMS, RATES, STEPS, Arm, arm, rates_tried
+from experiments.frontier.arms import ARMS, STEPS, Arm, arm
 from experiments.harness.cell import Record
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Job, NothingMatches
 from experiments.harness.runs import Runs
+from experiments.harness.search import TRIAL_SEED, Search
 from experiments.index import EXPERIMENTS
 from nwise import cli
+from nwise.recipes import ImageSource
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 
@@ -43,9 +48,10 @@ def test_rates_are_those_that_the_search_chose() -> None:
     """Rates stand in the code, so a reported run needs no other file; they must be what the records say."""
     from experiments.rates import experiment as search
 
-    runs = search.EXPERIMENT.all_runs(Job(folder=FOLDER, size="medium"))
-    assert search.best_rates(runs[0]) == RATES
-    assert all(len(rates_tried(one)) == 5 for one in ARMS)
+    runs = Runs([r for one in search.EXPERIMENT.all_runs(Job(folder=FOLDER, size="medium")) for r in one.records])
+    for one in search.SEARCHES:
+        assert one.best(runs) == one.chosen, one.title
+        assert [b / a for a, b in pairwise(one.grid)] == pytest.approx([2] * 4)
 
 
 def test_a_trial_is_the_beginning_of_a_run() -> None:
@@ -131,9 +137,31 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
 def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NothingMatches, match="`size` of frontier should be medium. Found small"):
         EXPERIMENTS["frontier"].check(Job(folder=tmp_path))
-    assert cli.run(["reproduce", "e1", "--size", "medium", "--folder", str(tmp_path)]) != 0
-    assert "`size` of e1 should be small or full. Found medium" in capsys.readouterr().err
+    assert cli.run(["reproduce", "e7", "--size", "medium", "--folder", str(tmp_path)]) != 0
+    assert "`size` of e7 should be small or full. Found medium" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium run needs the method's own rate, which the trials choose."""
+    monkeypatch.setattr(e1, "RATES", {"2-wise": 0.001})
+    cells = e1.cells("medium", 1)
+    assert {(cell.method, cell.num_stages) for cell in cells} == {("2-wise", 3), ("2-wise", 6), ("2-wise", 10)}
+    assert {cell.recipe.optimizer.lr for cell in cells} == {0.001}
+    monkeypatch.setattr(e1, "RATES", {})
+    with pytest.raises(
+        NothingMatches, match="e1 should have a learning rate for each method of medium size. Found none"
+    ):
+        EXPERIMENTS["e1"].check(Job(folder=tmp_path, size="medium"))
+
+
+@pytest.mark.parametrize("search", [e1.SEARCH, e2.SEARCH], ids=["e1", "e2"])
+def test_trials_are_short_runs_on_withheld_images(search: Search) -> None:
+    for cell in search.cells():
+        data = cell.recipe.data
+        assert isinstance(data, ImageSource)
+        assert (data.withheld, data.train_limit, cell.recipe.seed) == (0.1, None, TRIAL_SEED)
+        assert cell.part == f"rate {cell.recipe.optimizer.lr:g}"
 
 
 def test_arm_names_say_what_differs() -> None:

@@ -423,7 +423,8 @@ def test_cell_names_are_unique(size: Any) -> None:
     for experiment in EXPERIMENTS.values():
         if isinstance(experiment, Trained) and size in experiment.sizes:
             names = [cell.name + cell.part for cell in experiment.parts.cells(size, 2)]
-            assert len(set(names)) == len(names) > 0
+            assert len(set(names)) == len(names)
+            assert names or size == "medium", "a medium run needs a rate"
 
 
 # Tables, figures and verdicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from experiments.harness import markdown
@@ -11,28 +12,68 @@ from experiments.harness.claims import Claim, difference, equal, greater, mean_b
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import lines_over_stages
 from experiments.harness.runs import Runs, accuracy
+from experiments.harness.search import TRIAL_SEED, Search
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import ConvNet, recipe
+from nwise.recipes import Adam, ConvNet, ImageSource, Recipe, recipe
 
 DOUBLE = "1-wise double size"
 _WISE = ("1-wise", "2-wise", "3-wise", "4-wise", "end-to-end")
-_STAGES: dict[Size, tuple[int, ...]] = {"small": (3, 6, 10), "full": tuple(range(3, 11))}
+_STAGES: dict[Size, tuple[int, ...]] = {"small": (3, 6, 10), "medium": (3, 6, 10), "full": tuple(range(3, 11))}
+_SMALL = recipe("cifar10-convnet-small")
+_IMAGES = ImageSource(source="cifar10", hub="uoft-cs/cifar10")
+_BASES = {
+    "small": _SMALL,
+    "medium": replace(_SMALL, name="cifar10-convnet-medium", data=_IMAGES, epochs=6),
+    "full": on_a_gpu(recipe("cifar10-convnet")),
+}
+
+# Of medium size, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
+RATES: dict[str, float] = {}
+
+
+def _recipe(base: Recipe, method: str, stages: int, seed: int) -> Recipe:
+    assert isinstance(base.model, ConvNet)
+    strategy = "blocks-2" if method == DOUBLE else method
+    return replace(base, model=replace(base.model, num_stages=stages), strategy=strategy, seed=seed)
+
+
+def _with_rate(base: Recipe, rate: float) -> Recipe:
+    assert isinstance(base.optimizer, Adam)
+    return replace(base, optimizer=replace(base.optimizer, lr=rate))
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: stages by methods by seeds; an N of A or more is end-to-end and not run twice."""
-    base = on_a_gpu(recipe("cifar10-convnet")) if size == "full" else recipe("cifar10-convnet-small")
-    assert isinstance(base.model, ConvNet)
-    cells = []
+    """Return the cells: stages by methods by seeds; an N of A or more is end-to-end and not run twice.
+
+    In medium size every method has its own rate, and one whose rate has not been chosen has no cells.
+    """
+    base, cells = _BASES[size], []
     for seed in range(seeds):
         for stages in reversed(_STAGES[size]):
             for method in (*_WISE, DOUBLE):
                 if method[0] in "234" and int(method[0]) >= stages:
                     continue
-                strategy = "blocks-2" if method == DOUBLE else method
-                settings = replace(base, model=replace(base.model, num_stages=stages), strategy=strategy, seed=seed)
-                cells.append(Cell(method=method, recipe=settings))
+                if size != "medium":
+                    cells.append(Cell(method=method, recipe=_recipe(base, method, stages, seed)))
+                elif method in RATES:
+                    recipe = _recipe(_with_rate(base, RATES[method]), method, stages, seed)
+                    cells.append(Cell(method=method, recipe=recipe))
     return cells
+
+
+def _trial(method: str, rate: float) -> Recipe:
+    """Return the run of an epoch with six stages that tries a rate."""
+    base = replace(_BASES["medium"], data=replace(_IMAGES, withheld=0.1), epochs=1, eval_every=1)
+    return _recipe(_with_rate(base, rate), method, 6, TRIAL_SEED)
+
+
+SEARCH = Search(
+    title="E1, Adam",
+    grid=(0.000125, 0.00025, 0.0005, 0.001, 0.002),
+    trials={method: partial(_trial, method) for method in (*_WISE, DOUBLE)},
+    chosen=RATES,
+    prefix="E1 ",
+)
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -80,6 +121,6 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e1",
     "E1, accuracy against the number of stages",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 4}),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "medium": 3, "full": 4}),
     [Result(5, "figure: accuracy against stages, double size (E1)", "figure 5")],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from experiments.harness import markdown
@@ -12,8 +13,9 @@ from experiments.harness.clock import describe_costs, network_costs, slots_text,
 from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import accuracy_and_step_time
 from experiments.harness.runs import Runs, accuracy
+from experiments.harness.search import TRIAL_SEED, Search
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import Recipe, ResNet, recipe
+from nwise.recipes import ImageSource, Recipe, ResNet, Sgd, recipe
 from nwise.schedule import Costs
 
 PAPER = ("end-to-end", "1-wise", "2-wise", "3-wise")
@@ -27,20 +29,60 @@ PRINTED = {
 _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 
 
+_SMALL = recipe("cifar10-resnet-small")
+_IMAGES = ImageSource(source="cifar10", hub="uoft-cs/cifar10", augmentation="crop-flip", shrink=2)
+_QUARTER = ResNet(variant="18", width_factor=1 / 4)
+_MEDIUM = replace(_SMALL, name="cifar10-resnet-medium", data=_IMAGES, model=_QUARTER, epochs=20, eval_every=4)
+
+# Of medium size, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
+RATES: dict[str, float] = {}
+
+
 def base(size: Size, source: str = "cifar10") -> Recipe:
-    """Return the recipe of a size but for strategy and seed."""
-    return recipe("cifar10-resnet-small") if size == "small" else on_a_gpu(recipe(f"{source}-resnet"))
+    """Return the recipe of a size but for strategy and seed, in medium size but for the rate."""
+    return {"small": _SMALL, "medium": _MEDIUM}.get(size) or on_a_gpu(recipe(f"{source}-resnet"))
+
+
+def _with_rate(recipe: Recipe, rate: float) -> Recipe:
+    assert isinstance(recipe.optimizer, Sgd)
+    return replace(recipe, optimizer=replace(recipe.optimizer, lr=rate))
+
+
+def _trial(method: str, rate: float) -> Recipe:
+    """Return the run of two epochs that tries a rate."""
+    data = replace(_IMAGES, withheld=0.1)
+    settings = replace(_MEDIUM, data=data, strategy=method, seed=TRIAL_SEED, heads="all", epochs=2, eval_every=2)
+    return _with_rate(settings, rate)
+
+
+SEARCH = Search(
+    title="E2, SGD",
+    grid=(0.025, 0.05, 0.1, 0.2, 0.4),
+    trials={method: partial(_trial, method) for method in (*PAPER, *BEYOND)},
+    chosen=RATES,
+    prefix="E2 ",
+)
 
 
 def costs(runs: Runs) -> Costs:
     """Return honest costs of the network."""
-    model = base("small" if runs.size == "small" else "full", runs.source).model
+    model = base(runs.size, runs.source).model
     assert isinstance(model, ResNet)
     return network_costs(model)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: methods by seeds; ImageNet, as printed, has one seed."""
+    """Return the cells: methods by seeds; ImageNet, as printed, has one seed.
+
+    In medium size every method has its own rate, and one whose rate has not been chosen has no cells.
+    """
+    if size == "medium":
+        settings = replace(_MEDIUM, heads="all")
+        return [
+            Cell(method=method, recipe=_with_rate(replace(settings, strategy=method, seed=seed), rate))
+            for seed in range(seeds)
+            for method, rate in RATES.items()
+        ]
     return [
         Cell(method=method, recipe=replace(base(size, source), strategy=method, seed=seed, heads="all"))
         for source in (PRINTED if size == "full" else ["cifar10"])
@@ -102,7 +144,7 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e2",
     "E2, residual networks in four stages",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 3}),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "medium": 3, "full": 3}),
     [
         Result(11, "table: residual networks (E2)", "table 11"),
         Result("", "text: work in total, residual networks", "section T"),

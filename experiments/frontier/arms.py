@@ -6,10 +6,10 @@ steps; the rate falls with the square root of the step, so a run of 500 steps is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from experiments.harness.search import TRIAL_SEED, Search
 from nwise.recipes import Adam, EmbeddedText, Gpt, Recipe
 from nwise.strategies import Strategy, strategy
 
@@ -20,11 +20,10 @@ _WARMUP = 100
 _EVERY = 125  # steps between two tests
 _BATCH, _LENGTH = 16, 128  # sequences in a mini-batch, tokens in a sequence
 _TEXT_BYTES = 4_700_000
-_TRIAL_SEED = 100  # used for rates only
 _ADAM_PEAK = 0.003  # of embeddings, outputs and norms, where Muon trains the rest
 
 Optimizer = Literal["muon", "adam"]
-GRID: dict[Optimizer, tuple[float, ...]] = {
+_GRID: dict[Optimizer, tuple[float, ...]] = {
     "muon": (0.005, 0.01, 0.02, 0.04, 0.08),
     "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
 }
@@ -90,7 +89,7 @@ class Arm:
 
     def trial(self, rate: float) -> Recipe:
         """The short run that tries a rate, tested on withheld text."""
-        return self._recipe(rate, _TRIAL_SEED, _TRIAL_STEPS, withheld=0.05)
+        return self._recipe(rate, TRIAL_SEED, _TRIAL_STEPS, withheld=0.05)
 
     def run(self, rate: float, seed: int) -> Recipe:
         """The run that is reported."""
@@ -188,6 +187,13 @@ def arm(name: str) -> Arm:
     return {one.name: one for one in ARMS}[name]
 
 
-def rates_tried(one: Arm) -> Sequence[float]:
-    """Return the peak rates that an arm is tried with, a factor of 2 apart."""
-    return GRID[one.optimizer]
+# The search for the rates, one table for each optimizer.
+SEARCHES = tuple(
+    Search(
+        title=optimizer.capitalize(),
+        grid=grid,
+        trials={one.name: one.trial for one in ARMS if one.optimizer == optimizer},
+        chosen={name: rate for name, rate in RATES.items() if arm(name).optimizer == optimizer},
+    )
+    for optimizer, grid in _GRID.items()
+)

@@ -207,7 +207,7 @@ def table(claims: list[Claim]) -> str:
     """Return a table in Markdown, and a note where claims are undecided."""
     headings = ("claim", "source", "should be", "found", "95 % interval", "seeds", "verdict", "after Holm")
     table = markdown.table(headings, map(_row, claims, holm(claims)))
-    return f"{table}\n\n{_NOTE}" if any(c.verdict == "undecided" and c.seeds > 1 for c in claims) else table
+    return f"{table}\n\n{NOTE}" if any(map(seeds_text, claims)) else table
 
 
 def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
@@ -217,12 +217,17 @@ def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
         between = "not run"
     verdict = claim.verdict if claim.verdict in ("holds", "exact") else f"**{claim.verdict}**"
     corrected = "–" if claim.seeds < 2 else verdict if stays else "undecided"
-    if claim.verdict == "undecided" and claim.seeds > 1:
-        verdict += f" ({seeds_to_decide(claim) or f'over {MANY}'})"
+    verdict += seeds_text(claim)
     return claim.text, claim.source, claim.wanted, effect, between, claim.seeds or "–", verdict, corrected
 
 
-_NOTE = (
+def seeds_text(claim: Claim) -> str:
+    """Return the number of seeds that would decide an undecided claim, as text in brackets; empty without one."""
+    undecided = claim.verdict == "undecided" and claim.seeds > 1
+    return f" ({seeds_to_decide(claim) or f'over {MANY}'})" if undecided else ""
+
+
+NOTE = (
     "In brackets after *undecided*: the number of seeds whose interval would exclude the bound, if the mean and the spread "
     "of the differences stayed as they are."
 )

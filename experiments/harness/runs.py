@@ -9,6 +9,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from experiments.harness.cell import Record
+from experiments.harness.experiment import Size
 
 Score = Callable[[Record], float]
 
@@ -67,7 +68,7 @@ class Runs:
         source: name of the data, such as ``"cifar10"``.
     """
 
-    def __init__(self, records: Sequence[Record], size: str = "small", source: str = "") -> None:
+    def __init__(self, records: Sequence[Record], size: Size = "small", source: str = "") -> None:
         self.records = list(records)
         self.size, self.source = size, source
 

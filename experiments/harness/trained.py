@@ -44,6 +44,15 @@ class Trained(Experiment):
         super().__init__(name, title, results, sizes=tuple(parts.seeds), **options)
         self.parts = parts
 
+    def check(self, job: Job) -> None:
+        """Raise `NothingMatches` if the experiment lacks the size, or learning rates for it."""
+        super().check(job)
+        if not self.parts.cells(job.size, 1):
+            raise NothingMatches(
+                f"{self.name} should have a learning rate for each method of {job.size} size. Found none; run `nwise reproduce "
+                f"rates --size {job.size}` and enter the best into experiments/{self.owner}/experiment.py."
+            )
+
     def cells(self, job: Job) -> list[Cell]:
         """Return all cells of a job, a seed after the other."""
         seeds = job.seeds or self.parts.seeds[job.size]
@@ -101,7 +110,7 @@ class Trained(Experiment):
         groups = self.all_runs(job)
         named = len(groups) > 1
         return [
-            replace(claim, text=f"{runs.source}: {claim.text}") if named else claim
+            replace(claim, text=f"{runs.source or 'source code'}: {claim.text}") if named else claim
             for runs in groups
             for claim in self.parts.claims(runs)
         ]
@@ -120,7 +129,7 @@ class Trained(Experiment):
             )
             path.parent.mkdir(parents=True, exist_ok=True)
             self.parts.draw(runs, path)
-            sections += [f"# {runs.source}"] if len(groups) > 1 else []
+            sections += [f"# {runs.source or 'source code'}"] if len(groups) > 1 else []
             sections += [_describe_runs(runs.records), self.parts.tables(runs)]
         if sections:
             self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self.claims(job))]))

@@ -1,68 +1,47 @@
-"""The learning rates of the frontier's arms: short runs of one seed, tested on withheld text."""
+"""The learning rates of all experiments of medium size: short runs of one seed, tested on withheld data."""
 
 from __future__ import annotations
 
-from math import inf
-
-from experiments.frontier.arms import ARMS, rates_tried
-from experiments.harness import markdown
+from experiments.e1 import experiment as e1
+from experiments.e2 import experiment as e2
+from experiments.frontier import arms
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, measured
 from experiments.harness.experiment import Result, Size
-from experiments.harness.runs import Runs, loss, shown
+from experiments.harness.runs import Runs
+from experiments.harness.search import Search
 from experiments.harness.trained import Parts, Trained
 
-
-def _part(rate: float) -> str:
-    return f"rate {rate:g}"
+SEARCHES = (*arms.SEARCHES, e1.SEARCH, e2.SEARCH)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: every arm with every rate, one seed."""
+    """Return the cells: every method with every rate, one seed."""
     del size, seeds
-    return [
-        Cell(method=one.name, part=_part(rate), recipe=one.trial(rate)) for one in ARMS for rate in rates_tried(one)
-    ]
+    return [cell for search in SEARCHES for cell in search.cells()]
 
 
-def best_rates(runs: Runs) -> dict[str, float]:
-    """Return the rate with the lowest withheld loss, for every arm that was tried with all its rates."""
-    rates = {}
-    for one in ARMS:
-        losses = {rate: runs.scores(loss, one.name, part=_part(rate)) for rate in rates_tried(one)}
-        if all(losses.values()):
-            rates[one.name] = min(losses, key=lambda rate: min(losses[rate].values(), default=inf))
-    return rates
+def _of(runs: Runs) -> list[Search]:
+    """Return the searches on the runs' data."""
+    names = {(record["method"], record["part"]) for record in runs.records}
+    return [one for one in SEARCHES if any((cell.method, cell.part) in names for cell in one.cells())]
 
 
 def tables(runs: Runs) -> str:
-    """Return the withheld loss by arm and rate, for each optimizer."""
-    best = best_rates(runs)
-    sections = []
-    for optimizer in dict.fromkeys(one.optimizer for one in ARMS):
-        arms = [one for one in ARMS if one.optimizer == optimizer]
-        rates = rates_tried(arms[0])
-        rows = []
-        for one in arms:
-            texts = [shown(list(runs.scores(loss, one.name, part=_part(rate)).values()), 3) for rate in rates]
-            rows.append(
-                [one.name, *(f"**{t}**" if best.get(one.name) == r else t for r, t in zip(rates, texts, strict=True))]
-            )
-        sections.append(markdown.table(["withheld loss, nats; peak rate", *map("{:g}".format, rates)], rows))
-    return "\n\n".join([*sections, "Bold: the rate that the arm's reported runs use."])
+    """Return the withheld loss by method and rate, for each search."""
+    return "\n\n".join([*(search.table(runs) for search in _of(runs)), "Bold: the rate of the method's reported runs."])
 
 
 def claims(runs: Runs) -> list[Claim]:
     """Test whether the grids are wide enough."""
-    best = best_rates(runs)
-    inside = sum(best[one.name] in rates_tried(one)[1:-1] for one in ARMS if one.name in best)
-    text = f"the best of five rates lies inside the grid, of {len(best)} arms"
-    return [measured(text, "ours", inside, holds=inside == len(best), wanted="all", unit="arms")] if best else []
+    inside = [rate in search.grid[1:-1] for search in _of(runs) for rate in search.best(runs).values()]
+    text = f"the best of five rates lies inside the grid, of {len(inside)} methods"
+    return [measured(text, "ours", sum(inside), holds=all(inside), wanted="all", unit="methods")] if inside else []
 
 
 EXPERIMENT = Trained(
     "rates",
-    "Learning rates of the frontier",
+    "Learning rates in medium size",
     Parts(cells=cells, claims=claims, tables=tables, seeds={"medium": 1}),
-    [Result("", "ours: learning rates of the frontier's arms", "ours")],
+    [Result("", "ours: learning rates in medium size", "ours")],
 )

@@ -1,0 +1,68 @@
+"""A search for learning rates: every method is tried with every rate of a grid, in short runs tested on withheld data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.runs import Runs, loss, shown
+from nwise.recipes import Recipe
+
+TRIAL_SEED = 100  # of trials; no reported run has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search for the rates of some methods.
+
+    Args:
+        title: of its table, such as ``"E1, Adam"``.
+        grid: rates, a factor of 2 apart.
+        trials: function from a rate to the short run that tries it, by method.
+        chosen: rates that reported runs use, by method; a test compares them with the records.
+        prefix: text before each method's name in the records; default: none.
+    """
+
+    title: str
+    grid: Sequence[float]
+    trials: Mapping[str, Callable[[float], Recipe]]
+    chosen: Mapping[str, float]
+    prefix: str = field(default="")
+
+    def cells(self) -> list[Cell]:
+        """Return the cells: every method with every rate."""
+        return [
+            Cell(method=self.prefix + method, part=_part(rate), recipe=trial(rate))
+            for method, trial in self.trials.items()
+            for rate in self.grid
+        ]
+
+    def best(self, runs: Runs) -> dict[str, float]:
+        """Return the rate with the lowest withheld loss, for every method that was tried with all rates."""
+        rates = {}
+        for method in self.trials:
+            losses = {rate: self._losses(runs, method, rate) for rate in self.grid}
+            if all(losses.values()):
+                rates[method] = min(losses, key=lambda rate: min(losses[rate], default=inf))
+        return rates
+
+    def table(self, runs: Runs) -> str:
+        """Return the withheld loss by method and rate; the best rate of a method is bold."""
+        best, rows = self.best(runs), []
+        for method in self.trials:
+            texts = [shown(self._losses(runs, method, rate), 3) for rate in self.grid]
+            bold = (
+                f"**{text}**" if best.get(method) == rate else text for rate, text in zip(self.grid, texts, strict=True)
+            )
+            rows.append([method, *bold])
+        return markdown.table([f"{self.title}: withheld loss, nats; peak rate", *map("{:g}".format, self.grid)], rows)
+
+    def _losses(self, runs: Runs, method: str, rate: float) -> list[float]:
+        return list(runs.scores(loss, self.prefix + method, part=_part(rate)).values())
+
+
+def _part(rate: float) -> str:
+    return f"rate {rate:g}"
