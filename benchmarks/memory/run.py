@@ -7,8 +7,8 @@
 
 `measure` writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches, and `speed` adds
 samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with
-parameters and optimizer. `show` writes tables.md, and a figure once all
-records have a speed.
+parameters and optimizer. `show` writes tables.md, and a figure of the
+records that have a speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import tyro
@@ -55,8 +55,9 @@ HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 STRATEGIES = ("end-to-end", "local", "2-wise", "3-wise", "deep-supervision")
 Network = Literal["convnet", "gpt", "resnet"]
-# What is kept: everything, the inputs of stages, the inputs of blocks, or everything outside the device.
-Remedy = Literal["plain", "recompute stages", "recompute blocks", "offload"]
+# What is kept: everything, the inputs of stages, the inputs of blocks, or everything outside the device; or, in the order of ZB-H1, also
+# the cotangents of all layers between I and W.
+Remedy = Literal["plain", "recompute stages", "recompute blocks", "offload", "cotangents kept"]
 REMEDIES: tuple[Remedy, ...] = ("plain", "recompute stages", "recompute blocks", "offload")
 
 
@@ -97,6 +98,11 @@ class Cell:
     strategy: str
     remedy: Remedy
     microbatches: int
+
+    @property
+    def order(self) -> str:
+        """The schedule, by name."""
+        return "zb-h1" if self.remedy == "cotangents kept" else "depth-first"
 
 
 def recipe(network: Network) -> tuple[Recipe, Images | Tokens]:
@@ -212,6 +218,7 @@ def build_nwise(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
         microbatches=cell.microbatches,
         recompute=cell.remedy == "recompute stages",
         heads="live",
+        schedule=cell.order,
     )
     pipe: Pipeline = make_pipeline(config, data, 1)
     if cell.remedy in WRAPPERS:
@@ -286,7 +293,7 @@ def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], bat
     flows = method_flows(cell.strategy, len(starts), cell.microbatches)
     costs = stage_costs(pieces, starts, [turn[0] for turn in flows])
     ranks = (0,) * len(starts)
-    schedule = choose("depth-first", flows, ranks, weight_ages(parse(cell.strategy), flows))
+    schedule = choose(cell.order, flows, ranks, weight_ages(parse(cell.strategy), flows))
     return peak_bytes(schedule, costs, recompute=cell.remedy == "recompute stages")[0] + batch
 
 
@@ -297,6 +304,7 @@ def cells(microbatches: Sequence[int]) -> Iterator[Cell]:
             yield Cell("torch", "end-to-end", remedy, m)
             for strategy in STRATEGIES:
                 yield Cell("nwise", strategy, remedy, m)
+        yield Cell("nwise", "end-to-end", "cotangents kept", m)
 
 
 def samples_per_second(
@@ -326,13 +334,18 @@ def synchronize(device: str) -> None:
 
 
 def measure(
-    network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), threads: int = 2, device: str = "cpu"
+    network: Network,
+    microbatches: tuple[int, ...] = (1, 2, 4, 8),
+    remedies: tuple[Remedy, ...] = get_args(Remedy),
+    threads: int = 2,
+    device: str = "cpu",
 ) -> None:
     """Measure the memory of a network and write its records.
 
     Args:
         network: which network.
         microbatches: numbers of micro-batches.
+        remedies: which remedies; records of others stay.
         threads: of torch.
         device: cpu or cuda.
     """
@@ -342,7 +355,9 @@ def measure(
     console = Console(stderr=True)
     profiled = profiles(config, data, microbatches, torch.device(device))
     x, y = data.batch(torch.arange(config.batch_size))
-    all_cells = list(cells(microbatches))
+    all_cells = [cell for cell in cells(microbatches) if cell.remedy in remedies]
+    path = records_path(network, device)
+    old = [json.loads(line) for line in path.open()] if path.exists() else []
     records = []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nwise.training"])
@@ -362,7 +377,8 @@ def measure(
         records.append(record)
     name = processor() if device == "cpu" else torch.cuda.get_device_name()
     machine = {"threads": threads, "torch": torch.__version__, "processor": name}
-    write(records_path(network, device), [{**record, **machine} for record in records])
+    others = [record for record in old if record["remedy"] not in remedies]
+    write(path, [*others, *({**record, **machine} for record in records)])
 
 
 def predict(network: Network, threads: int = 2, device: str = "cpu") -> None:
@@ -455,7 +471,8 @@ def show() -> None:
     lines.append(f"{one['threads']} threads, {one['processor']}, torch {one['torch']}.")
     (HERE / "tables.md").write_text("\n".join([*lines, ""]))
 
-    if not all("samples_per_second" in row for rows in records.values() for row in rows):
+    records = {name: [row for row in rows if "samples_per_second" in row] for name, rows in records.items()}
+    if not all(records.values()):
         return
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, len(records)), records.items(), strict=True):
