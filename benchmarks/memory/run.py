@@ -55,8 +55,8 @@ HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 STRATEGIES = ("end-to-end", "local", "2-wise", "3-wise", "deep-supervision")
 Network = Literal["convnet", "gpt", "resnet"]
-# What is kept: everything, the inputs of stages, the inputs of blocks, or everything outside the device; or, in the order of ZB-H1, also
-# the cotangents of all layers between I and W.
+# What is kept: everything, the inputs of stages, the inputs of blocks, or everything outside the device. In the order of ZB-H1
+# the cotangents of all layers are kept, too, between I and W.
 Remedy = Literal["plain", "recompute stages", "recompute blocks", "offload", "cotangents kept"]
 REMEDIES: tuple[Remedy, ...] = ("plain", "recompute stages", "recompute blocks", "offload")
 
