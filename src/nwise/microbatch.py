@@ -49,17 +49,19 @@ class Batch:
 
     def mean_losses(self, num_stages: int) -> Tensor:
         """Return each stage's mean loss over the micro-batches in which its head ran, ``[A]``; nan where it did not run."""
-        shares, weights = self.shares(), self.weights
-        like = next(iter(self.losses.values()), torch.zeros(()))
-        means = [torch.full_like(like, torch.nan)] * num_stages
-        for k in shares:
-            losses = [(loss, weights[m][k]) for (stage, m), loss in self.losses.items() if stage == k]
-            means[k] = (
-                losses[0][0]
-                if len(losses) == 1
-                else torch.stack([loss * weight for loss, weight in losses]).sum() / shares[k]
-            )
-        return torch.stack(means)
+        by_stage: dict[int, list[tuple[float, Tensor]]] = {}
+        for (k, m), loss in self.losses.items():
+            by_stage.setdefault(k, []).append((self.weights[m][k], loss))
+        means = {k: _mean(losses) for k, losses in by_stage.items()}
+        absent = torch.full_like(next(iter(means.values()), torch.zeros(())), torch.nan)
+        return torch.stack([means.get(k, absent) for k in range(num_stages)])
+
+
+def _mean(losses: list[tuple[float, Tensor]]) -> Tensor:
+    """Return the mean of losses with weights."""
+    if len(losses) == 1:
+        return losses[0][1]
+    return torch.stack([loss * weight for weight, loss in losses]).sum() / sum(weight for weight, _ in losses)
 
 
 def cut(
