@@ -10,23 +10,25 @@ import numpy as np
 
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STEPS, Arm, Optimizer
-from experiments.harness.plots import legend, make_panels, styled
+from experiments.harness.plots import make_panels, styled
 from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
 _POINTS = 60
-# Names of the arms of each optimizer without its own; an arm has one colour in all figures.
-_SHOWN = (
-    "end-to-end",
-    "end-to-end-delay-1, extrapolated",
-    "end-to-end-delay-2, extrapolated",
-    "end-to-end-delay-4",
-    "rotating-2, all heads",
-    "2-wise-mean",
-    "local",
-    "local@half,end-to-end",
-)
-_COLOUR = dict(zip(_SHOWN, COLOURS, strict=True))
+# Colour and line of every arm that is drawn, by its name without the optimizer. The colour is the credit, the line the delay.
+_LOOKS = {
+    "end-to-end": (COLOURS[0], "-"),
+    "end-to-end-delay-1, extrapolated": (COLOURS[0], "--"),
+    "end-to-end-delay-2, extrapolated": (COLOURS[0], "-."),
+    "end-to-end-delay-4": (COLOURS[0], ":"),
+    "local": (COLOURS[1], "-"),
+    "2-wise-mean": (COLOURS[2], "-"),
+    "2-wise-mean-delay-1, extrapolated": (COLOURS[2], "--"),
+    "3-wise-mean": (COLOURS[3], "-"),
+    "rotating-2, all heads": (COLOURS[4], "-"),
+    "local@half,end-to-end": (COLOURS[6], "-"),
+    "hogwild": (COLOURS[5], ":"),
+}
 _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
 
 
@@ -36,7 +38,7 @@ def _label(one: Arm) -> str:
 
 def _shown(optimizer: Optimizer) -> list[Arm]:
     arms = {_label(one): one for one in ARMS if one.optimizer == optimizer}
-    return [arms[name] for name in _SHOWN if name in arms]
+    return [arms[name] for name in _LOOKS if name in arms]
 
 
 # What a curve is drawn against, for an arm: its name, and the steps that an arm has done at a point of the axis.
@@ -65,7 +67,7 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
         optimizer: the arms' optimizer.
         path: of the figure.
     """
-    figure, panels = make_panels(2, rows=2, width=4.6, height=3.5, share=True)
+    figure, panels = make_panels(2, rows=2, width=4.6, height=3.8, share=True)
     arms = [one for one in _shown(optimizer) if runs.records_for(one.name)]
     for axes, (title, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
         stop = min(end(one) for one in arms)
@@ -73,16 +75,18 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
             xs = np.linspace(stop / 20, stop, _POINTS)
             columns = [list(runs.scores(loss_at(steps_done(one, x)), one.name).values()) for x in xs]
             ys = [mean(column) for column in columns]
-            axes.plot(xs, ys, color=_COLOUR[_label(one)], label=_label(one), lw=1.6)
+            colour, line = _LOOKS[_label(one)]
+            axes.plot(xs, ys, color=colour, linestyle=line, label=_label(one), lw=1.6)
             spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
             low, high = np.subtract(ys, spread), np.add(ys, spread)
-            axes.fill_between(xs, low, high, color=_COLOUR[_label(one)], alpha=0.15, lw=0)
+            axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
         axes.set(title=title, xlabel=unit)
     best = min(min(runs.scores(loss, one.name).values()) for one in arms)
     panels[0].set_ylim(best - 0.03, best + 0.8)
     for axes in panels[::2]:
         axes.set_ylabel("test loss, nats a byte")
-    legend(panels[0], 7)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"Eight stages, {optimizer.capitalize()}: mean and one standard deviation over seeds")
     figure.savefig(path, dpi=150)
 
