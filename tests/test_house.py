@@ -25,6 +25,7 @@ RANKS = [
         "_memory",
         "_modes",
         "_process",
+        "_progress",
         "_records",
         "batchnorm",
         "_compiled",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import nwise
 from architectures import tiny
 from launch import results
+from nwise import _progress
 from nwise.flow import flows_for
 from nwise.planning import prepare
 from nwise.planning.devices import as_devices
@@ -211,6 +212,24 @@ def test_plan_leaves_the_network_as_it_was() -> None:
     assert len(stages) == 2
     assert not {name for name in made.at if name.endswith(".1")}, "no stage begins at a ReLU that works in place"
     assert made.seconds >= max(made.busy) * (1 - 1e-9)
+
+
+def test_plan_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measuring and searching take many seconds for a large network; the first process has bars, on a terminal."""
+    quiet(network(), devices=[1, 2], report=print)
+    assert capsys.readouterr().err == "", "no terminal"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    bars: list[str] = []
+
+    def track(items: list[Any], description: str, **options: Any) -> list[Any]:
+        bars.append(description)
+        return items
+
+    monkeypatch.setattr(_progress, "track", track)
+    quiet(network(), devices=[1, 2])
+    assert bars == [], "`report=None` is silent"
+    quiet(network(), devices=[1, 2], report=print)
+    assert bars == ["measuring", "searching"]
 
 
 def test_plan_in_words() -> None:

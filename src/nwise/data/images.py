@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nwise._errors import check_share, needed
+from nwise._progress import with_progress_bar
 from nwise.data import augment, sources
-from nwise.data.progress import with_progress_bar
 from nwise.randomness import generator
 
 Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
@@ -306,7 +306,7 @@ def _decode(cell: Any, where: str) -> Tensor:
 def _stack(images: Sequence[Tensor]) -> Tensor:
     first = images[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
-    for i, image in enumerate(with_progress_bar(images, "decoding images")):
+    for i, image in enumerate(with_progress_bar(images, "decoding images", least=5000)):
         if image.shape != first.shape:
             raise ValueError(
                 f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "

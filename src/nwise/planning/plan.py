@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nwise._errors import check_at_least
+from nwise._progress import with_progress_bar
 from nwise._summary import table
 from nwise.flow import flows_for
 from nwise.models.chain import Chain
@@ -204,6 +206,7 @@ def plan(
     inputs = as_tuple(example, "`example`")
     targets = None if target is None else as_tuple(target, "`target`")
     model = getattr(model, "_orig_mod", model)  # of torch.compile
+    bar = _bars(show=report is not None)
     ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
     known, count = _known_devices(devices)
     num_stages = count if num_stages is None else num_stages
@@ -221,23 +224,15 @@ def plan(
                 example=[list(x.shape) for x in inputs],
                 model=pieces,
             )
-        measured = profile(network, ms, rounds=rounds, sizes=known is not None and limits(known) is not None)
+        sizes = known is not None and limits(known) is not None
+        measured = profile(network, ms, rounds=rounds, sizes=sizes, progress=bar("measuring"))
         links["overhead"] = action_overhead()
     if launched():
-        facts = (
-            measured.seconds,
-            measured.spread,
-            links["overhead"],
-            message_latency(network.device),
-            measured.as_json(),
-        )
-        first, *_ = reports = everyone(facts)
-        measured = Profile.from_json(first[4])
-        links["overhead"] = max(one[2] for one in reports)
-        links["latency"] = first[3] if latency is None else latency
-        known = known or tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in reports]))
+        measured, shared, processes = _exchange(measured, links["overhead"], network.device)
+        links |= shared if latency is None else {**shared, "latency": latency}
+        known = known or processes
     known = known or (Device(),)
-    cut = search(measured.pieces, rule, known, num_stages, **links)
+    cut = search(measured.pieces, rule, known, num_stages, bar("searching"), **links)
     result = Plan(
         _short(model, pieces, [pieces[i] for i in cut.starts[1:]]),
         cut.placement,
@@ -251,6 +246,23 @@ def plan(
     if report is not None and (not launched() or dist.get_rank() == 0):
         report(str(result))
     return result
+
+
+def _bars(*, show: bool) -> Callable[[str], Callable[[list[Any]], Iterable[Any]]]:
+    """Return a function from a description to a wrapper of a list, which shows a progress bar in the first process."""
+    shown = show and variable("RANK") == 0
+    return lambda description: partial(with_progress_bar, description=description) if shown else iter
+
+
+def _exchange(
+    measured: Profile, overhead: float, device: torch.device
+) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
+    """Return what all processes use: the first one's profile, overhead and latency of the links, and the processes' speeds."""
+    facts = measured.seconds, measured.spread, overhead, message_latency(device), measured.as_json()
+    first, *_ = reports = everyone(facts)
+    links = {"overhead": max(one[2] for one in reports), "latency": first[3]}
+    devices = tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in reports]))
+    return Profile.from_json(first[4]), links, devices
 
 
 def _known_devices(devices: int | Sequence[float | Device] | None) -> tuple[tuple[Device, ...] | None, int]:

@@ -7,7 +7,7 @@ finalists       the best schedule of each; then climbing again, with the best sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -304,6 +304,7 @@ def search(
     strategy: Strategy,
     devices: Sequence[Device],
     num_stages: int | None = None,
+    progress: Callable[[list[int]], Iterable[int]] = iter,
     **links: float,
 ) -> Cut:
     """Find the cut, placement and number of micro-batches with the shortest step.
@@ -313,6 +314,7 @@ def search(
         strategy: the strategy, the same at every step.
         devices: the devices.
         num_stages: number of stages; default: one for each device.
+        progress: wraps the list of numbers of micro-batches, for a progress bar; default: none.
         links: ``latency`` and ``bandwidth`` of `Costs`.
 
     Raises:
@@ -329,7 +331,7 @@ def search(
     check_at_least(len(devices), num_stages=size)
     best: Cut | None = None
     failures: list[DoesNotFit] = []
-    for m in sorted(pieces):
+    for m in progress(sorted(pieces)):
         one = Search(pieces[m], strategy, m, devices, size, links)
         if best is not None and one.bound(*one.assignments[0]) > best.timed.period * (1 + CLOSE):
             continue

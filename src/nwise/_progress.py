@@ -1,0 +1,25 @@
+"""Progress bars for work that takes more than a few seconds, on terminals only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+T = TypeVar("T")
+
+
+def with_progress_bar(items: Sequence[T], description: str, *, least: int = 1) -> Iterable[T]:
+    """Iterate over items, with a bar on stderr if that is a terminal.
+
+    Args:
+        items: the items.
+        description: what is done with them.
+        least: number of items from which there is a bar; fewer are done before anyone could read it. Default: 1.
+    """
+    if len(items) < least or not sys.stderr.isatty():
+        return items
+    return track(items, description=description, console=Console(stderr=True), transient=True)
