@@ -21,7 +21,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
     return [cell for search in SEARCHES for cell in search.cells()]
 
 
-def _of(runs: Runs) -> list[Search]:
+def _searched(runs: Runs) -> list[Search]:
     """Return the searches on the runs' data."""
     names = {(record["method"], record["part"]) for record in runs.records}
     return [one for one in SEARCHES if any((cell.method, cell.part) in names for cell in one.cells())]
@@ -29,12 +29,14 @@ def _of(runs: Runs) -> list[Search]:
 
 def tables(runs: Runs) -> str:
     """Return the withheld loss by method and rate, for each search."""
-    return "\n\n".join([*(search.table(runs) for search in _of(runs)), "Bold: the rate of the method's reported runs."])
+    return "\n\n".join(
+        [*(search.table(runs) for search in _searched(runs)), "Bold: the rate of the method's reported runs."]
+    )
 
 
 def claims(runs: Runs) -> list[Claim]:
     """Test whether the grids are wide enough."""
-    inside = [rate in search.grid[1:-1] for search in _of(runs) for rate in search.best(runs).values()]
+    inside = [rate in search.grid[1:-1] for search in _searched(runs) for rate in search.best(runs).values()]
     text = f"the best of five rates lies inside the grid, of {len(inside)} methods"
     return [measured(text, "ours", sum(inside), holds=all(inside), wanted="all", unit="methods")] if inside else []
 

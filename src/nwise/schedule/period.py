@@ -95,22 +95,22 @@ def _origin(
     """Follow the critical path from a node back to the token at its start; `origins` has those of the nodes so far."""
     # Equality is exact, because a start is a copy of one of these times.
     path: list[int] = []
-    found = origins.get(node)
-    while found is None:
+    origin = origins.get(node)
+    while origin is None:
         path.append(node)
         start, step = batch.start[node], previous[node]
         if step[1] or batch.end[step[0]] != start:
             for other, lag, calls in graph.needs[node]:
                 if calls and potential[other, calls] + lag == start:
-                    found = other, calls
+                    origin = other, calls
                     break
                 if not calls and batch.end[other] + lag == start:
                     step = other, 0
         node = step[0]
-        if found is None:
-            found = step if step[1] else origins.get(node)
-    origins.update(dict.fromkeys(path, found))
-    return found
+        if origin is None:
+            origin = step if step[1] else origins.get(node)
+    origins.update(dict.fromkeys(path, origin))
+    return origin
 
 
 def _largest_mean(arcs: dict[Token, tuple[Token, float]]) -> float | None:
