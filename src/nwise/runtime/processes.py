@@ -140,7 +140,7 @@ class Processes(ABC):
             On rank 0 all tensors; nothing on other ranks.
         """
 
-    def holder(self, stage: int) -> int:
+    def rank_of(self, stage: int) -> int:
         """Return the rank of the process of this replica that holds a stage."""
         return self.ranks[self.placement[stage]]
 
@@ -255,7 +255,7 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            modules.append(Elsewhere(f"{what} {k}", processes.holder(k)))
+            modules.append(Elsewhere(f"{what} {k}", processes.rank_of(k)))
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())
