@@ -169,7 +169,7 @@ def _honest(rows: Sequence[Row]) -> str:
     stages = sorted({r["A"] for r in honest_rows})
     lines = [(a, *(f"{r['time']:.2f} ({r['M']})" for r in honest_rows if r["A"] == a)) for a in stages]
     title = "## Time at the best M with F = I = W = 1, head 0.5, 0.02 an action (M in brackets)"
-    note = "The weight gradients of zero-bubble find the cotangents of all layers kept; those of N-wise walk the chain."
+    note = "Every W finds the cotangents of all layers kept."
     return f"{title}\n\n{note}\n\n{markdown.table(('A', *names), lines)}"
 
 
