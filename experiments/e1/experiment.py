@@ -12,9 +12,9 @@ from experiments.harness.claims import Claim, difference, equal, greater, mean_b
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import lines_over_stages
 from experiments.harness.runs import Runs, accuracy
-from experiments.harness.search import TRIAL_SEED, Search
+from experiments.harness.search import TRIAL_SEED, Search, with_rate
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import Adam, ConvNet, ImageSource, Recipe, recipe
+from nwise.recipes import ConvNet, ImageSource, Recipe, recipe
 
 DOUBLE = "1-wise double size"
 _WISE = ("1-wise", "2-wise", "3-wise", "4-wise", "end-to-end")
@@ -37,34 +37,27 @@ def _recipe(base: Recipe, method: str, stages: int, seed: int) -> Recipe:
     return replace(base, model=replace(base.model, num_stages=stages), strategy=strategy, seed=seed)
 
 
-def _with_rate(base: Recipe, rate: float) -> Recipe:
-    assert isinstance(base.optimizer, Adam)
-    return replace(base, optimizer=replace(base.optimizer, lr=rate))
-
-
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: stages by methods by seeds; an N of A or more is end-to-end and not run twice.
 
     In medium size every method has its own rate, and one whose rate has not been chosen has no cells.
     """
-    base, cells = _BASES[size], []
+    methods = [method for method in (*_WISE, DOUBLE) if size != "medium" or method in RATES]
+    cells = []
     for seed in range(seeds):
         for stages in reversed(_STAGES[size]):
-            for method in (*_WISE, DOUBLE):
+            for method in methods:
                 if method[0] in "234" and int(method[0]) >= stages:
                     continue
-                if size != "medium":
-                    cells.append(Cell(method=method, recipe=_recipe(base, method, stages, seed)))
-                elif method in RATES:
-                    recipe = _recipe(_with_rate(base, RATES[method]), method, stages, seed)
-                    cells.append(Cell(method=method, recipe=recipe))
+                base = with_rate(_BASES[size], RATES[method]) if size == "medium" else _BASES[size]
+                cells.append(Cell(method=method, recipe=_recipe(base, method, stages, seed)))
     return cells
 
 
 def _trial(method: str, rate: float) -> Recipe:
     """Return the run of an epoch with six stages that tries a rate."""
     base = replace(_BASES["medium"], data=replace(_IMAGES, withheld=0.1), epochs=1, eval_every=1)
-    return _recipe(_with_rate(base, rate), method, 6, TRIAL_SEED)
+    return _recipe(with_rate(base, rate), method, 6, TRIAL_SEED)
 
 
 SEARCH = Search(

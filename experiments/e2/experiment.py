@@ -13,9 +13,9 @@ from experiments.harness.clock import describe_costs, network_costs, slots_text,
 from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import accuracy_and_step_time
 from experiments.harness.runs import Runs, accuracy
-from experiments.harness.search import TRIAL_SEED, Search
+from experiments.harness.search import TRIAL_SEED, Search, with_rate
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import ImageSource, Recipe, ResNet, Sgd, recipe
+from nwise.recipes import ImageSource, Recipe, ResNet, recipe
 from nwise.schedule import Costs
 
 PAPER = ("end-to-end", "1-wise", "2-wise", "3-wise")
@@ -43,16 +43,11 @@ def base(size: Size, source: str = "cifar10") -> Recipe:
     return {"small": _SMALL, "medium": _MEDIUM}.get(size) or on_a_gpu(recipe(f"{source}-resnet"))
 
 
-def _with_rate(recipe: Recipe, rate: float) -> Recipe:
-    assert isinstance(recipe.optimizer, Sgd)
-    return replace(recipe, optimizer=replace(recipe.optimizer, lr=rate))
-
-
 def _trial(method: str, rate: float) -> Recipe:
     """Return the run of two epochs that tries a rate."""
     data = replace(_IMAGES, withheld=0.1)
     settings = replace(_MEDIUM, data=data, strategy=method, seed=TRIAL_SEED, heads="all", epochs=2, eval_every=2)
-    return _with_rate(settings, rate)
+    return with_rate(settings, rate)
 
 
 SEARCH = Search(
@@ -79,7 +74,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
     if size == "medium":
         settings = replace(_MEDIUM, heads="all")
         return [
-            Cell(method=method, recipe=_with_rate(replace(settings, strategy=method, seed=seed), rate))
+            Cell(method=method, recipe=with_rate(replace(settings, strategy=method, seed=seed), rate))
             for seed in range(seeds)
             for method, rate in RATES.items()
         ]

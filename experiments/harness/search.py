@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import inf
 
 from experiments.harness import markdown
@@ -12,6 +12,11 @@ from experiments.harness.runs import Runs, loss, shown
 from nwise.recipes import Recipe
 
 TRIAL_SEED = 100  # of trials; no reported run has it
+
+
+def with_rate(recipe: Recipe, rate: float) -> Recipe:
+    """Return a recipe with another learning rate."""
+    return replace(recipe, optimizer=replace(recipe.optimizer, lr=rate))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class Search:
     grid: Sequence[float]
     trials: Mapping[str, Callable[[float], Recipe]]
     chosen: Mapping[str, float]
-    prefix: str = field(default="")
+    prefix: str = ""
 
     def cells(self) -> list[Cell]:
         """Return the cells: every method with every rate."""
