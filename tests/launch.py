@@ -35,7 +35,7 @@ def torchrun(
 ) -> Done:
     """Run ``python <arguments>`` on every rank, each in an interpreter of its own, under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parent), **(environment or {})}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=timeout, env=variables, check=False
     )
