@@ -26,6 +26,7 @@ RANKS = [
         "_modes",
         "_process",
         "_progress",
+        "_renamed",
         "_records",
         "batchnorm",
         "_compiled",

@@ -95,7 +95,9 @@ def __getattr__(name: str) -> Any:
     if name in ("losses", "models"):
         return import_module(f"nwise.{name}")
     if name not in __all__:
-        raise AttributeError(f"module 'nwise' has no attribute {name!r}")
+        from nwise._renamed import deprecated_names
+
+        return deprecated_names("nwise", {"flow_of": "find_flow"}, stacklevel=3)(name)
     value = getattr(import_module(f"nwise.{_PLACES.get(name, 'strategies')}"), name)
     globals()[name] = value
     return value

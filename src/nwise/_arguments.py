@@ -26,7 +26,7 @@ from nwise.strategies import Strategy
 from nwise.tensors import Input, Tensors, as_tuple, call, names
 
 # A module, or a function that makes it; only the process that holds the module calls it.
-Given = nn.Module | Callable[[], nn.Module]
+ModuleOrFactory = nn.Module | Callable[[], nn.Module]
 
 
 class HeadDict(nn.ModuleDict):
@@ -51,8 +51,8 @@ class HeadDict(nn.ModuleDict):
 
 
 def checked(
-    mains: Sequence[Given], heads: Sequence[Given | None] | None, loss_fn: LossFn | Sequence[LossFn]
-) -> tuple[list[Given | None], list[LossFn]]:
+    mains: Sequence[ModuleOrFactory], heads: Sequence[ModuleOrFactory | None] | None, loss_fn: LossFn | Sequence[LossFn]
+) -> tuple[list[ModuleOrFactory | None], list[LossFn]]:
     """Check the modules and losses of a pipeline; return the heads (None for the last stage) and the losses, one per stage."""
     if not mains or not all(callable(stage) for stage in mains):
         types = ", ".join(type(stage).__name__ for stage in mains) or "none"
@@ -132,7 +132,7 @@ def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple
 
 
 def placed(
-    stages: Sequence[Given], placement: str | Sequence[int] | Plan, num_microbatches: int | None
+    stages: Sequence[ModuleOrFactory], placement: str | Sequence[int] | Plan, num_microbatches: int | None
 ) -> tuple[Plan | None, str | Sequence[int], int]:
     """Return the plan, if the placement is one, the placement itself, and the number of micro-batches."""
     if num_microbatches is not None:
@@ -198,7 +198,7 @@ def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-Both = tuple[Sequence[Given | None], Sequence[nn.Module | None]]
+Both = tuple[Sequence[ModuleOrFactory | None], Sequence[nn.Module | None]]
 
 
 def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[str, str] | None:

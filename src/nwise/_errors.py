@@ -1,12 +1,12 @@
-"""Names in messages: the closest known one, the current one for an old one, the extra that provides a package."""
+"""Checks and hints in messages: the closest known name, and the extra that provides a package."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
+from numbers import Integral
 from typing import Any
 
 # Names that other projects use for the same method.
@@ -23,9 +23,6 @@ _ALIASES = {
     "zero-bubble-h1": "zb-h1",
     "pipedream-flush": "1f1b",
 }
-
-# Old names, accepted until version 0.3.
-_RENAMED = {"zero-bubble-lean": "zb-h1"}
 
 
 def hint(text: str, names: Iterable[str]) -> str:
@@ -46,7 +43,7 @@ def check_at_least(minimum: int, **values: object) -> None:
     >>> check_at_least(1, keep=2, num_stages=4)
     """
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
             raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
 
 
@@ -68,31 +65,6 @@ def check_optimizer(optimizer: object) -> None:
             f"`optimizer` should update from `.grad` alone. Found {type(optimizer).__name__}, which evaluates one loss of all "
             "parameters several times a step, and there are several losses; use SGD or Adam."
         )
-
-
-def deprecated_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that answers old names of version 0.1, the keys of `renamed`, with a warning."""
-
-    def answer(name: str) -> Any:
-        if name not in renamed:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module}.{name} is now {module}.{renamed[name]}; version 0.3 will not have the old name."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(module), renamed[name])
-
-    return answer
-
-
-def current_name(name: Any) -> Any:
-    """Return the current name for an old one, with a warning; return every other value unchanged.
-
-    >>> current_name("1f1b")
-    '1f1b'
-    """
-    if not isinstance(name, str) or name not in _RENAMED:
-        return name
-    warnings.warn(f"{name!r} is now {_RENAMED[name]!r}; version 0.3 will refuse it.", DeprecationWarning, stacklevel=3)
-    return _RENAMED[name]
 
 
 def needed(module: str, extra: str, what: str) -> Any:

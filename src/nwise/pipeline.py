@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import nwise._arguments as arguments
-from nwise._arguments import Given, HeadDict
+from nwise._arguments import HeadDict, ModuleOrFactory
 from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
 from nwise._modes import evaluating
+from nwise._renamed import OldNames
 from nwise._snapshot import Snapshot
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
@@ -38,7 +39,7 @@ from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
 
-class Pipeline(nn.Module):
+class Pipeline(OldNames, nn.Module):
     """A network in stages, each with a head, trained by a strategy.
 
     Args:
@@ -90,8 +91,8 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        stages: Sequence[Given],
-        heads: Sequence[Given | None] | None = None,
+        stages: Sequence[ModuleOrFactory],
+        heads: Sequence[ModuleOrFactory | None] | None = None,
         loss_fn: LossFn | Sequence[LossFn] = nn.functional.cross_entropy,
         strategy: str | Strategy = "2-wise",
         num_microbatches: int | None = None,

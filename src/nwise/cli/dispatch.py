@@ -14,7 +14,8 @@ from typing import Any
 import tyro
 
 import nwise
-from nwise._errors import current_name, hint
+from nwise._errors import hint
+from nwise._renamed import current_name
 from nwise.cli import COMMANDS
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
 from nwise.recipes import recipe

@@ -15,7 +15,7 @@ from nwise.report.html import check_page
 from nwise.report.measured import Comparison
 from nwise.report.page import report
 from nwise.report.summary import Summary
-from nwise.runtime.watch import describe
+from nwise.schedule.actions import describe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from nwise.report.display import head_name
 from nwise.report.figures import COLOURS
-from nwise.report.grid import KIND_COLOURS, KIND_NAMES
+from nwise.report.grid import KIND_COLOURS
 from nwise.report.summary import AXES, Series
-from nwise.schedule.actions import Kind
+from nwise.schedule.actions import NAMES, Kind
 from nwise.schedule.simulate import Event
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -72,14 +72,14 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
     shown = [e for e in events if first <= e.batch < first + batches and e.end > e.start]
     begin = min(e.start for e in shown)
     traces = []
-    for kind, name in KIND_NAMES.items():
+    for kind in KIND_COLOURS:
         bars = [event for event in shown if event.action.kind is kind]
         if bars:
             traces.append(
                 {
                     "type": "bar",
                     "orientation": "h",
-                    "name": f"{kind.value}  {name}",
+                    "name": f"{kind.value}  {NAMES[kind]}",
                     "y": [e.action.stage for e in bars],
                     "base": [float(f"{e.start - begin:.6g}") for e in bars],
                     "x": [float(f"{e.end - e.start:.6g}") for e in bars],
@@ -99,7 +99,9 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
                     "insidetextanchor": "middle",
                     "textangle": 0,
                     "hoverinfo": "text",
-                    "hovertext": [f"{e.action} {name}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in bars],
+                    "hovertext": [
+                        f"{e.action} {NAMES[kind]}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in bars
+                    ],
                 }
             )
     stages = 1 + max(e.action.stage for e in shown)

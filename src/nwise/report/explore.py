@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nwise.report.grid import KIND_COLOURS, KIND_NAMES, Picture
+from nwise.report.grid import KIND_COLOURS, Picture
 from nwise.report.html import write_page
 from nwise.schedule import Timed
+from nwise.schedule.actions import NAMES
 from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
 from nwise.schedule.costs import Costs, prices
 from nwise.schedule.methods import is_late
@@ -168,7 +169,7 @@ def _write(
         "dimensions": dimensions,
         "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
         "entries": {",".join(map(str, place)): value for place, value in entries.items()},
-        "kinds": {kind.value: {"name": KIND_NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_NAMES},
+        "kinds": {kind.value: {"name": NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_COLOURS},
         "baselines": list(_END_TO_END),
         "local": local,
         "compared": compared,

@@ -13,14 +13,13 @@ from rich.text import Text
 
 from nwise.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
-from nwise.schedule.actions import PASSES
+from nwise.schedule.actions import NAMES, PASSES
 from nwise.schedule.placement import Placement
 from nwise.schedule.simulate import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Forward, head, gradient to the input, to the weights, both at once, update.
 KIND_COLOURS = {
     Kind.FORWARD: COLOURS[5],
     Kind.HEAD: "#bbbbbb",
@@ -28,14 +27,6 @@ KIND_COLOURS = {
     Kind.WEIGHT_GRAD: COLOURS[2],
     Kind.BOTH: COLOURS[3],
     Kind.UPDATE: "#222222",
-}
-KIND_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.HEAD: "head",
-    Kind.INPUT_GRAD: "gradient to the input",
-    Kind.WEIGHT_GRAD: "gradient to the weights",
-    Kind.BOTH: "both gradients",
-    Kind.UPDATE: "update",
 }
 _LONGEST = 300  # time axis of a terminal, in units of the shortest action drawn
 
@@ -153,7 +144,7 @@ def legend(pictures: Sequence[Picture]) -> Text:
     text = Text()
     for kind in _kinds(pictures):
         text.append(f" {kind.value} ", _style(kind))
-        text.append(f" {KIND_NAMES[kind]}  ")
+        text.append(f" {NAMES[kind]}  ")
     text.append("numbers are micro-batches; every other mini-batch is bold")
     return text
 
@@ -164,7 +155,7 @@ def _style(kind: Kind) -> str:
 
 def _kinds(pictures: Sequence[Picture]) -> list[Kind]:
     shown = {event.action.kind for picture in pictures for event in picture.events}
-    return [kind for kind in KIND_NAMES if kind in shown]
+    return [kind for kind in KIND_COLOURS if kind in shown]
 
 
 def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
@@ -183,9 +174,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         for axes, picture in zip(panels, pictures, strict=True):
             _draw(axes, picture, longest, width)
         kinds = _kinds(pictures)
-        patches = [
-            Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {KIND_NAMES[k]}") for k in kinds
-        ]
+        patches = [Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {NAMES[k]}") for k in kinds]
         columns = min(len(kinds), max(2, int(width // 1.9)))
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
         whole = [_is_whole(picture) for picture in pictures]

@@ -224,7 +224,7 @@ class Alone(Processes):
         return None
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Stands for a stage or head, named `what`, that the process of another rank holds."""
 
     def __init__(self, what: str, rank: int) -> None:
@@ -255,7 +255,7 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            modules.append(Elsewhere(f"{what} {k}", processes.rank_of(k)))
+            modules.append(RemoteModule(f"{what} {k}", processes.rank_of(k)))
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())

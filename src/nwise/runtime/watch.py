@@ -24,26 +24,12 @@ from typing import Any, NamedTuple
 
 from nwise._process import end_stalled, exit_at_once
 from nwise.runtime.channel import LostPeer
-from nwise.schedule.actions import SENDS, Action, Kind
+from nwise.schedule.actions import SENDS, Action, Kind, describe
 
 _WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # written instead of an error when training ended well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
-
-_WHAT = {
-    Kind.FORWARD: "forward",
-    Kind.HEAD: "head",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.BOTH: "input and weight gradient",
-    Kind.SEND_ACTIVATION: "sending an activation",
-    Kind.RECEIVE_ACTIVATION: "waiting for an activation",
-    Kind.SEND_GRADIENT: "sending a gradient",
-    Kind.RECEIVE_GRADIENT: "waiting for a gradient",
-    Kind.DROP: "drop",
-    Kind.UPDATE: "update",
-}
 
 
 class RankError(RuntimeError):
@@ -74,7 +60,7 @@ class Doing(NamedTuple):
         return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
-class Watch:
+class Watchdog:
     """Watches over this rank and the next.
 
     Args:
@@ -257,15 +243,6 @@ class Watch:
             self._tell(
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
             )
-
-
-def describe(action: Action) -> str:
-    """Describe an action in words.
-
-    >>> describe(Action(Kind.FORWARD, 2, 1))
-    'F2(1) (forward, stage 2, micro-batch 1)'
-    """
-    return f"{action} ({_WHAT[action.kind]}, stage {action.stage}, micro-batch {action.microbatch})"
 
 
 def _where(doing: Doing | None) -> str:

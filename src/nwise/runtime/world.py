@@ -35,7 +35,7 @@ from nwise._process import exit_at_once, on_uncaught_error
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_spec
 from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
-from nwise.runtime.watch import RankError, Watch
+from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
@@ -108,7 +108,7 @@ class World(Processes):
         self._made = [group for group in own if group is not dist.group.WORLD]
         self._shared: dict[str, int] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
-        self.watch = Watch(self.store, self.rank, self.size, self.here, limit, lambda: self.doing)
+        self.watch = Watchdog(self.store, self.rank, self.size, self.here, limit, lambda: self.doing)
         self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
         self._on_close: list[Callable[[], None]] = []
         _open.append(self)

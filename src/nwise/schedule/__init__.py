@@ -4,7 +4,7 @@
 
 A strategy is a credit matrix. Its flow (`nwise.flow`) says which messages cross each boundary and which passes each stage
 makes, hence the actions. An order puts the actions of each stage into a list, and the lists are the schedule. The simulator,
-the validator and both runtimes take this one value. A timed schedule also has its exact period and a lower bound.
+the validator and the engine take this one value. A timed schedule also has its exact period and a lower bound.
 
 Read the folder in this order:
 
@@ -12,12 +12,13 @@ Read the folder in this order:
     placement, ages         the rank of every stage, and how old gradients may be
     orders, greedy          the rules that make lists
     costs, memory           the time of every action, and the bytes of every rank
-    network, period         a schedule as a graph of waits, and its exact period
+    event_graph, period     a schedule as a graph of waits, and its exact period
     bounds, timed           the lower bound; a schedule with both
     best, named             the best of several orders, and orders by name
     simulate, validate      times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
-    partition, methods      stages of equal work; all methods compared
+    partition, assign       stages of equal work, and on devices of unequal speed
+    methods, interchange    all methods compared; schedules of torch, as CSV
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
 costs: one column per slot, two mini-batches, the first from an empty pipeline. A head costs nothing and comes right after its
@@ -38,7 +39,7 @@ begins its second mini-batch before stage 1 has ended its first.
 RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) D3(0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) D3(1) U3
 """
 
-from nwise._errors import deprecated_names
+from nwise._renamed import deprecated_names
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.best import DoesNotFit, best

@@ -55,6 +55,20 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}{place or turn}" + (f"-{self.age}" if self.age else "")
 
 
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.HEAD: "head",
+    Kind.INPUT_GRAD: "input gradient",
+    Kind.WEIGHT_GRAD: "weight gradient",
+    Kind.BOTH: "input and weight gradient",
+    Kind.SEND_ACTIVATION: "sending an activation",
+    Kind.RECEIVE_ACTIVATION: "waiting for an activation",
+    Kind.SEND_GRADIENT: "sending a gradient",
+    Kind.RECEIVE_GRADIENT: "waiting for a gradient",
+    Kind.DROP: "drop",
+    Kind.UPDATE: "update",
+}
+
 # The receive at the other end of every kind of send.
 SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
 PASSES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
@@ -91,3 +105,12 @@ def counterpart(send: Action) -> Action:
     """Return the receive at the other end of a send, of the same age."""
     step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
     return send._replace(kind=SENDS[send.kind], stage=send.stage + step)
+
+
+def describe(action: Action) -> str:
+    """Describe an action in words.
+
+    >>> describe(Action(Kind.FORWARD, 2, 1))
+    'F2(1) (forward, stage 2, micro-batch 1)'
+    """
+    return f"{action} ({NAMES[action.kind]}, stage {action.stage}, micro-batch {action.microbatch})"

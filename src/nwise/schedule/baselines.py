@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from nwise._errors import current_name, hint
+from nwise._errors import check_at_least, hint
+from nwise._renamed import current_name
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
 from nwise.schedule.best import best, fastest, place
-from nwise.schedule.costs import Costs, check_counts
+from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import Free
 from nwise.schedule.named import RULES, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
@@ -70,7 +71,7 @@ def baseline(
     name = current_name(name)
     if name not in BASELINES:
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
     flows = method_flows(name, num_stages, num_microbatches)
     ranks = place(RULES[name].placement if placement is None else placement, num_ranks, flows, costs)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
+from nwise._errors import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.ages import Flows, When, message_ages, weight_ages
 from nwise.schedule.bounds import resource_bound, stage_work
-from nwise.schedule.costs import Costs, check_counts
+from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import Free
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Rule, make_schedule
@@ -78,7 +79,7 @@ def best(
     >>> result.period, result.lower_bound, result.order, max(result.in_flight)
     (18.0, 18.0, 'skewed', 2)
     """
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
     if not isinstance(costs, Costs):
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
@@ -98,7 +99,7 @@ def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, c
     num_stages = len(flows[0][0].stages)
     if num_ranks is None:
         num_ranks = num_stages if isinstance(placement, str) else 1 + max(placement, default=0)
-    check_counts(num_ranks=num_ranks)
+    check_at_least(1, num_ranks=num_ranks)
     if placement != "balanced":
         return make_placement(placement, num_stages, num_ranks)
     make_placement("contiguous", num_stages, num_ranks)  # checks the number of ranks

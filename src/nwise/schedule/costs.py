@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
 from typing import Any
 
+from nwise._errors import check_at_least
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
 
@@ -125,7 +125,7 @@ class Costs:
 
         Costs per action (`overhead`, `latency`), per update (`update`) and of fixed memory are not divided.
         """
-        check_counts(num_microbatches=num_microbatches)
+        check_at_least(1, num_microbatches=num_microbatches)
         changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in _OF_BATCH}
         return replace(self, **changes)
 
@@ -135,7 +135,7 @@ class Costs:
         Args:
             parts: number of equal parts of a stage.
         """
-        check_counts(parts=parts)
+        check_at_least(1, parts=parts)
         if parts == 1:
             return self
         changes: dict[str, Any] = {}
@@ -153,13 +153,6 @@ def _check(name: str, number: object) -> None:
     if not (0 <= number <= _LARGEST or (endless and number > 0)):
         limit = "above 0" if endless else f"from 0 to {_LARGEST:g}"
         raise ValueError(f"`{name}` should be {limit}. Found {'more' if number > _LARGEST else number}.")
-
-
-def check_counts(**counts: object) -> None:
-    """Raise ValueError unless all counts are integers of at least 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-            raise ValueError(f"`{name}` should be an integer of at least 1. Found {value!r}.")
 
 
 def _divide(value: Scalars, by: int) -> Scalars:

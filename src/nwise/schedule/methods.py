@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from nwise._errors import check_at_least
 from nwise.flow import Flow
 from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES, method_flows, stages_on, timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
-from nwise.schedule.costs import Costs, check_counts
+from nwise.schedule.costs import Costs
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
 from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
@@ -139,7 +140,7 @@ def time_methods(
     """
     if not microbatches:
         raise ValueError("`microbatches` should contain at least one number to try. Found none.")
-    check_counts(num_stages=num_stages)
+    check_at_least(1, num_stages=num_stages)
     check_memory(memory)
     options: dict[str, list[Option]] = {}
     least: dict[str, float] = {}  # bytes per stage that the methods need that do not fit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nwise.schedule.costs import check_counts
+from nwise._errors import check_at_least
 
 # Seconds, for the paper's Transformers.
 C0, C1 = 0.025, 1.279
@@ -28,7 +28,7 @@ def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:
     >>> paper_time(4, 1, 2), paper_time(4, 2, 2), paper_time(4, 4, 4)
     (4, 6, 14)
     """
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches, n=n)
+    check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches, n=n)
     n = min(n, num_stages)
     if num_microbatches == 1:
         return 2 * n

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from nwise._errors import check_at_least
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.costs import Costs, check_counts
+from nwise.schedule.costs import Costs
 from nwise.schedule.event_graph import EventGraph, SimulatedRun, event_graph, run
 from nwise.schedule.schedule import Schedule, check_schedule
 
@@ -225,7 +226,7 @@ def simulate(
     >>> simulate(result.schedule, PAPER).period == result.period == 6
     True
     """
-    check_counts(cycles=cycles)
+    check_at_least(1, cycles=cycles)
     if not 0 <= jitter <= 10:
         raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
     check_schedule(schedule)

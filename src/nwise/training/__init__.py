@@ -1,6 +1,6 @@
 """Training of a recipe: the loop, optimizers, scores, checkpoints, and the folder of a run."""
 
-from nwise._errors import deprecated_names
+from nwise._renamed import deprecated_names
 from nwise.training.build import compile_blocks, make_pipeline
 from nwise.training.checkpoint.files import DamagedError
 from nwise.training.checkpoint.policy import CheckpointPolicy, Checkpoints, Resumed
