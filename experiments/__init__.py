@@ -1,1 +1,10 @@
 """The laboratory: every figure and table of the paper, run again; `python -m experiments` or `nwise reproduce`."""
+
+from importlib.util import find_spec
+
+_missing = [name for name in ("matplotlib", "scipy") if find_spec(name) is None]
+if _missing:
+    raise ImportError(
+        f"The experiments need matplotlib and scipy. Found no {' and no '.join(_missing)}; install "
+        "them with `pip install matplotlib scipy`."
+    )

@@ -231,7 +231,7 @@ def test_resume_across_process_counts(tmp_path: Path) -> None:
     assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "oneb" / "after"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two starts of four processes")
 def test_checkpoint_of_tensor_parallel_stages(tmp_path: Path) -> None:
     """Shards are written as shards, and read whole or as shards."""
 

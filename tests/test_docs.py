@@ -201,7 +201,7 @@ def test_version_is_in_the_changelog() -> None:
     assert nwise.__version__.partition(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two starts of a job, half a minute")
 @pytest.mark.timeout(300)
 def test_slurm_script_requeues_and_resumes(tmp_path: Path) -> None:
     """With stubs for SLURM's commands on one node, a signal requeues the job and the second start finishes the run."""

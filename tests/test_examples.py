@@ -60,7 +60,7 @@ def test_gpt2_resume_is_bitwise_and_loads_back(tmp_path: Path, capsys: pytest.Ca
     assert saved[0] == saved[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four processes that import transformers")
 def test_gpt2_on_four_processes_matches_one_bitwise(tmp_path: Path) -> None:
     gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
     done = forked(4, [str(Path(gpt2.__file__)), str(tmp_path / "many")], tmp_path)

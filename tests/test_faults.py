@@ -516,7 +516,7 @@ def test_live_tensor_count_is_constant_over_steps() -> None:
     assert counts[1] > 10, "the tensors of the pipeline are counted"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two thousand steps, minutes")
 def test_memory_is_constant_over_two_thousand_steps(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "faults" / "soak.py"
     out = tmp_path / "soak.jsonl"
@@ -538,7 +538,7 @@ def _signals() -> Iterator[None]:
 # Killed
 
 
-@pytest.mark.slow  # a minute: three runs that are killed and resumed
+@pytest.mark.slow("three runs that are killed and resumed, a minute")
 def test_killed_runs_resume_bitwise(tmp_path: Path) -> None:
     """Run three of the hundred kills of `benchmarks/faults`; the first one hits during start-up."""
     script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
@@ -547,7 +547,7 @@ def test_killed_runs_resume_bitwise(tmp_path: Path) -> None:
     assert len({one["rank"] for one in records}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a hundred killed runs, half an hour")
 @pytest.mark.timeout(3600)
 def test_hundred_killed_runs_resume_bitwise(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"

@@ -136,9 +136,15 @@ def test_readme_paths_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_slow_tests_say_why() -> None:
+    text = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    assert not [name for name, code in text.items() if re.search(r"mark\.slow(?!\(\"|\\)", code)]
+
+
 def test_effects_on_the_process_are_in_one_module() -> None:
     effects = r"mallopt|excepthook =|os\._exit|os\.kill|set_num_threads|os\.environ(\.setdefault|\[[^]]+\] =)|donated_buffer ="
-    effects += r"|^ *warnings\.filterwarnings"
+    effects += r"|^ *warnings\.filterwarnings|os\.dup2|sys\.path\.insert|signal\.signal\(|atexit\.register"
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
-    assert offenders == {"_process.py", "cli/dispatch.py"}, "the command line resets its filter when it ends"
+    application = {"cli/dispatch.py", "cli/output.py", "cli/training.py"}
+    assert offenders == {"_process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `_process` says"

@@ -72,7 +72,11 @@ def recorded(steps: int = 4) -> dict[str, Any]:
 
 
 # Each browser takes ten seconds, and a phone shows the same page.
-@pytest.fixture(scope="module", params=[WIDE, pytest.param(PHONE, marks=pytest.mark.slow)], ids=["wide", "phone"])
+@pytest.fixture(
+    scope="module",
+    params=[WIDE, pytest.param(PHONE, marks=pytest.mark.slow("the same pages once more, on a narrow screen"))],
+    ids=["wide", "phone"],
+)
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     with browser(tmp_path_factory.mktemp("profile"), *request.param) as driver:
 

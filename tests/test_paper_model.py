@@ -20,7 +20,9 @@ def test_slots_per_batch_match_figure_3() -> None:
         assert found == [2 * num_stages, 2, 2, 4, 6]
 
 
-ALL_CELLS = [a if a in (1, 2, 5, 8) else pytest.param(a, marks=pytest.mark.slow) for a in range(1, 17)]
+ALL_CELLS = [
+    a if a in (1, 2, 5, 8) else pytest.param(a, marks=pytest.mark.slow("more of the same")) for a in range(1, 17)
+]
 
 
 @pytest.mark.parametrize("num_stages", ALL_CELLS)

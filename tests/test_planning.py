@@ -66,7 +66,7 @@ def test_search_is_near_the_best_of_all_cuts(seed: int) -> None:
     check_against_every_cut(seed, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("every cut of 100 networks, minutes")
 @pytest.mark.parametrize("seed", range(10, 110))
 def test_search_is_near_the_best_of_all_cuts_of_twelve_blocks(seed: int) -> None:
     check_against_every_cut(seed, 12)

@@ -11,7 +11,7 @@ from nwise.recipes import ImageSource, recipe
 from nwise.training import Trainer
 
 
-@pytest.mark.slow
+@pytest.mark.slow("training on real data, minutes")
 @pytest.mark.parametrize("name", ["source-code", "cifar10-convnet-small", "cifar10-resnet-small", "lm1b-small"])
 def test_small_recipes_learn_on_their_data(name: str, shared_data: Path) -> None:
     del shared_data
@@ -24,7 +24,7 @@ def test_small_recipes_learn_on_their_data(name: str, shared_data: Path) -> None
         assert after is None or before is None or after.loss < 0.95 * before.loss
 
 
-@pytest.mark.slow
+@pytest.mark.slow("full-size networks, minutes")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["cifar10-convnet", "cifar10-resnet", "cifar10-finetune"])
 def test_full_recipes_run_on_a_part_of_their_data(name: str, shared_data: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import experiments
 from experiments import index
 from experiments import pictures as drawn
 from experiments.e1 import experiment as e1
@@ -235,6 +237,13 @@ def test_diverged_run_is_recorded_as_worst() -> None:
     assert greater("", "", diverged, {0: 1.0, 1: 2.0}).verdict == "holds"
     assert greater("", "", {0: 1.0, 1: 2.0}, diverged).verdict == "does not hold"
     assert greater("", "", diverged, diverged).verdict == "undecided"
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make train` there is no matplotlib."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
+    with pytest.raises(ImportError, match="Found no matplotlib; install them with `pip install matplotlib scipy`"):
+        importlib.reload(experiments)
 
 
 def test_cells_without_data_are_skipped_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +673,7 @@ def test_timing_model_misjudges_end_to_end_by_a_quarter() -> None:
     assert t.misjudged("gpipe") == pytest.approx(25)
 
 
-@pytest.mark.slow  # waits of known length on several processes
+@pytest.mark.slow("waits of known length on several processes")
 def test_virtual_and_real_runs_are_measured() -> None:
     setting = timing.Setting(slot_ms=10, batches=3)
     rows = timing.virtual("paper", ("2-wise",), 2, (2, 1), setting)
@@ -779,7 +788,7 @@ def test_cifar100_and_imagenet_cells_run_on_made_up_data(
 # The five-minute part, on real data
 
 
-@pytest.mark.slow
+@pytest.mark.slow("training on real data, minutes")
 @pytest.mark.timeout(1800)
 def test_reproduced_cells_match_committed_records(shared_data: Path, tmp_path: Path) -> None:
     """Run a cell of each kind of network twice: both agree, and match the committed records up to the processor."""

@@ -141,7 +141,9 @@ def test_momentum_heads_follow_the_next_block() -> None:
     torch.testing.assert_close(average - before, torch.full_like(before, 0.01))
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_ranks", [2, pytest.param(4, marks=pytest.mark.slow("eight rules on four processes, minutes"))]
+)
 def test_rules_on_processes_match_one_bitwise(num_ranks: int, tmp_path: Path) -> None:
     """Two processes in every gate: eight pipelines, each of which connects all ranks."""
     torch.set_default_dtype(torch.float32)

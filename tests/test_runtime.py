@@ -105,7 +105,7 @@ def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
     assert "waits for rank 1, which has left after 3 steps" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two hundred starts, an hour")
 @pytest.mark.timeout(7200)
 def test_two_hundred_random_faults(tmp_path: Path) -> None:
     numbers = random.Random(0)
@@ -118,7 +118,7 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
 
 
 # Eight processes on two cores take longer than all other tests of this file, and show nothing that four do not.
-@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow("eight processes on few cores"))])
 def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, tmp_path: Path) -> None:
     """One process, or several stages on each of two, four or eight; with gradients of any age."""
     found = results(num_ranks, "placements.py", tmp_path, str(num_ranks))

@@ -162,7 +162,7 @@ def test_command_line_training_matches_single_process(tmp_path: Path, capsys: py
     assert "measured" not in capsys.readouterr().out
 
 
-@pytest.mark.slow  # a developer's instrument, which starts torchrun twice
+@pytest.mark.slow("a developer's instrument, which starts torchrun twice")
 def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     """Assert counts, but no time that a busy machine could spoil."""
     assert (
@@ -218,7 +218,7 @@ def namespaces_allowed() -> bool:
     return made.returncode == 0
 
 
-@pytest.mark.slow  # two launchers in network namespaces
+@pytest.mark.slow("two launchers in network namespaces")
 def test_two_nodes_match_single_process_bitwise(tmp_path: Path) -> None:
     """Two launchers run in separate network namespaces, joined by a virtual cable."""
     if not namespaces_allowed():

@@ -211,7 +211,7 @@ _MANY = (1, 2, 3, 4, 6, 8, 16)
     [
         (range(1, 8), _MANY),
         ((8, 12), (1, 2, 3, 8, 16)),
-        pytest.param(range(8, 13), _MANY, marks=pytest.mark.slow),  # half a minute for more of the same
+        pytest.param(range(8, 13), _MANY, marks=pytest.mark.slow("more of the same, half a minute")),
     ],
 )
 def test_n_wise_and_end_to_end_schedules_are_optimal(depths: Sequence[int], sizes: Sequence[int], head: float) -> None:

@@ -102,7 +102,7 @@ def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     check_adapters(tmp_path, lora)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("three processes that import transformers")
 def test_lora_on_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = forked(3, [str(EXAMPLES / "lora.py")], tmp_path)

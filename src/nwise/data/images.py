@@ -288,13 +288,12 @@ def _limited(rows: _Rows, count: int | None, seed: int) -> _Rows:
 
 
 def _decode(cell: Any, where: str) -> Tensor:
-    from PIL import Image
-
+    pictures = needed("PIL.Image", "data", "A data set of images")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             content = cell["bytes"]
-            picture = Image.open(io.BytesIO(content) if content is not None else cell["path"])
+            picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
             array = np.asarray(picture.convert("RGB"))
     except Exception as error:
         raise ValueError(
