@@ -17,6 +17,7 @@ from nwise.flow import Flow, find_flow, flows_for
 from nwise.reference import late_grads, reference_grads
 from nwise.schedule.ages import When, message_ages, weight_ages
 from nwise.training.clip import Clip
+from nwise.training.nonfinite import NonFiniteGuard
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
@@ -270,6 +271,7 @@ def test_delay_works_with_clipping_recomputation_and_schedulers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
 def test_staleness_is_that_of_the_phase() -> None:
     net = perceptron(4)
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "local@2,2-wise-hogwild@4,end-to-end-delay-2")
@@ -280,3 +282,85 @@ def test_staleness_is_that_of_the_phase() -> None:
         ages.append(pipe.staleness[:, 0].tolist())
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
     assert ages == [[0] * 4, [0] * 4, [1, 1, 1, 0], [1, 1, 1, 0], [2] * 4, [2] * 4]
+
+
+def late(strategy: str = "2-wise-delay-1", num_microbatches: int = 2) -> tuple[Any, nwise.Pipeline]:
+    """A network and its pipeline after a step, whose gradients are due."""
+    net = perceptron(3)
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, num_microbatches, seed=0)
+    x, y = net.draw(6)
+    pipe.step(x, target=y)
+    pipe.zero_grad()
+    return net, pipe
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipe: setattr(pipe, "strategy", nwise.Delayed(nwise.Geometric(0.9), by=1)),
+        lambda pipe: setattr(pipe, "num_microbatches", 3),
+        lambda pipe: setattr(pipe, "steps", 7),
+        lambda pipe: pipe.stages[0].requires_grad_(False),
+        lambda pipe: pipe.stages.__setitem__(0, copy.deepcopy(pipe.stages[0])),
+    ],
+    ids=["strategy", "M", "step", "frozen", "stage"],
+)
+def test_change_while_gradients_are_due_warns(change: Any) -> None:
+    """Regression: the gradients were dropped without a word; a strategy that changed at every step trained nothing."""
+    net, pipe = late()
+    change(pipe)
+    x, y = net.draw(6)
+    with pytest.warns(UserWarning, match="Found 1 mini-batch with gradients still due, lost now because"):
+        pipe.step(x, target=y)
+    assert pipe.forget_pending() == 1, "that of the new step"
+    assert pipe.forget_pending() == 0
+    net, pipe = late()
+    while pipe.drain():
+        pass
+    change(pipe)
+    pipe.step(x, target=y)  # no gradient was due, so no warning
+
+
+def test_drain_that_raises_restores_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the stages after the one that raised kept their gradients."""
+    net, pipe = late()
+    x, y = net.draw(6)
+    pipe.step(x, target=y)
+    before = [None if p.grad is None else p.grad.clone() for p in pipe.parameters()]
+    monkeypatch.setattr(pipe._stages[0], "_backward", None)
+    with pytest.raises(TypeError):
+        pipe.drain()
+    after = [p.grad for p in pipe.parameters()]
+    assert all(
+        a is b is None or (a is not None and b is not None and a.equal(b)) for a, b in zip(before, after, strict=True)
+    )
+
+
+def test_new_parameters_while_gradients_are_due_raise() -> None:
+    """Regression: a KeyError."""
+    net, pipe = late()
+    pipe.stages[1].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    x, y = net.draw(6)
+    with pytest.raises(
+        ValueError, match=r"Stage 1 should keep its parameters while gradients are due. Found other ones \(extra\)"
+    ):
+        pipe.step(x, target=y)
+
+
+def test_skipping_under_a_delay_is_refused() -> None:
+    """Regression: step s skipped the good gradients of mini-batch s - d, and applied bad ones d steps later."""
+    for strategy in ("end-to-end-delay-2", "hogwild"):
+        _, pipe = late(strategy, 1)
+        with pytest.raises(ValueError, match="`on_nan` should be stop or ignore under a delay.* Found skip with"):
+            NonFiniteGuard(pipe, "skip")
+
+
+def test_fully_sharded_stages_are_refused() -> None:
+    """Regression: every gradient was None, without a word."""
+    kind = type("FSDPModule", (), {})
+    net = perceptron(2)
+    net.stages[0].add_module("inner", type("FSDPLinear", (kind, nn.Linear), {})(2, 2))
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise")
+    x, y = net.draw(6)
+    with pytest.raises(ValueError, match="Stage 0 should have whole parameters. Found `fully_shard`"):
+        pipe.step(x, target=y)

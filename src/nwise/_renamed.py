@@ -45,7 +45,7 @@ class OldNames:
     """Attributes that `Pipeline` had in version 0.1."""
 
     processes: Any
-    forget_pending: Callable[[], None]
+    forget_pending: Callable[[], int]
 
     @property
     def team(self) -> Any:

@@ -243,7 +243,8 @@ class Pipeline(OldNames, nn.Module):
         ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
 
         A step that raises restores every ``.grad`` and the statistics of batch norm; with several processes it ends all of them.
-        Under a delay the gradients are those of an earlier mini-batch (`nwise.Delayed`), and the first steps leave none.
+        Under a delay the gradients are those of an earlier mini-batch (`nwise.Delayed`), and the first steps leave none; a step
+        that raises drops the mini-batches whose gradients are due.
 
         Args:
             inputs, named: inputs of the first stage, samples along dimension 0: by position, by name, or one dictionary.
@@ -321,10 +322,9 @@ class Pipeline(OldNames, nn.Module):
         flows = self._flows_from(self.steps) if later else [flow for turn in self._flows(now) for flow in turn]
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
 
-    def forget_pending(self) -> None:
-        """Drop the mini-batches whose gradients are still due under a delay, as after loading other parameters."""
-        if self._engine is not None:
-            self._engine.forget()
+    def forget_pending(self, because: str = "") -> int:
+        """Drop the mini-batches whose gradients are still due under a delay; return their number. With a cause, warn."""
+        return 0 if self._engine is None else self._engine.forget(because)
 
     def discard_heads(self) -> None:
         """Drop all heads once no later step needs one, as the paper does when it switches to end-to-end.
@@ -344,7 +344,7 @@ class Pipeline(OldNames, nn.Module):
         """Pick up what the caller changed since the last step; return all modules of all stages and heads."""
         heads = self.heads.by_stage(self.num_stages)
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
-            self.forget_pending()  # a new stage cannot take the gradients of an old one
+            self.forget_pending("a stage was replaced")
         stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
         here = {k: bool(self._stages[k].learns) for k in self.processes.here}

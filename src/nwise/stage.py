@@ -84,7 +84,7 @@ class Tape:
         """Drop the tensors of the micro-batch once no action needs them."""
         if not self.passes_left and not self.head_left:
             self.inputs = self.outputs = self.own = ()
-            self.messages, self.buffers, self.kept = {}, None, None
+            self.messages, self.buffers, self.kept, self.versions = {}, None, None, None
 
 
 class Stage:
@@ -279,7 +279,14 @@ class Stage:
 
     def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:
         """Move gradients from the old versions to the current parameters, where they are stale."""
-        for name, parameter in self.module.named_parameters():
+        parameters = dict(self.module.named_parameters())
+        if parameters.keys() != versions.keys():
+            changed = ", ".join(sorted(parameters.keys() ^ versions.keys()))
+            raise ValueError(
+                f"Stage {self.index} should keep its parameters while gradients are due. Found other ones ({changed}); before "
+                "the change, update while `pipe.drain()` returns True."
+            )
+        for name, parameter in parameters.items():
             old = versions[name]
             if old.grad is not None and parameter.requires_grad:
                 parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad

@@ -317,9 +317,9 @@ def refusals() -> Any:
 
 
 def late_and_clipped() -> Any:
-    """Clipping by one norm, and skipping, where the updates of a step are of several mini-batches."""
+    """Clipping by one norm, and checks, where the updates of a step are of several mini-batches."""
     pipe = pipeline(A, "hogwild", 1)
-    clip, finite = Clip(pipe, 0.05), NonFiniteGuard(pipe, "skip")
+    clip, finite = Clip(pipe, 0.05), NonFiniteGuard(pipe)
     update = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for x, y in batches(6):
         finite.remember()
@@ -342,9 +342,11 @@ def late_and_evaluated() -> Any:
         if i % 2:
             with torch.no_grad():
                 pipe.head_outputs(x[:3])
-    while pipe.drain():
-        update.step()
-        update.zero_grad()
+        if i in (5, 8):
+            while pipe.drain():
+                update.step()
+                update.zero_grad()
+            pipe.num_microbatches = 3  # regression: the shapes of two micro-batches were looked up for the third
     return closed(pipe, state(pipe))
 
 

@@ -53,7 +53,7 @@ def main(
     *,
     asynchronous: bool = False,
 ) -> dict[str, Any]:
-    """Go on from `source` if there is a checkpoint, and write what is there before and after `steps` steps to `target`."""
+    """Resume from `source` if there is a checkpoint; write the state before and after `steps` steps to `target`."""
     torch.set_num_threads(1)
     pipe = pipeline(cut, strategy)
     update = make_optimizer(optimizer, pipe)
@@ -66,8 +66,10 @@ def main(
         update.step()
         update.zero_grad()
         if asynchronous:
+            pipe.forget_pending()
             after.save()
     if not asynchronous:
+        pipe.forget_pending()
         after.save()
     after.wait()
     return {

@@ -6,6 +6,7 @@ One process is one rank with all stages. A rank waits only for messages: it begi
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
@@ -13,7 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nwise._dtensor import is_dtensor
+from nwise._dtensor import check_unsharded, is_dtensor
+from nwise._snapshot import Snapshot
 from nwise.microbatch import Batch
 from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
 from nwise.runtime.compression import Compression, Wire
@@ -58,6 +60,9 @@ class Engine:
         self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
+        for stage in stages:
+            check_unsharded(stage.module, stage.index)
+            check_unsharded(getattr(stage, "head", None), stage.index)
         self._alone = processes.num_ranks == 1
         group = processes.replicas_group()
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
@@ -93,7 +98,7 @@ class Engine:
             RankError: this or another rank failed.
         """
         if schedule != self._schedule or step != self._next:
-            self.forget()
+            self.forget("the strategy, M, the order, what is trained, or the number of the step changed")
             self._schedule, self._first = schedule, step
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -105,23 +110,48 @@ class Engine:
         self._call(schedule, step, batch.inputs, on_action)
 
     def drain(self) -> bool:
-        """Run a call without a new mini-batch; return False if no call is left to run, since no gradient is due."""
+        """Run a call without a new mini-batch; return False if no call is left to run, since no gradient is due.
+
+        A call that raises restores every ``.grad``.
+        """
         schedule = self._schedule
         if schedule is None or not self._tapes or not schedule.oldest:
             return False
         # The shapes of messages, and forwards that run again, depend on autocast.
         kind, dtype = self.device.type, self._autocast
-        with nullcontext() if dtype is None else torch.autocast(kind, dtype):
-            self._call(schedule, self._next, (), None)
+        before = Snapshot((), [p for stage in self._stages.values() for p in stage.learns + stage.head_learns])
+        try:
+            with nullcontext() if dtype is None else torch.autocast(kind, dtype):
+                self._call(schedule, self._next, (), None)
+        except BaseException:
+            before.restore()
+            raise
         return True
 
-    def forget(self) -> None:
-        """Drop the mini-batches that wait for their delay, and the errors of compressed messages."""
+    def forget(self, because: str = "") -> int:
+        """Drop the mini-batches that wait for their delay, and the errors of compressed messages.
+
+        Args:
+            because: cause, for a warning if there are any; default: no warning.
+
+        Returns:
+            The number of mini-batches.
+        """
+        lost = len(self._tapes)
+        if lost and because:
+            warnings.warn(
+                f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
+                f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
+                "`pipe.forget_pending()`.",
+                stacklevel=4,
+            )
         self._tapes.clear()
+        self._batch_shapes.clear()
         self._wire.errors.clear()
         self._schedule = None
         for receiver in self._receivers.values():
             receiver.forget()
+        return lost
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
         """Run the forwards of all stages alone.

@@ -2,7 +2,7 @@
 
 stop    end all processes and report the place (`NotFiniteError`, ``post-mortem.json``)
 skip    skip the update of all stages and heads that share a loss with it, on all replicas, as if there had been no such
-        mini-batch
+        mini-batch; not under a delay, where heads learn from a mini-batch some steps before the stages do
 ignore  do not check
 """
 
@@ -45,6 +45,12 @@ class NonFiniteGuard:
     ) -> None:
         if policy not in ("stop", "skip", "ignore"):
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
+        strategy = pipe.strategy.in_force(pipe.steps)
+        if policy == "skip" and (strategy.delay or strategy.asynchronous):
+            raise ValueError(
+                "`on_nan` should be stop or ignore under a delay, because heads learn from a mini-batch some steps before the "
+                f"stages do, so no update is that of one mini-batch. Found skip with {strategy.name!r}."
+            )
         self._pipe, self._policy, self._report = pipe, policy, report
         pipe.warns_of_divergence = False  # this guard reports it
         self._buffers: dict[Tensor, Tensor] = {}

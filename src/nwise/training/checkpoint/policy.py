@@ -147,7 +147,8 @@ class Checkpoints:
         with self._processes.telling():
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
-        self._pipe.forget_pending()  # these are not saved, so drop them in an uninterrupted run, too
+        # They are not saved, so an uninterrupted run drops them, too.
+        self._pipe.forget_pending("a checkpoint has no place for them")
         with self._processes.telling():
             tensors = state.collect_tensors(self._pipe, self.optimizer)
             all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
