@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import sys
@@ -135,6 +136,25 @@ def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, tmp_
         assert sum(len(one["digests"]) for one in ranks) == len(together), "a rank holds its own stages only"
         different = {name for name, digest in expected["digests"].items() if together.get(name) != digest}
         assert not different, (settings, different)
+
+
+def test_cases_of_placements_have_every_pair() -> None:
+    """Ranks, placement, credit, age, M and optimizer, for two and four ranks; orders are extra."""
+    rows = []
+    for ranks, placement, strategy, m, optimizer, _ in placements.CASES:
+        credit, _, age = ("end-to-end-" + strategy if strategy == "hogwild" else strategy).partition("-delay-")
+        if credit.endswith("-hogwild"):
+            credit, age = credit.removesuffix("-hogwild"), "hogwild"
+        rows.append((ranks, placement if isinstance(placement, str) else "free", credit, age or "0", m, optimizer))
+    columns = [sorted({row[i] for row in rows if row[0] != 8}, key=str) for i in range(6)]
+    assert [len(values) for values in columns] == [2, 4, 5, 4, 3, 2]
+    missing = [
+        (a, b)
+        for i, j in itertools.combinations(range(6), 2)
+        for a, b in itertools.product(columns[i], columns[j])
+        if not any((row[i], row[j]) == (a, b) for row in rows)
+    ]
+    assert not missing
 
 
 def test_losses_reach_rank_0_without_waiting(tmp_path: Path) -> None:
