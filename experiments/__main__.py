@@ -34,7 +34,7 @@ from nwise.cli.output import INTERRUPTED, OK, print_json
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Run an experiment of the paper again: tables, figures and verdicts from records; what has a record is not run again."""
+    """Run an experiment of the paper again: tables, figures and verdicts from records; cells with a record are skipped."""
 
     experiment: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="{" + ",".join([*EXPERIMENTS, "all"]) + "}")
@@ -44,13 +44,13 @@ class Reproduce:
     """small: two cores, an hour for all with two seeds each; medium: two cores, up to 20 hours for each experiment that has
     it; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
-    """Where records, tables and figures are."""
+    """Folder of the records, tables and figures."""
     seeds: int | None = None
-    """How many; default: the experiment's own number."""
+    """Number of seeds; default: that of the experiment."""
     only: tuple[str, ...] = ()
     """Run only cells whose name has one of these texts in it, such as "2-wise" "seed 0"."""
     redraw: bool = False
-    """Run nothing, only write tables and figures from the records that there are."""
+    """Run nothing, only write tables and figures from the existing records."""
     workers: int | None = None
     """Processes at once; default: one for each core, on a GPU one."""
     json: bool = False

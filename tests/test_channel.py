@@ -1,4 +1,4 @@
-"""Channels over a wire in memory, on which whoever waits for what cannot come is told so."""
+"""Channels over a wire in memory that raises instead of hanging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: there as a whole or not at all, gone on from bitwise, and under another cut, strategy or number of replicas."""
+"""Checkpoints are complete or absent, and resume bitwise, also with another cut, strategy or number of replicas."""
 
 from __future__ import annotations
 

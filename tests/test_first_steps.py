@@ -1,4 +1,4 @@
-"""What somebody new runs into: a sentence that says what to do, rather than an error of torch from the middle of a network."""
+"""Common first mistakes raise one clear sentence, rather than an error of torch from the middle of a network."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def interval(first: Seeds, second: Seeds, *, among: int = 1) -> tuple[float, flo
 
 
 def _bounded(first: Seeds, second: Seeds) -> list[float]:
-    """Return the paired differences; a run that diverged is worse than any other, by as much as one likes."""
+    """Return the paired differences; a run that diverged is worse than any other, by a large constant."""
     return [max(-_WORST, min(_WORST, d)) for d in difference(first, second).values() if not isnan(d)]
 
 

@@ -22,7 +22,7 @@ class Allocated(Generic[T]):
     """Memory of a function's work.
 
     Args:
-        result: what the function returned.
+        result: the function's return value.
         kept: bytes that are in use after it, beyond those before it.
         peak: most bytes that were in use at once, beyond those before it.
     """

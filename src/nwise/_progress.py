@@ -17,7 +17,7 @@ def with_progress_bar(items: Sequence[T], description: str, *, least: int = 1) -
 
     Args:
         items: the items.
-        description: what is done with them.
+        description: text beside the bar.
         least: number of items from which there is a bar; fewer are done before anyone could read it. Default: 1.
     """
     if len(items) < least or not sys.stderr.isatty():

@@ -70,7 +70,7 @@ def lengths() -> Any:
 
 
 def evaluation_between() -> Any:
-    """Train, score, train: as if nobody had scored; and the scores are those of one process."""
+    """Scoring leaves training unchanged, and the scores are those of one process."""
     config = recipe("digits")
     _, test = config.load()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Skips past a stage: pieces read tensors by name, and what a later stage reads travels through the stages between.
+"""Skips past a stage: pieces read tensors by name, and tensors for a later stage travel through the stages between.
 
 A U-Net in three stages; ``half`` passes through the middle one::
 
@@ -29,12 +29,12 @@ _FIRST = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 @dataclass(frozen=True)
 class _Reads:
-    """What a piece reads.
+    """Names that a piece reads.
 
     Args:
         by_position: whether the output of the piece before is its first argument, not the one named `hidden`.
         names: arguments that are read by name.
-        required: those of them, and others, that have no default.
+        required: names without a default.
         all: whether the piece takes any name.
     """
 
@@ -88,7 +88,7 @@ class Carrier(Chain):
     def _first(
         self, name: str, piece: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], Any]:
-        """Run the network's first piece; return the inputs by name, of which it takes those that it has, and its output."""
+        """Run the network's first piece on the inputs that its forward takes; return all inputs by name, and its output."""
         reads, signature = self._reads[0], inspect.signature(_unwrapped(piece).forward)
         later = self._needed[0]
         own = {key: x for key, x in named.items() if reads.all or key in signature.parameters}

@@ -1,4 +1,4 @@
-"""What the first steps of a planned pipeline take, beside what the plan expects."""
+"""Measured times of a planned pipeline's first steps, beside the expected ones."""
 
 from __future__ import annotations
 

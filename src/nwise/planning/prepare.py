@@ -1,4 +1,4 @@
-"""What a plan needs before it measures: checked arguments, a copy of the network in pieces, and one answer of all processes."""
+"""Preparations for a plan's measurements: checked arguments, a copy of the network in pieces, and one answer of all processes."""
 
 from __future__ import annotations
 

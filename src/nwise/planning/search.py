@@ -37,7 +37,7 @@ _FEW = 2  # micro-batches
 _FEW_STAGES = 4  # more have so many pairs that the search would take minutes
 _FINALISTS = 3  # cuts whose best schedules are compared
 _MORE_FINALISTS = 8  # under a limit of memory, where the one order that climbing knows may mislead
-# How far the begins of a stage and of the next one move together.
+# How far the starts of a stage and of the next one move together.
 _LAST_STEPS = ((-2, 0), (-1, 0), (1, 0), (2, 0))
 _STEPS = (*_LAST_STEPS, (-2, -2), (-1, -1), (1, 1), (2, 2), (-1, 1), (1, -1), (-1, -2), (1, 2))
 _TIMES = ("forward", "head", "input_grad", "weight_grad", "update")
@@ -164,7 +164,7 @@ class Search:
 
         Args:
             device: the device.
-            frozen: number of stages at the begin that have frozen pieces alone.
+            frozen: number of stages at the start that have frozen pieces alone.
         """
         flows = self._flows_for(tuple(k >= frozen for k in range(self._num_stages)))
         updates = sums(self._pieces, "update") / self._num_microbatches
@@ -186,7 +186,7 @@ class Search:
         return [np.where(some, needed / device.memory, np.inf)] * self._num_stages
 
     def _first(self) -> list[Assignment]:
-        """Return cuts to start from: balanced ones, and those in which one stage has all that the others need not have."""
+        """Return cuts to start from: balanced ones, and those with one long stage and one piece in every other."""
         known = self.assignments
         balanced = known[:_STARTS]
         if self._memory is not None:

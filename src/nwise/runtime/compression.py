@@ -186,7 +186,7 @@ class Wire:
         compression: the compression; None to send tensors as they are.
 
     Attributes:
-        errors: what the messages so far have left out, by sender.
+        errors: values that earlier messages left out, by sender.
     """
 
     def __init__(self, compression: Compression | None) -> None:

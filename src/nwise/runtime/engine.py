@@ -29,7 +29,7 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage import Cotangents, Stage, Tape
 from nwise.tensors import Tensors, names, with_names
 
-# Called after each action of this rank with the step, the action, and its begin and end in seconds of `time.perf_counter`.
+# Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
 
 _NOTHING_ELSE = nullcontext()
@@ -45,7 +45,7 @@ class Engine:
         compression: compression of all messages between two stages; default: none.
 
     Attributes:
-        recorder: None, or a function called with the begin and end of every action.
+        recorder: None, or a function called with the start and end of every action.
         bytes_of_last_step: bytes sent as activations and as gradients, measured and predicted.
     """
 

@@ -1,6 +1,6 @@
 """The processes of a pipeline, seen from one of them: which stages are where, and how the processes exchange values.
 
-One process is `Alone`: it has all stages and nobody to talk to. Several processes are a `nwise.runtime.world.World`.
+One process is `Alone`: it has all stages and no other process to talk to. Several processes are a `nwise.runtime.world.World`.
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ Scalars = float | Sequence[float]
 
 _LARGEST = 1e30  # keeps sums finite
 
-# What a mini-batch's micro-batches share.
+# Costs divided among the micro-batches of a mini-batch.
 _OF_BATCH = (
     *("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes", "output_bytes"),
     *("cotangent_bytes", "forward_peak_bytes", "head_peak_bytes"),
     *("input_grad_peak_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
 )
-# What all stages have in common.
+# Costs common to all stages.
 _COMMON = ("latency", "overhead", "bandwidth")
-# What a part of a stage has as much of as the whole stage.
+# Costs that a part of a stage has in full.
 _WHOLE = ("head", "message_bytes", "output_bytes", "head_peak_bytes", "head_gradient_bytes", "chain_share")
 
 

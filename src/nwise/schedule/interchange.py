@@ -19,9 +19,9 @@ from nwise.schedule.schedule import Schedule
 from nwise.schedule.validate import validate
 from nwise.strategies import EndToEnd
 
-_CELL = re.compile(r"(\d+)([FIWB])(\d+)")
+_CELL = re.compile(r"(\d+)([FIWB])(\d+)", re.ASCII)
 # Cells of torch's longer format, for messages and parameters that are sharded; the lists imply the messages.
-_IMPLIED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_IMPLIED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _LARGEST = 4096  # stages or micro-batches
 

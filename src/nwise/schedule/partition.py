@@ -225,7 +225,7 @@ def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool, later: bool = Fa
         inputs: whether it is a B.
         later: whether the parameters have gradients already, to which the new ones are added.
     """
-    # The pass goes from the last piece to the first. `change` is the memory in use compared with the begin of the pass: each
+    # The pass goes from the last piece to the first. `change` is the memory in use compared with the start of the pass: each
     # piece frees its activations, and leaves gradients of its parameters unless it adds them to old ones.
     #
     #     piece 0           piece 1           piece 2  <-- the pass begins

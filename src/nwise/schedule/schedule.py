@@ -86,7 +86,7 @@ class Schedule:
 
     @cached_property
     def passes(self) -> tuple[Counter[tuple[int, int]], ...]:
-        """For every turn the number of backward passes by (stage, micro-batch)."""
+        """Number of backward passes by (stage, micro-batch), for every turn."""
         counts = [Counter[tuple[int, int]]() for _ in self.flows]
         for action in (a for word in self.words for a in word if a.kind in PASSES):
             counts[action.turn][action.stage, action.microbatch] += 1
@@ -113,7 +113,7 @@ class Schedule:
 
     @cached_property
     def travel(self) -> dict[Action, int]:
-        """For every receive the number of calls between its send and itself."""
+        """Number of calls between a send and its receive, for every receive."""
         sent = {counterpart(a)._replace(age=0): a.age for word in self.lists for a in word if a.kind in SENDS}
         received = set(SENDS.values())
         return {a: a.age - sent[a._replace(age=0)] for word in self.lists for a in word if a.kind in received}
@@ -125,7 +125,7 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """For every stage the largest number of micro-batches in flight: forward done, last use still to come."""
+        """Largest number of micro-batches in flight on every stage: forward done, last use still to come."""
         now, most = [0] * self.num_stages, [0] * self.num_stages
         for word in self.words:
             work = [a for a in word if a.kind is not Kind.UPDATE]
@@ -274,12 +274,12 @@ class Deadlock(ValueError):
         names = ", ".join(map(str, stuck[:6])) + (", ..." if len(stuck) > 6 else "")
         super().__init__(
             "The lists should let every action run. Found a deadlock: each of these waits for one that comes later in another "
-            f"list or its own: {names}. Move what they wait for before them."
+            f"list or its own: {names}. Put each action after those that it waits for."
         )
 
 
 def _work(action: Action) -> tuple[int, int, int, int, bool]:
-    """Return what tells a stage's work on a micro-batch from other work of its rank."""
+    """Return a key that identifies a stage's work on a micro-batch."""
     return action.stage, action.microbatch, action.turn, action.age, action.kind is Kind.UPDATE
 
 

@@ -141,7 +141,7 @@ class Timeline:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """For every stage the largest number of micro-batches between their forward and the end of their last action."""
+        """Largest number of micro-batches between forward and the end of the last action, for every stage."""
         spans: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
         for event in self.events:
             if event.action.kind is not Kind.UPDATE:
@@ -153,7 +153,7 @@ class Timeline:
 
     @cached_property
     def waiting(self) -> dict[tuple[int, int], int]:
-        """For every link the largest number of messages that were sent and not used yet."""
+        """Largest number of messages that were sent and not used yet, for every link."""
         changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for message in self.messages:
             changes[message.sender, message.receiver] += [(message.sent, 1), (message.used, -1)]

@@ -43,7 +43,7 @@ class Timed:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For every stage the largest number of micro-batches in flight: forward done, last use still to come."""
+        """Largest number of micro-batches in flight on every stage: forward done, last use still to come."""
         return self.schedule.in_flight
 
     @cached_property

@@ -26,7 +26,7 @@ _CANDIDATES = 200  # thresholds that are tried
 
 @dataclass(frozen=True)
 class Seen:
-    """What every exit says about every sample.
+    """Confidence and correctness of every exit for every sample.
 
     Args:
         stages: stage of every exit, in order; the last one is the network's own output.
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What some thresholds give.
+    """Accuracy and work under some thresholds.
 
     Args:
         accuracy: share of right answers.

@@ -1,4 +1,4 @@
-"""The measured timeline: begin and end of every process's actions, on the clock of rank 0."""
+"""The measured timeline: start and end of every process's actions, on the clock of rank 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TimelineRecorder:
         pipe.recorder = self
 
     def __call__(self, step: int, action: Action, begin: float, end: float) -> None:
-        """Record an action, with begin and end in seconds of `time.perf_counter`."""
+        """Record an action, with start and end in seconds of `time.perf_counter`."""
         if self._first <= step < self._last and len(self._events) < _CHUNK:
             self._events.append((step, action, begin, end))
 
@@ -77,7 +77,7 @@ class Recorded:
 
     Args:
         strategy: name of the strategy that was in force.
-        events: for each rank its actions, with step, and begin and end in seconds.
+        events: for each rank its actions, with step, and start and end in seconds.
         bytes_sent: for each rank the bytes sent per step as activations and as gradients, measured and predicted.
     """
 
