@@ -167,6 +167,7 @@ RATES: dict[str, float] = {
     "muon end-to-end-delay-1, extrapolated": 0.02,
     "muon local": 0.02,
     "muon 2-wise-mean": 0.04,
+    "muon 3-wise-mean": 0.04,
     "muon end-to-end, 1 block": 0.02,
     "muon end-to-end-delay-2, extrapolated": 0.02,
     "muon end-to-end-delay-4, extrapolated": 0.01,
