@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_deferred_batchnorm_sums_are_float64_and_reset() -> None:
     torch.testing.assert_close(deferred.running_mean, before.lerp(X.mean(0), 0.1))
 
 
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
 def test_hogwild_thawed_stage_becomes_stale() -> None:
     pipe = three("hogwild", heads=False)
     pipe.stages[0].requires_grad_(False)
@@ -139,6 +141,7 @@ def test_hogwild_frozen_parameter_gets_no_late_gradient() -> None:
     assert bias.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
 def test_hogwild_replaced_stage_has_no_history() -> None:
     """Regression: the new module always ran with the old one's parameters."""
     pipe = three("hogwild", heads=False)
@@ -260,7 +263,9 @@ def test_late_gradients_are_dropped_by_changes(change: str) -> None:
         pipe.stages[0] = nn.Linear(8, 8)
     elif change == "micro-batches":
         pipe.num_microbatches = 2
-    pipe.step(x, target=Y)
+    silent = change in ("cast", "load")  # the caller's own choice to drop them
+    with nullcontext() if silent else pytest.warns(UserWarning, match="with gradients still due, lost now"):
+        pipe.step(x, target=Y)
     late = [p.grad is None for p in pipe.stages[0].parameters()]
     assert late == [change != "phase"] * 2
 
