@@ -71,18 +71,16 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 
     In medium size every method has its own rate, and one whose rate has not been chosen has no cells.
     """
-    if size == "medium":
-        settings = replace(_MEDIUM, heads="all")
-        return [
-            Cell(method=method, recipe=with_rate(replace(settings, strategy=method, seed=seed), rate))
-            for seed in range(seeds)
-            for method, rate in RATES.items()
-        ]
+
+    def settings(source: str, method: str) -> Recipe:
+        return with_rate(base(size, source), RATES[method]) if size == "medium" else base(size, source)
+
     return [
-        Cell(method=method, recipe=replace(base(size, source), strategy=method, seed=seed, heads="all"))
+        Cell(method=method, recipe=replace(settings(source, method), strategy=method, seed=seed, heads="all"))
         for source in (PRINTED if size == "full" else ["cifar10"])
         for seed in range(1 if source == "imagenet" else seeds)
         for method in (*PAPER, *BEYOND)
+        if size != "medium" or method in RATES
     ]
 
 

@@ -11,6 +11,8 @@ from rich.progress import track
 
 T = TypeVar("T")
 
+MANY = 5000  # small items; fewer are done before anyone could read a bar
+
 
 def with_progress_bar(items: Sequence[T], description: str, *, least: int = 1) -> Iterable[T]:
     """Iterate over items, with a bar on stderr if that is a terminal.
@@ -18,7 +20,7 @@ def with_progress_bar(items: Sequence[T], description: str, *, least: int = 1) -
     Args:
         items: the items.
         description: text beside the bar.
-        least: number of items from which there is a bar; fewer are done before anyone could read it. Default: 1.
+        least: number of items from which there is a bar, such as `MANY`; default: 1.
     """
     if len(items) < least or not sys.stderr.isatty():
         return items

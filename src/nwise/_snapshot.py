@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,22 @@ class Snapshot:
             buffer.copy_(values)
         for norm in self._deferred:
             norm.discard()
+
+
+@contextmanager
+def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Run the body as a whole or not at all: move deferred statistics after it, restore everything if it raises.
+
+    Args:
+        modules, parameters: as for `Snapshot`.
+    """
+    before = Snapshot(modules, parameters)
+    try:
+        yield
+        before.commit()
+    except BaseException:
+        before.restore()
+        raise
 
 
 def _moves_statistics(module: nn.Module) -> bool:

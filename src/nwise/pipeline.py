@@ -15,7 +15,7 @@ from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
 from nwise._modes import evaluating
 from nwise._renamed import OldNames
-from nwise._snapshot import Snapshot
+from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
@@ -273,14 +273,9 @@ class Pipeline(OldNames, nn.Module):
         schedule = self._schedule_for(self.strategy.in_force(self.steps))
         engine = self._connected(batch.inputs[0])
         engine.recorder = self._observer.through(self.recorder)
-        before = Snapshot(modules, [p for stage in self._stages for p in stage.learns + stage.head_learns])
-        try:
-            with preserved(self._device(given[0])):
-                engine.run(schedule, self.steps, batch, self.on_action)
-            before.commit()
-        except BaseException:
-            before.restore()
-            raise
+        learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
+        with restored_on_error(modules, learns), preserved(self._device(given[0])):
+            engine.run(schedule, self.steps, batch, self.on_action)
         losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()

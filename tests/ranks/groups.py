@@ -18,7 +18,7 @@ ONE = MessagePlan((KEY,), (0,), ((Spec((1,), torch.float32),),))
 
 
 def first_message(world: World, value: float) -> float:
-    """Check a forward channel that is not closed, so that its receives stay posted."""
+    """Check a forward channel that is not closed: its receives stay posted."""
     senders, receivers = world.channels(torch.device("cpu"))
     if world.place == 0:
         senders[1].start(ONE, 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nwise._errors import check_share, needed
-from nwise._progress import with_progress_bar
+from nwise._progress import MANY, with_progress_bar
 from nwise.data import augment, sources
 from nwise.randomness import generator
 
@@ -305,7 +305,7 @@ def _decode(cell: Any, where: str) -> Tensor:
 def _stack(images: Sequence[Tensor]) -> Tensor:
     first = images[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
-    for i, image in enumerate(with_progress_bar(images, "decoding images", least=5000)):
+    for i, image in enumerate(with_progress_bar(images, "decoding images", least=MANY)):
         if image.shape != first.shape:
             raise ValueError(
                 f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nwise._errors import check_share, needed
-from nwise._progress import with_progress_bar
+from nwise._progress import MANY, with_progress_bar
 from nwise.data import sources
 
 _TEST_SHARE = 0.05  # of the standard library
@@ -180,7 +180,7 @@ def make_streams(
         tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
     parts = []
     for name, text in (("training", train_text), ("test", test_text)):
-        pieces = with_progress_bar(text, f"tokenising {name} text", least=5000)
+        pieces = with_progress_bar(text, f"tokenising {name} text", least=MANY)
         numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
         if len(numbers) <= sequence_length:
             raise ValueError(

@@ -206,7 +206,8 @@ def plan(
     inputs = as_tuple(example, "`example`")
     targets = None if target is None else as_tuple(target, "`target`")
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    bar = _bars(show=report is not None)
+    shown = report is not None and _is_first()
+    bar = _bars(shown=shown)
     ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
     known, count = _known_devices(devices)
     num_stages = count if num_stages is None else num_stages
@@ -243,14 +244,18 @@ def plan(
         measured,
         report,
     )
-    if report is not None and (not launched() or dist.get_rank() == 0):
+    if report is not None and shown:
         report(str(result))
     return result
 
 
-def _bars(*, show: bool) -> Callable[[str], Callable[[list[Any]], Iterable[Any]]]:
-    """Return a function from a description to a wrapper of a list, which shows a progress bar in the first process."""
-    shown = show and variable("RANK") == 0
+def _is_first() -> bool:
+    """Return whether this process is the first, or the only one; the group of processes need not exist yet."""
+    return not launched() or (dist.get_rank() if dist.is_initialized() else variable("RANK")) == 0
+
+
+def _bars(*, shown: bool) -> Callable[[str], Callable[[list[Any]], Iterable[Any]]]:
+    """Return a function from a description to a wrapper of a list, which shows a progress bar if asked to."""
     return lambda description: partial(with_progress_bar, description=description) if shown else iter
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nwise._dtensor import check_unsharded, is_dtensor
-from nwise._snapshot import Snapshot
+from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
 from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
 from nwise.runtime.compression import Compression, Wire
@@ -119,13 +119,9 @@ class Engine:
             return False
         # The shapes of messages, and forwards that run again, depend on autocast.
         kind, dtype = self.device.type, self._autocast
-        before = Snapshot((), [p for stage in self._stages.values() for p in stage.learns + stage.head_learns])
-        try:
-            with nullcontext() if dtype is None else torch.autocast(kind, dtype):
-                self._call(schedule, self._next, (), None)
-        except BaseException:
-            before.restore()
-            raise
+        learns = [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
+        with restored_on_error((), learns), nullcontext() if dtype is None else torch.autocast(kind, dtype):
+            self._call(schedule, self._next, (), None)
         return True
 
     def forget(self, because: str = "") -> int:
