@@ -274,7 +274,7 @@ class Pipeline(OldNames, nn.Module):
         engine = self._connected(batch.inputs[0])
         engine.recorder = self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
-        with restored_on_error(modules, learns), preserved(self._device(given[0])):
+        with restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
         losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)

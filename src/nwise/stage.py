@@ -224,7 +224,8 @@ class Stage:
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
-        batch.losses[self.index, m] = (loss if weight else torch.zeros_like(loss)).detach().reshape(())
+        value = (loss if weight else torch.zeros_like(loss)).detach()
+        batch.losses[self.index, m] = value.reshape(()) if value.dim() else value
 
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
         """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
