@@ -368,6 +368,7 @@ class Pipeline(OldNames, nn.Module):
         if self._chosen is None or self._chosen[:2] != (key, heads):
             arguments.check_heads((flow for turn in flows for flow in turn), self.heads, now.name)
             self._chosen = key, heads, arguments.without_late_sharing(choose(*key), self._shared)
+            self.processes.compare(f"{now.name} with M = {self.num_microbatches}", (self._chosen[2].digest, flows))
         return self._chosen[2]
 
     def _connected(self, inputs: Tensors) -> Engine:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import nwise
+from nwise.schedule.interchange import read_csv
+from nwise.schedule.named import Order
 from ranks.common import batches, closed, digests, make_optimizer, pipeline, write
 
 A = 8
@@ -27,7 +30,7 @@ CASES: list[tuple[int, str | tuple[int, ...], str, int, str, str]] = [
     (2, (1, 1, 0, 1, 0, 0, 1, 0), "rotating-2-delay-1", 2, "adam", "phase"),
     (4, "contiguous", "local", 2, "sgd", "best"),
     (4, "contiguous", "rotating-2-delay-2", 1, "adam", "best"),
-    (4, "v", "end-to-end", 4, "adam", "zb-v"),
+    (4, "v", "end-to-end", 4, "adam", "csv"),
     (4, "v", "2-wise", 1, "adam", "zb-h1"),
     (4, "v", "rotating-2-hogwild", 4, "adam", "best"),
     (4, "interleaved", "end-to-end", 4, "sgd", "interleaved-1f1b"),
@@ -61,9 +64,13 @@ def case(
     frozen: Sequence[int] = (),
     num_stages: int = A,
 ) -> Any:
-    """Digests after twenty steps, some of whose batches are ragged, and after the last gradients."""
+    """Digests after twenty steps, some of whose batches are ragged, and after the last gradients.
+
+    The order "csv" is that of a file.
+    """
     del ranks
-    pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order, placement=placement, frozen=frozen)
+    schedule: Order = read_csv(Path(sys.argv[3]).read_text()) if order == "csv" else order
+    pipe = pipeline(num_stages, strategy, num_microbatches, schedule=schedule, placement=placement, frozen=frozen)
     update = make_optimizer(optimizer, pipe)
     for x, y in batches(20, sizes=(8, 8, 8, 7, 8, 8, 8, 8, 9, 9)):
         pipe.step(x, target=y)

@@ -179,6 +179,14 @@ class Processes(ABC):
     def check(self) -> None:  # noqa: B027 - nothing to do for one process
         """Raise the first error of another rank, if there has been one."""
 
+    def compare(self, name: str, facts: Any) -> None:  # noqa: B027 - nothing to do for one process
+        """Fail on all ranks, soon, unless they train with the same from their next call on; wait for none.
+
+        Args:
+            name: what this rank trains with, for the message.
+            facts: the same in full, with a `repr` that is the same in every process.
+        """
+
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:  # noqa: B027 - nothing to do for one process
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
 

@@ -60,8 +60,22 @@ class Doing(NamedTuple):
         return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
+class Runs(NamedTuple):
+    """What a rank trains with, which must be the same on every rank.
+
+    Args:
+        since: number of calls that came before the first one with it.
+        name: its name for people.
+        digest: number for the comparison, equal if the ranks train with the same.
+    """
+
+    since: int
+    name: str
+    digest: int
+
+
 class Watchdog:
-    """Watches over this rank and the next.
+    """Watches over this rank and the next, from `start` on.
 
     Args:
         store: store shared by all ranks, `World.store`.
@@ -69,11 +83,13 @@ class Watchdog:
         stages: indices of the stages that this rank holds.
         limit: limit in seconds of one action, and of a rank's silence.
         doing: function that returns the present action of this rank; None between steps.
+        clock: function that returns the time in seconds; default: that of `Doing.since`.
 
     Attributes:
         calls: number of steps and forwards that this rank has begun.
         on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
         left: number of calls at which this rank began to close; None before.
+        runs: what this rank trains with; None before the first step.
     """
 
     def __init__(
@@ -84,15 +100,16 @@ class Watchdog:
         stages: Sequence[int],
         limit: float,
         doing: Callable[[], Doing | None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._doing = doing
+        self._doing, self._clock = doing, clock
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
         self._store, self._error_store = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
         names = ", ".join(map(str, stages))
         self._name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {names})"
-        self._heard: tuple[dict[str, Any], float] = ({}, time.monotonic())
+        self._heard: tuple[dict[str, Any], float] = ({}, clock())
         self._failure = ""
         self._tells = False  # whether this rank reports its own error
         self._reported = threading.Lock()  # acquired by the first report and kept: three threads may try to report
@@ -101,9 +118,13 @@ class Watchdog:
         # The store passed to it is one that only the watch's thread uses.
         self.on_beat: Callable[[Any], None] | None = None
         self.left: int | None = None
+        self.runs: Runs | None = None
         self._beats = itertools.count()
-        self._beat()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._listen, self._live)]
+
+    def start(self) -> None:
+        """Give the first sign of life and begin to watch."""
+        self._beat()
         for thread in self._threads:
             thread.start()
 
@@ -207,6 +228,8 @@ class Watchdog:
         doing = self._doing()  # read once: the main thread may change it meanwhile
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
         beat |= {"left": self.left, "waits": doing is not None and doing.waits}
+        # The main thread sets `runs` before it begins the first call with it, so `calls` has to be read first.
+        beat |= {"calls": self.calls, "runs": self.runs}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _check_self(self) -> None:
@@ -215,7 +238,7 @@ class Watchdog:
             return
         # A waiting rank is rarely the cause; give it twice the limit so the stalled one reports first.
         limit = 2 * self._limit if doing.waits else self._limit
-        if time.perf_counter() - doing.since > limit:
+        if self._clock() - doing.since > limit:
             others = self._running_ranks() if doing.waits else ""
             self._tell(f"has been {doing} for more than {limit:g} seconds{others}", store=self._store)
 
@@ -229,12 +252,19 @@ class Watchdog:
         )
 
     def _check_next(self) -> None:
-        other, now = (self._rank + 1) % self._size, time.monotonic()
+        other, now = (self._rank + 1) % self._size, self._clock()
+        calls, mine = self.calls, self.runs
         beat = _last_beat(self._store, other)
-        left = beat.get("left")
+        left, theirs = beat.get("left"), beat.get("runs")
         if left is not None and self.calls > left:  # even if this rank waits before its first action
             self._tell(
                 f"waits for rank {other}, which has left after {left} steps, {_where(self._doing())}", store=self._store
+            )
+        elif mine and theirs and _differ(mine, calls, Runs(*theirs), beat["calls"]):
+            self._tell(
+                f"should train with the same as rank {other}. Found {mine.name} here and {theirs[1]} there; give all ranks the "
+                "same strategy, number of micro-batches, order and trainable stages",
+                store=self._store,
             )
         elif beat != self._heard[0]:
             self._heard = beat, now
@@ -243,6 +273,11 @@ class Watchdog:
             self._tell(
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
             )
+
+
+def _differ(mine: Runs, calls: int, theirs: Runs, other_calls: int) -> bool:
+    """Tell whether two ranks have begun the same call with different things; one may only be ahead of the other."""
+    return mine.digest != theirs.digest and min(calls, other_calls) > max(mine.since, theirs.since)
 
 
 def _where(doing: Doing | None) -> str:

@@ -32,10 +32,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
+from nwise.randomness import derive
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_spec
 from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
-from nwise.runtime.watch import RankError, Watchdog
+from nwise.runtime.watch import RankError, Runs, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
@@ -111,6 +112,7 @@ class World(Processes):
         self.watch = Watchdog(self.store, self.rank, self.size, self.here, limit, lambda: self.doing)
         self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
         self._on_close: list[Callable[[], None]] = []
+        self.watch.start()
         _open.append(self)
         _report_crashes()
         atexit.register(self._close_at_exit)
@@ -284,6 +286,9 @@ class World(Processes):
 
     def check(self) -> None:
         self.watch.check()
+
+    def compare(self, name: str, facts: Any) -> None:
+        self.watch.runs = Runs(self.watch.calls, name, derive(repr(facts)))
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         self.watch.on_beat = on_beat
