@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,35 @@ def written(kind: str, num_ranks: int, microbatches: int, path: Path, **options:
     schedule = getattr(torchs, kind)(stages, microbatches, loss_fn=lambda y, t: 0)
     schedule._dump_csv(str(path), **options)
     return path.read_text()
+
+
+def written_plain(kind: str, num_ranks: int, microbatches: int) -> str:
+    """What torch's order for one stage on a rank looks like in the same format, for which torch itself has no writer."""
+    schedule = getattr(torchs, kind)(FakeStage(0, num_ranks, num_ranks), microbatches, loss_fn=lambda y, t: 0)
+    order: dict[int, list[Any]] = schedule._get_pipeline_order()
+    return "\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in range(num_ranks))
+
+
+def renumbered(text: str) -> str:
+    """The same with the last rank's forwards numbered from 0."""
+    *others, last = text.split("\n")
+    return "\n".join([*others, re.sub(r"F(\d+)", lambda found: f"F{int(found[1]) - 1}", last)])
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "1f1b")])
+def test_gpipe_and_1f1b_are_those_of_torch(kind: str, name: str) -> None:
+    for num_ranks, microbatches in ((2, 4), (4, 8), (8, 32)):
+        text = written_plain(kind, num_ranks, microbatches)
+        if name == "1f1b":
+            # torch 2.13 numbers the last rank's forwards from 1 to M in this list; its runtime has a loop apart.
+            with pytest.raises(ValueError, match=rf"Found no F0\({microbatches}\)"):
+                read_csv(text, kind)
+            text = renumbered(text)
+        theirs = read_csv(text, kind)
+        ours = baseline(name, num_stages=num_ranks, num_microbatches=microbatches, costs=COSTS)
+        # GPipe: (M + A - 1) forwards and as many backward passes; 1F1B is as long with fewer in flight.
+        assert timed(theirs, COSTS).period == ours.period == 3 * (microbatches + num_ranks - 1)
+        assert max(theirs.in_flight) == max(ours.in_flight) == (microbatches if name == "gpipe" else num_ranks)
 
 
 # Period with F = I = W = 1 on four ranks with eight micro-batches, which take 48 slots, and in flight on a stage at most.
@@ -123,6 +153,7 @@ def test_schedule_from_csv_computes_the_gradients(tmp_path: Path) -> None:
     [
         ("0F0,0X0", r"A cell should be a stage, one of F, I, W, B, and a micro-batch, like 0F0. Found '0X0'"),
         ("0F0,0B0\n0F1,0B1", "A stage should be on one rank. Found stage 0 on 0 and 1"),
+        ("0F0,0B0\n1F0,1I0", r"Found no W1\(0\)"),
         ("", "every stage and micro-batch, 4096 of each at most. Found 0 of 0 stages and 0 micro-batches"),
         ("0F0,2F0", "Found 2 of 3 stages and 1 micro-batches"),
         ("0F99999,0B99999", "Found 1 of 1 stages and 100000 micro-batches"),
