@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nwise.models.split import split, untie
     from nwise.pipeline import Pipeline
     from nwise.planning.devices import Device
-    from nwise.planning.plan import plan
+    from nwise.planning.planner import plan
     from nwise.reference import reference_grads
     from nwise.schedule.ages import staleness
     from nwise.strategies import (
@@ -83,7 +83,7 @@ _PLACES = {
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",
     "heads": "models",
-    "plan": "planning.plan",
+    "plan": "planning.planner",
     "reference_grads": "reference",
     "split": "models.split",
     "staleness": "schedule.ages",

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,17 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from nwise._errors import check_at_least
 from nwise.flow import Flow
-from nwise.models.carry import Carrier
-from nwise.models.chain import Chain
-from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
-from nwise.schedule.costs import Costs
-from nwise.schedule.orders import TYPICAL
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timed import Limit
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Input, Tensors, as_tuple, call, names
+
+if TYPE_CHECKING:
+    from nwise.planning.plan import Plan
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -137,24 +135,11 @@ def placed(
     """Return the plan, if the placement is one, the placement itself, and the number of micro-batches."""
     if num_microbatches is not None:
         check_at_least(1, num_microbatches=num_microbatches)
-    if not isinstance(placement, Plan):
+    if not hasattr(placement, "check_stages"):
         return None, placement, num_microbatches or 1
-    begins = [next(iter(stage.pieces())) for stage in stages if isinstance(stage, Chain)]
-    count = len(placement.placement)
-    if len(stages) != count or (len(begins) == count and tuple(begins[1:]) != placement.at):
-        cut = f"{len(stages)} stages" + (f" that begin at {', '.join(begins[1:])}" if begins[1:] else "")
-        raise ValueError(
-            f"`placement` should be a plan for these stages. Found one for {count} stages that begin at "
-            f"{', '.join(placement.at)}, and {cut}; cut the network with `nwise.split(model, at=plan.at)`."
-        )
-    return placement, placement.placement, num_microbatches or placement.num_microbatches
-
-
-def prices(plan: Plan | None, processes: Processes) -> tuple[Costs, Limit]:
-    """Return the costs by which orders are compared, and the memory of every rank if the ranks are a plan's devices."""
-    if plan is None:
-        return TYPICAL, None
-    return plan.timed.costs, plan.limits if processes.num_ranks == len(plan.devices) else None
+    plan = cast("Plan", placement)
+    plan.check_stages(stages)
+    return plan, plan.placement, num_microbatches or plan.num_microbatches
 
 
 def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:
@@ -177,9 +162,13 @@ def check_same_target(processes: Processes, target: Input | Tensors | None) -> b
 def _takes(module: nn.Module, inputs: Tensors) -> bool:
     """Return whether a module's forward accepts the inputs, judged by its signature."""
     # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
-    while type(module) in (nn.Sequential, Chain) or (isinstance(module, Carrier) and not names(inputs)):
-        parts = module.pieces() if isinstance(module, Chain) else module._modules
-        module = next(iter(parts.values()), None) or nn.Identity()
+    outer = None
+    while outer is not module:
+        outer = module
+        if type(module) is nn.Sequential:
+            module = next(iter(module), nn.Identity())
+        elif hasattr(type(module), "entry"):  # a chain (`nwise.models.chain`)
+            module = cast(Any, module).entry(by_name=bool(names(inputs)))
     try:
         call(inspect.signature(module.forward).bind, inputs)
     except (TypeError, ValueError):

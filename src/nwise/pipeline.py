@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,6 @@ from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
-from nwise.planning.observe import Observer
-from nwise.planning.plan import Plan
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.engine import Engine
@@ -37,6 +35,9 @@ from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
+
+if TYPE_CHECKING:
+    from nwise.planning.plan import Plan
 
 
 class Pipeline(OldNames, nn.Module):
@@ -130,7 +131,8 @@ class Pipeline(OldNames, nn.Module):
         self.warns_of_divergence = True
         self._divergence = Divergence()
         self._compared = False  # whether the targets of all ranks have been compared
-        self._observer, self._prices = Observer(plan, self.processes), arguments.prices(plan, self.processes)
+        self._observer = None if plan is None else plan.observer(self.processes)
+        self._prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = make_terms(losses)
         self._chosen: tuple[Any, Any, Schedule] | None = None  # what the last schedule was chosen for, and itself
@@ -272,7 +274,7 @@ class Pipeline(OldNames, nn.Module):
         modules = self._survey()
         schedule = self._schedule_for(self.strategy.in_force(self.steps))
         engine = self._connected(batch.inputs[0])
-        engine.recorder = self._observer.through(self.recorder)
+        engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
         with restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
@@ -280,7 +282,8 @@ class Pipeline(OldNames, nn.Module):
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
         self.steps += 1
-        self._observer.look()
+        if self._observer is not None:
+            self._observer.look()
         result = Losses(losses, {k for k, _ in batch.losses}, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)

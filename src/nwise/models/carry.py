@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nwise.models.chain import Chain
-from nwise.models.split import group_pieces
+from nwise.models.chain import Chain, group_pieces
 from nwise.tensors import HIDDEN
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -67,6 +66,9 @@ class Carrier(Chain):
     def like(self, pieces: Mapping[str, nn.Module]) -> Carrier:
         """Make a head of other pieces, which ends where the network does."""
         return Carrier(pieces, (), begins=False, ends=True)
+
+    def entry(self, *, by_name: bool) -> nn.Module:
+        return self if by_name else next(iter(self.pieces().values()))
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         known: dict[str, Any] = dict(named)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from nwise._errors import hint
 
 
 class Chain(nn.Module):
@@ -50,6 +52,12 @@ class Chain(nn.Module):
         """Make a chain of other pieces that runs them as this one does."""
         return Chain(pieces)
 
+    def entry(self, *, by_name: bool) -> nn.Module:
+        """Return the module whose signature tells which inputs the chain takes: its first piece, or itself."""
+        del by_name
+        own = type(self).forward is not Chain.forward
+        return self if own else self.get_submodule(self._names[0])
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         output: Any = inputs
         for name in self._names:
@@ -63,3 +71,21 @@ class Chain(nn.Module):
 def join(chains: Iterable[Chain]) -> Chain:
     """Make one chain of the pieces of several."""
     return Chain({name: piece for chain in chains for name, piece in chain.pieces().items()})
+
+
+def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
+    """Group the pieces by stage; a stage begins at every name in `at`."""
+    names = list(pieces)
+    for name in at:
+        if name not in pieces:
+            longer = [other for other in names if other.endswith("." + name)]
+            suggestion = f" Did you mean {longer[0]!r}?" if longer else hint(name, names)
+            raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{suggestion}")
+    starts = [0, *(names.index(name) for name in at)]
+    if sorted(set(starts)) != starts:
+        raise ValueError(
+            "`at` should name pieces in the order they run, each once and not the first, which always begins a stage. "
+            f"Found {list(at)}."
+        )
+    ends = [*starts[1:], len(names)]
+    return [{name: pieces[name] for name in names[a:b]} for a, b in zip(starts, ends, strict=True)]

@@ -16,26 +16,8 @@ from nwise._compiled import is_compiled
 from nwise._errors import hint
 from nwise._modes import evaluating
 from nwise.models import huggingface
-from nwise.models.chain import Chain
+from nwise.models.chain import Chain, group_pieces
 from nwise.tensors import Input, Tensors, as_tuple, call, each, names, run_module
-
-
-def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
-    """Group the pieces by stage; a stage begins at every name in `at`."""
-    names = list(pieces)
-    for name in at:
-        if name not in pieces:
-            longer = [other for other in names if other.endswith("." + name)]
-            suggestion = f" Did you mean {longer[0]!r}?" if longer else hint(name, names)
-            raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{suggestion}")
-    starts = [0, *(names.index(name) for name in at)]
-    if sorted(set(starts)) != starts:
-        raise ValueError(
-            "`at` should name pieces in the order they run, each once and not the first, which always begins a stage. "
-            f"Found {list(at)}."
-        )
-    ends = [*starts[1:], len(names)]
-    return [{name: pieces[name] for name in names[a:b]} for a, b in zip(starts, ends, strict=True)]
 
 
 def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nwise.models.chain import Chain, join
-from nwise.models.split import group_pieces
+from nwise.models.chain import Chain, group_pieces, join
 from nwise.randomness import derive, seeded
 
 

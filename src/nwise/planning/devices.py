@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from numbers import Real
 from typing import Any
 
@@ -65,3 +65,9 @@ def as_devices(devices: int | Sequence[Any]) -> tuple[Device, ...]:
     if not result:
         raise ValueError("`devices` should contain at least one device. Found none.")
     return result
+
+
+def limits(devices: Sequence[Device]) -> tuple[float, ...] | None:
+    """Return the memory of every device; None if none is limited."""
+    memory = tuple(device.memory for device in devices)
+    return memory if any(map(isfinite, memory)) else None

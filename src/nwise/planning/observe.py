@@ -6,11 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
 from nwise._summary import table
-from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
 from nwise.schedule.actions import COMPUTATIONS, Action
+
+if TYPE_CHECKING:
+    from nwise.planning.plan import Plan
 
 _WARMUP = 2  # steps that are not counted: the first allocate memory
 _STEPS = 5
@@ -21,16 +24,17 @@ Recorder = Callable[[int, Action, float, float], None]
 class Observer:
     """Records the first steps on this rank, then compares those of all ranks with the plan.
 
-    It does nothing without a plan, and where the processes are not the plan's devices.
+    It does nothing where the processes are not the plan's devices.
 
     Args:
-        plan: the plan; None for none.
+        plan: the plan.
         processes: the processes.
     """
 
-    def __init__(self, plan: Plan | None, processes: Processes) -> None:
-        fits = plan is not None and processes.num_ranks == len(plan.devices) > 1
-        self._plan, self._processes = plan if fits else None, processes
+    def __init__(self, plan: Plan, processes: Processes) -> None:
+        fits = processes.num_ranks == len(plan.devices) > 1
+        self._plan: Plan | None = plan if fits else None
+        self._processes = processes
         self._begins: dict[int, float] = {}
         self._busy: dict[int, float] = defaultdict(float)
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
-from math import isfinite
 
 import numpy as np
 
 from nwise._errors import check_at_least
 from nwise.flow import flows_for
-from nwise.planning.devices import Device
+from nwise.planning.devices import Device, limits
 from nwise.schedule.ages import Flows, weight_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.best import DoesNotFit, best_order
@@ -291,12 +290,6 @@ class Search:
             for a, b in pairwise(dict.fromkeys(placement)):
                 if self._devices[a] != self._devices[b]:
                     yield starts, tuple({a: b, b: a}.get(rank, rank) for rank in placement)
-
-
-def limits(devices: Sequence[Device]) -> tuple[float, ...] | None:
-    """Return the memory of every device; None if none is limited."""
-    memory = tuple(device.memory for device in devices)
-    return memory if any(map(isfinite, memory)) else None
 
 
 def search(
