@@ -64,37 +64,101 @@ def saved(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["local", "2-wise", "end-to-end", "rotating-2", "2-wise-hogwild", "end-to-end-delay-2"]
+    "strategy",
+    [
+        "local",
+        "2-wise",
+        "end-to-end",
+        "rotating-2",
+        "2-wise-hogwild",
+        "hogwild",
+        "end-to-end-delay-2",
+        "rotating-2-delay-1",
+    ],
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_resume_is_bitwise(strategy: str, optimizer: str, tmp_path: Path) -> None:
+    """Equal to a run without any checkpoint, in the middle of a delay too."""
     cut = (1, 1, 1, 1)
     main(tmp_path / "none", tmp_path / "a", cut, strategy, optimizer, 5)
     resumed = main(tmp_path / "a" / "after", tmp_path / "b", cut, strategy, optimizer, 4)
     whole = pipeline(cut, strategy)
     update, losses = make_optimizer(optimizer, whole), []
-    for i, (x, y) in enumerate(batches(100, WIDTH)[:9]):
-        if i == 5:
-            whole.forget_pending()  # as the run did before its checkpoint
-            Checkpoints(tmp_path / "between", whole).save()
+    for x, y in batches(100, WIDTH)[:9]:
         losses.append(whole.step(x, target=y).tolist())
         update.step()
         update.zero_grad()
     assert resumed["said"] == ""
     assert resumed["steps"] == 9
     torch.testing.assert_close(resumed["losses"], losses[5:], rtol=0, atol=0, equal_nan=True)
-    whole.forget_pending()
     Checkpoints(tmp_path / "whole", whole, update).save()
     assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "whole"))
 
 
-def test_checkpoint_while_gradients_are_due_warns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["hogwild", "end-to-end-delay-2"])
+def test_checkpoints_change_nothing_under_a_delay(strategy: str, tmp_path: Path) -> None:
     """Regression: with a checkpoint every third step and a delay of two, 12 steps made 4 updates, without a word."""
-    pipe = pipeline((1, 1), "end-to-end-delay-2")
-    ((x, y),) = batches(1, WIDTH)
-    pipe.step(x, target=y)
-    with pytest.warns(UserWarning, match="lost now because a checkpoint has no place for them"):
-        Checkpoints(tmp_path, pipe).save()
+    states = []
+    for every in (1, 3, 100):
+        pipe = pipeline((1, 1, 1, 1), strategy)
+        update = make_optimizer("adam", pipe)
+        checkpoints = Checkpoints(tmp_path / str(every), pipe, update)
+        for x, y in batches(12, WIDTH):
+            pipe.step(x, target=y)
+            update.step()
+            update.zero_grad()
+            if pipe.steps % every == 0:
+                checkpoints.save()
+        while pipe.drain():
+            update.step()
+            update.zero_grad()
+        states.append(pipe.state_dict())
+    assert all(equal(states[0], state) for state in states[1:])
+
+
+def test_due_gradients_by_hand(tmp_path: Path) -> None:
+    """y = w x, loss = y, delay 2, so the gradient of mini-batch b is its x = 1 + b, left by call b + 2."""
+
+    def fresh() -> nwise.Pipeline:
+        return nwise.Pipeline([nn.Linear(1, 1, bias=False)], None, lambda y, t: y.mean(), "end-to-end-delay-2")
+
+    def gradient(pipe: nwise.Pipeline) -> float | None:
+        (p,) = pipe.parameters()
+        gradient, p.grad = p.grad, None
+        return None if gradient is None else gradient.item()
+
+    pipe = fresh()
+    for b in range(3):
+        pipe.step(torch.tensor([[1.0 + b]]))
+    assert gradient(pipe) == 1
+    assert [g.item() for call in pipe.pending_gradients() for g in call.values()] == [2, 3]
+    Checkpoints(tmp_path, pipe).save()
+    resumed = fresh()
+    found = Checkpoints(tmp_path, resumed).resume()
+    assert found == Resumed(step=3, changes="")
+    for one in (pipe, resumed):
+        assert len(one.pending_gradients()) == 2
+        one.step(torch.tensor([[10.0]]))
+        assert gradient(one) == 2
+        assert [one.drain() and gradient(one) for _ in range(3)] == [3, 10, False]
+
+
+def test_resume_with_another_strategy_drops_due_gradients(tmp_path: Path) -> None:
+    pipe = pipeline((1, 1, 1, 1), "end-to-end-delay-2")
+    for x, y in batches(3, WIDTH):
+        pipe.step(x, target=y)
+    Checkpoints(tmp_path, pipe).save()
+    other = pipeline((1, 1, 1, 1), "end-to-end-delay-1")
+    found = Checkpoints(tmp_path, other).resume()
+    assert found is not None
+    assert found.changes.endswith("dropped 2 late gradients")
+    assert not other.drain()
+    same = pipeline((2, 2), "end-to-end-delay-2")
+    assert Checkpoints(tmp_path, same).resume() is not None
+    same.strategy = nwise.strategy("2-wise")
+    (x, y), *_ = batches(1, WIDTH)
+    with pytest.warns(UserWarning, match="2 mini-batches with gradients still due, lost now because the strategy"):
+        same.step(x, target=y)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
@@ -234,6 +298,14 @@ def test_resume_across_process_counts(tmp_path: Path) -> None:
     written = tensors(tmp_path / "a" / "after")
     assert equal(written, tensors(tmp_path / "one" / "after"))
     assert len(list((tmp_path / "a" / "after").glob("step-*/*.safetensors"))) == 4
+    # In the middle of a delay, from one process to four and back to one: as if nothing had been saved.
+    cut, late = (1, 1, 1, 1), "end-to-end-delay-2"
+    main(tmp_path / "none", tmp_path / "late", cut, late, "adam", 4)
+    run(4, tmp_path / "late" / "after", tmp_path / "late4", "1,1,1,1", late, "adam", 3)
+    main(tmp_path / "late4" / "after", tmp_path / "late1", cut, late, "adam", 2)
+    main(tmp_path / "none", tmp_path / "late0", cut, late, "adam", 9)
+    assert any(name.startswith("due.1.") for name in tensors(tmp_path / "late0" / "after"))
+    assert equal(tensors(tmp_path / "late1" / "after"), tensors(tmp_path / "late0" / "after"))
     found = run(2, tmp_path / "a" / "after", tmp_path / "two", "2,2", "2-wise", "adam", 2)
     assert {f["said"] for f in found} == {"stages 4 -> 2; dropped the heads of the former stages 0, 2"}
     assert equal(renamed(written, {1: 0}), tensors(tmp_path / "two" / "loaded"))

@@ -42,7 +42,7 @@ RANKS = [
     ["stage"],
     ["runtime", "data"],
     ["planning"],
-    ["_arguments", "exits", "pipeline", "recipes"],
+    ["_arguments", "exits", "pipeline", "program", "recipes"],
     ["training"],
     ["report"],
     ["cli", "__main__"],

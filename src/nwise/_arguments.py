@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nwise._errors import check_at_least
-from nwise.flow import Flow
 from nwise.runtime.processes import Processes
-from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Input, Tensors, as_tuple, call, names
@@ -98,35 +96,6 @@ def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
             "The first stage should get the inputs that its forward takes; pass the target by name, "
             f"`pipe.step(x, target=y)`. Found {given} and no target."
         )
-
-
-def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:
-    """Raise ValueError unless there is a head for every loss of the flows but the last."""
-    for k, last in {k: len(flow.stages) - 1 for flow in flows for k in flow.heads}.items():
-        if k < last and k not in heads:
-            raise ValueError(
-                f"`heads` should have a head for stage {k}, whose loss {strategy!r} needs. Found None; see `nwise.heads` for "
-                "builders."
-            )
-
-
-def known_trainable(processes: Processes, here: Mapping[int, bool], known: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Tell for each stage whether it has a parameter to train; several processes exchange this once, and it must stay.
-
-    Args:
-        processes: the processes.
-        here: the answer for the stages of this process.
-        known: the earlier answer; empty if there is none.
-    """
-    if not known or processes.size == 1:
-        return tuple(processes.by_stage(here))
-    for k, learns in here.items():
-        if known[k] != learns:
-            raise ValueError(
-                f"Stage {k} should have parameters to train as it had when the pipeline was made, because the other processes "
-                f"rely on it. Found {'some' if learns else 'none'}; make a new pipeline."
-            )
-    return known
 
 
 def placed(
@@ -232,16 +201,6 @@ def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[
                     f"`nwise.untie(model)` or a copy.deepcopy of one{hint}."
                 )
     return shared
-
-
-def without_late_sharing(schedule: Schedule, shared: tuple[str, str] | None) -> Schedule:
-    """Return a schedule, unless a parameter is in two places and gradients come after an update, so they would have two ages."""
-    if shared is not None and schedule.late_stages:
-        raise ValueError(
-            f"Every parameter should belong to one stage or head under a delay. Found {shared[0]} again as {shared[1]}; use "
-            "heads of their own, as `nwise.heads.copied` makes."
-        )
-    return schedule
 
 
 def warn_of_wide_windows(strategy: Strategy, num_stages: int) -> None:

@@ -19,18 +19,17 @@ from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
-from nwise.flow import Flow, flows_for
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
+from nwise.program import Program, check_heads
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
+from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import build_modules
 from nwise.runtime.world import join
 from nwise.schedule.actions import Action
-from nwise.schedule.ages import weight_ages
-from nwise.schedule.named import Order, check_order, choose
-from nwise.schedule.schedule import Schedule
+from nwise.schedule.named import Order, check_order
 from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
@@ -116,7 +115,7 @@ class Pipeline(OldNames, nn.Module):
         self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
-        self._shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
+        shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         # One process waits for no other, so the order with the least memory is the best.
@@ -132,16 +131,15 @@ class Pipeline(OldNames, nn.Module):
         self._divergence = Divergence()
         self._compared = False  # whether the targets of all ranks have been compared
         self._observer = None if plan is None else plan.observer(self.processes)
-        self._prices = () if plan is None else plan.prices(self.processes.num_ranks)
+        prices = () if plan is None else plan.prices(self.processes.num_ranks)
+        self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = make_terms(losses)
-        self._chosen: tuple[Any, Any, Schedule] | None = None  # what the last schedule was chosen for, and itself
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
-        self._trainable: tuple[bool, ...] = ()
         arguments.warn_of_wide_windows(rule, len(mains))
         self._survey()
-        arguments.check_heads(self._flows_from(0), self.heads, rule.name)
+        check_heads(self._program.flows_from(0, rule, num_microbatches, self.heads), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
         self.compress = fingerprint(self._compression)
         self.processes.agree(strategy=rule.name, placement=list(self.processes.placement))
@@ -200,7 +198,7 @@ class Pipeline(OldNames, nn.Module):
         here = {k: [count(self.stages[k]), count(self.heads.get(k))] for k in self.processes.here}
         now, many = self.strategy.in_force(self.steps), "es" * (self.num_microbatches > 1)
         title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{many}"
-        flow = self._flows(now)[self.steps % now.turns][0]
+        flow = self._program.flows(now, self.num_microbatches, self.heads)[self.steps % now.turns][0]
         return describe(title, self.processes.by_stage(here), flow, self.credit)
 
     def forward(self, *inputs: Input, **named: Tensor) -> Any:
@@ -272,7 +270,8 @@ class Pipeline(OldNames, nn.Module):
         )
         self._compared = self._compared or arguments.check_same_target(processes, target)
         modules = self._survey()
-        schedule = self._schedule_for(self.strategy.in_force(self.steps))
+        now = self.strategy.in_force(self.steps)
+        schedule = self._program.schedule(now, self.num_microbatches, self.heads, self._order)
         engine = self._connected(batch.inputs[0])
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
@@ -300,6 +299,20 @@ class Pipeline(OldNames, nn.Module):
         with preserved(self._device()):
             return self._engine is not None and self._engine.drain()
 
+    def pending_gradients(self) -> list[Gradients]:
+        """Compute now the gradients that are due later under a delay, for a checkpoint; the next steps still add them.
+
+        Returns:
+            For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
+        """
+        with preserved(self._device()):
+            return [] if self._engine is None else self._engine.complete()
+
+    def restore_pending(self, gradients: Sequence[Gradients]) -> None:
+        """Let the next steps add these gradients, which `pending_gradients` returned at this step; a call for all processes."""
+        if gradients:
+            self._connected(()).restore(self.steps, gradients)
+
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
         """Bytes that this process sent in the last step as activations and as gradients, measured and predicted."""
@@ -316,8 +329,9 @@ class Pipeline(OldNames, nn.Module):
         Args:
             later: whether to include all later steps, after switches too (the default), or only the last step.
         """
-        now = self.strategy.in_force(max(0, self.steps - 1))
-        flows = self._flows_from(self.steps) if later else [flow for turn in self._flows(now) for flow in turn]
+        step = self.steps if later else max(0, self.steps - 1)
+        rule = self.strategy if later else self.strategy.in_force(step)
+        flows = self._program.flows_from(step, rule, self.num_microbatches, self.heads)
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
 
     def forget_pending(self, because: str = "") -> int:
@@ -345,39 +359,17 @@ class Pipeline(OldNames, nn.Module):
             self.forget_pending("a stage was replaced")
         stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
-        here = {k: bool(self._stages[k].learns) for k in self.processes.here}
-        self._trainable = arguments.known_trainable(self.processes, here, self._trainable)
+        self._program.set_trainable({k: bool(self._stages[k].learns) for k in self.processes.here})
         allow_several_passes(modules)
         return modules
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
 
-    def _flows(self, now: Strategy) -> tuple[tuple[Flow, ...], ...]:
-        """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
-        heads = [*(head is not None for head in self.heads.by_stage(self.num_stages - 1)), True]
-        return flows_for(now, self.num_stages, self.num_microbatches, trainable=self._trainable, heads=heads)
-
-    def _flows_from(self, step: int) -> Iterator[Flow]:
-        """Iterate over the flows of every turn of every phase from a step on."""
-        for first, _ in self.strategy.phases(step):
-            for flows in self._flows(self.strategy.in_force(first)):
-                yield from flows
-
-    def _schedule_for(self, now: Strategy) -> Schedule:
-        """Return the schedule of a strategy's cycle of mini-batches, the one of the last step if nothing has changed."""
-        flows, heads = self._flows(now), tuple(self.heads)
-        key = self._order, flows, self.processes.placement, weight_ages(now, flows), *self._prices
-        if self._chosen is None or self._chosen[:2] != (key, heads):
-            arguments.check_heads((flow for turn in flows for flow in turn), self.heads, now.name)
-            self._chosen = key, heads, arguments.without_late_sharing(choose(*key), self._shared)
-            self.processes.compare(f"{now.name} with M = {self.num_microbatches}", (self._chosen[2].digest, flows))
-        return self._chosen[2]
-
     def _connected(self, inputs: Tensors) -> Engine:
         """Return the engine of this process's stages; the first call connects and is one for all processes."""
         if self._engine is None:
-            device = self._device(inputs[0]) or torch.device("cpu")
+            device = self._device(*inputs[:1]) or torch.device("cpu")
             stages = [self._stages[k] for k in self.processes.here]
             self._engine = Engine(self.processes, stages, device, self._compression)
         return self._engine
@@ -391,7 +383,7 @@ class Pipeline(OldNames, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
-        return {**self.__dict__, "_engine": None, "_chosen": None}
+        return {**self.__dict__, "_engine": None}
 
 
 def _forget(pipe: Pipeline, keys: object) -> None:

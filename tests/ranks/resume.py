@@ -66,10 +66,8 @@ def main(
         update.step()
         update.zero_grad()
         if asynchronous:
-            pipe.forget_pending()
             after.save()
     if not asynchronous:
-        pipe.forget_pending()
         after.save()
     after.wait()
     return {

@@ -19,6 +19,7 @@ from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
 from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
 from nwise.runtime.compression import Compression, Wire
+from nwise.runtime.due import DueGradients, Gradients
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Specs, Step
@@ -75,6 +76,7 @@ class Engine:
         # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
         self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
         self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
+        self._due = DueGradients()
         self._first = self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step
         processes.before_close(self.close)
@@ -97,8 +99,11 @@ class Engine:
         Raises:
             RankError: this or another rank failed.
         """
-        if schedule != self._schedule or step != self._next:
+        # Restored gradients are all that is known of their schedule; they are due over as many calls as its oldest are late.
+        same = schedule == self._schedule if self._schedule else len(self._due) in (0, schedule.oldest)
+        if step != self._next or not same:
             self.forget("the strategy, M, the order, what is trained, or the number of the step changed")
+        if self._schedule is None:
             self._schedule, self._first = schedule, step
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -108,21 +113,47 @@ class Engine:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
                 tape.inputs = inputs
         self._call(schedule, step, batch.inputs, on_action)
+        self._due.leave(step)
 
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False if no call is left to run, since no gradient is due.
 
         A call that raises restores every ``.grad``.
         """
-        schedule = self._schedule
-        if schedule is None or not self._tapes or not schedule.oldest:
+        if not self._tapes and not self._due:
             return False
-        # The shapes of messages, and forwards that run again, depend on autocast.
-        kind, dtype = self.device.type, self._autocast
-        learns = [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
-        with restored_on_error((), learns), nullcontext() if dtype is None else torch.autocast(kind, dtype):
-            self._call(schedule, self._next, (), None)
+        call = self._next
+        with restored_on_error((), self._learns()):
+            if self._tapes:
+                self._call_without_batch()
+            self._due.leave(call)
+        self._next = call + 1
         return True
+
+    def complete(self) -> list[Gradients]:
+        """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
+        call, learns = self._next, self._learns()
+        before = [p.grad for p in learns]
+        try:
+            while self._tapes:
+                for p in learns:
+                    p.grad = None
+                number = self._next
+                self._call_without_batch()
+                self._due.put(number, learns)
+        finally:
+            for p, gradient in zip(learns, before, strict=True):
+                p.grad = gradient
+        # As at the start of a schedule, except for the gradients: no earlier mini-batch has messages on their way.
+        self._first = self._next = call
+        self._drop_messages()
+        return self._due.by_call()
+
+    def restore(self, step: int, calls: Sequence[Gradients]) -> None:
+        """Start with gradients that calls from `step` on leave, as `complete` returned them."""
+        self.forget()
+        self._next = step
+        self._due.replace(step, calls)
 
     def forget(self, because: str = "") -> int:
         """Drop the mini-batches that wait for their delay, and the errors of compressed messages.
@@ -133,7 +164,7 @@ class Engine:
         Returns:
             The number of mini-batches.
         """
-        lost = len(self._tapes)
+        lost = len(self._tapes) + len(self._due)
         if lost and because:
             warnings.warn(
                 f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
@@ -142,11 +173,9 @@ class Engine:
                 stacklevel=4,
             )
         self._tapes.clear()
-        self._batch_shapes.clear()
-        self._wire.errors.clear()
+        self._due.clear()
         self._schedule = None
-        for receiver in self._receivers.values():
-            receiver.forget()
+        self._drop_messages()
         return lost
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
@@ -181,6 +210,25 @@ class Engine:
             self.forget()
             self._start(Script((), {}, {}, {}, {}), 0, ())
 
+    def _learns(self) -> list[Tensor]:
+        """Return the trainable parameters of this rank."""
+        return [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
+
+    def _drop_messages(self) -> None:
+        """Drop the messages that are on their way, and the errors of compressed ones."""
+        self._batch_shapes.clear()
+        self._wire.errors.clear()
+        for receiver in self._receivers.values():
+            receiver.forget()
+
+    def _call_without_batch(self) -> None:
+        """Run a call that has only passes of earlier mini-batches."""
+        assert self._schedule is not None, "mini-batches wait for their passes"
+        # The shapes of messages, and forwards that run again, depend on autocast.
+        kind, dtype = self.device.type, self._autocast
+        with nullcontext() if dtype is None else torch.autocast(kind, dtype):
+            self._call(self._schedule, self._next, (), None)
+
     def _call(
         self,
         schedule: Schedule,
@@ -201,6 +249,7 @@ class Engine:
                 self._execute(script, step, on_action)
         except BaseException:
             self._tapes.clear()
+            self._due.clear()
             self._next, self._wire.errors = step, errors
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:

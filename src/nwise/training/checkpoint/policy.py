@@ -127,7 +127,7 @@ class Checkpoints:
 
         Args:
             facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
-                ``num_microbatches``, ``ends``, ``optimizer``, ``compress``).
+                ``num_microbatches``, ``ends``, ``optimizer``, ``compress``, ``due``).
 
         Returns:
             Its folder, which exists at once unless it is written in the background.
@@ -137,7 +137,7 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        if reserved := sorted(set(facts) & {*state.FACTS, "compress"}):
+        if reserved := sorted(set(facts) & {*state.FACTS, "compress", "due"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()
@@ -147,11 +147,10 @@ class Checkpoints:
         with self._processes.telling():
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
-        # They are not saved, so an uninterrupted run drops them, too.
-        self._pipe.forget_pending("a checkpoint has no place for them")
+        due = self._pipe.pending_gradients()
         with self._processes.telling():
-            tensors = state.collect_tensors(self._pipe, self.optimizer)
-            all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
+            tensors = state.collect_tensors(self._pipe, self.optimizer, due)
+            all_facts = {**state.collect_facts(self._pipe, self.optimizer), "due": len(due), **facts}
             json.dumps(all_facts)  # a fact that is not JSON raises on all processes
         folder = self.folder / f"step-{self._pipe.steps:08d}"
         if self._writer is None:
@@ -350,7 +349,6 @@ class Saver:
 
     def _write(self, phase: Phase) -> None:
         phase.guard.check_parameters()
-        phase.drain()  # a checkpoint has no place for gradients that are still due
         self._checkpoints.optimizer = phase.optimizer
         self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())
 

@@ -3,6 +3,7 @@
     model.<name>                   parameters and buffers of the main network, named as in the unsplit network
     heads.<stage>.<name>           parameters and buffers of the heads
     optimizer.<parameter>.<entry>  the optimizer's state, such as ``optimizer.model.blocks.0.weight.exp_avg``
+    due.<n>.<parameter>            gradient that the step after n further ones will leave, under a delay
     random.<stage>                 torch's random state, which no step uses (`nwise.randomness`)
 
 The data need no state: the seed and the step's number determine its samples (`nwise.data.batch_indices`).
@@ -10,7 +11,7 @@ The data need no state: the seed and the step's number determine its samples (`n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
+from nwise.runtime.due import Gradients
+from nwise.strategies import strategy as parse
 from nwise.training.checkpoint import files
 from nwise.training.weights import local_weights, main_state, under
 
-# Types of the facts that every checkpoint has. Those of version 0.1 have no "compress", which was "none".
+# Types of the facts that every checkpoint has. Those of version 0.1 have neither "compress", which was "none", nor "due".
 FACTS = {
     "step": int,
     "seed": int,
@@ -35,8 +38,15 @@ FACTS = {
 }
 
 
-def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+def collect_tensors(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None, due: Sequence[Gradients] = ()
+) -> dict[str, Tensor]:
     """Return copies, on the CPU, of this process's part of the state; nothing where another replica has the same.
+
+    Args:
+        pipe: the pipeline.
+        optimizer: its optimizer; default: none.
+        due: its `Pipeline.pending_gradients`; default: none.
 
     Raises:
         TypeError: a value of the state is not a tensor.
@@ -61,6 +71,7 @@ def collect_tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = No
                     f"{type(optimizer).__name__}, a {type(value).__name__}."
                 )
             tensors[f"optimizer.{names[parameter]}.{entry}"] = value
+    tensors |= {f"due.{n}.{names[p]}": g for n, gradients in enumerate(due) for p, g in gradients.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -146,6 +157,8 @@ def restore(
     # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
     fresh.update({name: tensor for name, (_, _, tensor) in entries.items()})
+    due, waiting = _due_gradients(pipe, facts, layout)
+    fresh.update(waiting)
     random = f"random.{pipe.processes.here[0]}"
     if random in sizes:
         fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
@@ -160,12 +173,15 @@ def restore(
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     pipe.forget_pending()
-    return _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
+    pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
+    changes = _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
+    lost = int(facts.get("due", 0)) - len(due)
+    return "; ".join([*([changes] if changes else []), *([f"dropped {lost} late gradients"] if lost else [])])
 
 
-def parameter_names(pipe: Pipeline) -> dict[nn.Parameter, str]:
+def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
     """Return the names that this process's parameters have in a checkpoint."""
-    main = {p: f"model.{name}" for stage in pipe.stages for name, p in stage.named_parameters()}
+    main: dict[Tensor, str] = {p: f"model.{name}" for stage in pipe.stages for name, p in stage.named_parameters()}
     return {**main, **{p: f"heads.{name}" for name, p in pipe.heads.named_parameters()}}
 
 
@@ -195,9 +211,9 @@ def _optimizer_entries(
     facts: Mapping[str, Any],
     layout: Mapping[str, Tensor],
     renamed: Mapping[str, str],
-) -> dict[str, tuple[nn.Parameter, str, Tensor]]:
+) -> dict[str, tuple[Tensor, str, Tensor]]:
     """Return by name in the checkpoint: the parameter, the entry of its state, and an empty tensor to read it into."""
-    entries: dict[str, tuple[nn.Parameter, str, Tensor]] = {}
+    entries: dict[str, tuple[Tensor, str, Tensor]] = {}
     if optimizer is None or facts["optimizer"] != _optimizer_kind(optimizer):
         return entries
     by_parameter: dict[str, list[str]] = {}
@@ -216,6 +232,25 @@ def _optimizer_entries(
                 empty = torch.empty(shape, dtype=dtype)
             entries[full] = p, entry, empty
     return entries
+
+
+def _due_gradients(
+    pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str, Tensor]
+) -> tuple[list[dict[Tensor, str]], dict[str, Tensor]]:
+    """Return the gradients that the next steps leave, as names in the checkpoint by parameter, and empty tensors for them.
+
+    There are none if the strategy has changed, for which they would come too late or too early.
+    """
+    step = int(facts["step"])
+    if parse(facts["strategy"]).in_force(step).name != pipe.strategy.in_force(step).name:
+        return [], {}
+    parameters = parameter_names(pipe)
+    calls: list[dict[Tensor, str]] = [
+        {p: full for p, name in parameters.items() if (full := f"due.{n}.{name}") in layout}
+        for n in range(int(facts.get("due", 0)))
+    ]
+    empty = {name: torch.empty_like(p.detach(), device=_read_device(p)) for call in calls for p, name in call.items()}
+    return calls, empty
 
 
 def _differences(

@@ -1,0 +1,96 @@
+"""The program of a pipeline: what its next steps will do, worked out before any tensor and kept until something changes.
+
+strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the order and the placement
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from nwise._arguments import HeadDict
+from nwise.flow import Flow, flows_for
+from nwise.runtime.processes import Processes
+from nwise.schedule.ages import Flows, weight_ages
+from nwise.schedule.named import Order, choose
+from nwise.schedule.schedule import Schedule
+from nwise.strategies import Strategy
+
+
+class Program:
+    """Flows and schedules of a pipeline.
+
+    Args:
+        processes: the processes.
+        prices: costs by which orders are compared, and the memory of every rank; empty for typical costs and no limit.
+        shared: two names of a parameter that is in two places, or None.
+    """
+
+    def __init__(self, processes: Processes, prices: tuple[Any, ...], shared: tuple[str, str] | None) -> None:
+        self._processes, self._prices, self._shared = processes, prices, shared
+        self._trainable: tuple[bool, ...] = ()
+        self._key: Any = None
+        self._schedule: Schedule | None = None
+
+    def set_trainable(self, here: Mapping[int, bool]) -> None:
+        """Take over whether each stage of this process has a parameter to train.
+
+        Several processes exchange this once, so it must stay.
+
+        Raises:
+            ValueError: it has changed.
+        """
+        if not self._trainable or self._processes.size == 1:
+            self._trainable = tuple(self._processes.by_stage(here))
+        for k, learns in here.items():
+            if self._trainable[k] != learns:
+                raise ValueError(
+                    f"Stage {k} should have parameters to train as it had when the pipeline was made, because the other "
+                    f"processes rely on it. Found {'some' if learns else 'none'}; make a new pipeline."
+                )
+
+    def flows(self, now: Strategy, num_microbatches: int, heads: HeadDict) -> Flows:
+        """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
+        size = len(self._processes.placement)
+        present = [*(head is not None for head in heads.by_stage(size - 1)), True]
+        return flows_for(now, size, num_microbatches, trainable=self._trainable, heads=present)
+
+    def flows_from(self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> Iterator[Flow]:
+        """Iterate over the flows of every turn of every phase from a step on."""
+        for first, _ in strategy.phases(step):
+            for flows in self.flows(strategy.in_force(first), num_microbatches, heads):
+                yield from flows
+
+    def schedule(self, now: Strategy, num_microbatches: int, heads: HeadDict, order: Order) -> Schedule:
+        """Return the schedule of a strategy's cycle of mini-batches, that of the last step if nothing has changed.
+
+        Raises:
+            ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
+        """
+        flows = self.flows(now, num_microbatches, heads)
+        key = order, flows, self._processes.placement, weight_ages(now, flows)
+        if self._schedule is None or self._key != (key, tuple(heads)):
+            check_heads((flow for turn in flows for flow in turn), heads, now.name)
+            schedule = choose(*key, *self._prices)
+            if self._shared is not None and schedule.late_stages:
+                raise ValueError(
+                    f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
+                    f"{self._shared[1]}; use heads of their own, as `nwise.heads.copied` makes."
+                )
+            self._key, self._schedule = (key, tuple(heads)), schedule
+            self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
+        return self._schedule
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle; the copy chooses its schedule again."""
+        return {**self.__dict__, "_key": None, "_schedule": None}
+
+
+def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:
+    """Raise ValueError unless there is a head for every loss of the flows but the last."""
+    for k, last in {k: len(flow.stages) - 1 for flow in flows for k in flow.heads}.items():
+        if k < last and k not in heads:
+            raise ValueError(
+                f"`heads` should have a head for stage {k}, whose loss {strategy!r} needs. Found None; see `nwise.heads` for "
+                "builders."
+            )

@@ -1,0 +1,55 @@
+"""Gradients that were computed before the call that leaves them, so a checkpoint can hold them.
+
+Under a delay the passes of some mini-batches are still to come at any moment. Their graphs cannot be saved, but their gradients
+can: the passes need only what is there already. A delay of 2, saved after call 2; the digit is the mini-batch::
+
+    call               0    1    2   | saved |   3    4    5
+    forward            F0   F1   F2              F3   F4   F5
+    passes             .    .    W0     W1 W2    .    .    W3
+    left in .grad      .    .    g0              g1   g2   g3      the same with and without the checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+Gradients = Mapping[Tensor, Tensor]
+
+
+class DueGradients:
+    """Gradients by the call that leaves them in ``.grad``."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Gradients] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def put(self, call: int, parameters: Iterable[Tensor]) -> None:
+        """Move the gradients of parameters here, to those that the call leaves already."""
+        moved = {p: p.grad for p in parameters if p.grad is not None}
+        for p, early in self._calls.get(call, {}).items():
+            moved[p] = early if p not in moved else early + moved[p]
+        self._calls[call] = moved
+        for p in moved:
+            p.grad = None
+
+    def leave(self, call: int) -> None:
+        """Add the gradients of a call to ``.grad``, but for parameters that have been frozen since."""
+        for p, gradient in self._calls.pop(call, {}).items():
+            if p.requires_grad:
+                p.grad = gradient if p.grad is None else p.grad + gradient
+
+    def replace(self, call: int, calls: Sequence[Gradients]) -> None:
+        """Replace all by the gradients of a call and of those that follow it."""
+        self._calls = dict(enumerate(calls, call))
+
+    def by_call(self) -> list[Gradients]:
+        """Return the gradients of the next calls, in order."""
+        return [self._calls[call] for call in sorted(self._calls)]
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._calls.clear()
