@@ -131,7 +131,10 @@ def test_due_gradients_by_hand(tmp_path: Path) -> None:
     for b in range(3):
         pipe.step(torch.tensor([[1.0 + b]]))
     assert gradient(pipe) == 1
+    (weight,) = pipe.parameters()
+    weight.grad = torch.tensor([[7.0]])
     assert [g.item() for call in pipe.pending_gradients() for g in call.values()] == [2, 3]
+    assert gradient(pipe) == 7, "what the caller has added stays"
     Checkpoints(tmp_path, pipe).save()
     resumed = fresh()
     found = Checkpoints(tmp_path, resumed).resume()
