@@ -146,6 +146,34 @@ def test_late_updates_by_hand(strategy: str) -> None:
     assert pipe.steps == 3
 
 
+class Aliased(nn.Module):
+    """A layer that also reaches its weight by a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+        self.all = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.all[0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parameter_used_without_its_name_is_refused(*, recompute: bool) -> None:
+    """Regression: the list holds the present parameter, not the version that a delay computes with, so it got no gradient."""
+    stages = [Aliased(), nn.Linear(3, 2)]
+    pipe = nwise.Pipeline(stages, None, strategy="end-to-end-delay-1", recompute=recompute)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    with pytest.raises(
+        ValueError, match="Stage 0 should use its parameters only by their names .* Found a use of 'weight'"
+    ):
+        for _ in range(2):
+            pipe.step(x, target=y)
+    pipe.strategy = nwise.strategy("end-to-end")
+    pipe.step(x, target=y)
+    assert stages[0].weight.grad is not None
+
+
 ORDERS = ["depth-first", "phase", "1f1b", "zb-h1"]
 STRATEGIES = ["local", "2-wise", "3-wise-mean", "end-to-end", "deep-supervision", "rotating-2", "rotating-2-microbatch"]
 

@@ -120,7 +120,7 @@ def _exits(
     reaches: dict[Node, bool] = {}  # whether the way goes on to an input
     beyond: dict[Node, dict[Tensor, None]] = {}  # the parameters that a node without such a way leads to
     exits: dict[Node, dict[Tensor, None]] = {}
-    for node in _leaves_first(roots):
+    for node in leaves_first(roots):
         children = [child for child, _ in node.next_functions if child is not None]
         leaf = getattr(node, "variable", None)
         reaches[node] = leaf in goals or any(reaches[child] for child in children)
@@ -138,7 +138,7 @@ def _exits(
     return ways, {root: list(part) for root, part in ends.items()}
 
 
-def _leaves_first(roots: Sequence[Node]) -> list[Node]:
+def leaves_first(roots: Sequence[Node]) -> list[Node]:
     """Return all nodes of a graph, each after the nodes that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.func import functional_call
 
 from nwise.flow import StageFlow
-from nwise.kept import Kept, keep
+from nwise.kept import Kept, keep, leaves_first
 from nwise.losses import explain
 from nwise.microbatch import Batch
 from nwise.randomness import derive
@@ -107,6 +107,7 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
+        self._checked: nn.Module | None = None  # the module that is known to use its parameters by name
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
@@ -169,6 +170,7 @@ class Stage:
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
         with _NOTHING_ELSE if tape.has_graph else torch.no_grad():
             outputs = run_unchanged(function, tape.inputs, self._name)
+        self._check_versions(tape, outputs)
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
@@ -181,6 +183,21 @@ class Stage:
         function = self._function({**(tape.versions or {}), **_copies(tape.buffers.items())})
         _draw_from(tape.seeds[0], tape.inputs[0].device)
         tape.outputs, tape.has_graph = run_unchanged(function, tape.inputs, self._name), True
+        self._check_versions(tape, tape.outputs)
+
+    def _check_versions(self, tape: Tape, outputs: Tensors) -> None:
+        """Raise ValueError if a graph has reached a present parameter instead of its old version; look once."""
+        if tape.versions is None or self._checked is self.module or not tape.has_graph:
+            return
+        self._checked = self.module
+        present = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        for node in leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None]):
+            if (name := present.get(getattr(node, "variable", None))) is not None:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"Stage {self.index} should use its parameters only by their names under a delay, which replaces them by "
+                    f"old versions. Found a use of {name!r} in another way, such as by a list of parameters; use an "
+                    "`nn.ParameterList`, or the attribute itself."
+                )
 
     def _function(self, replaced: Mapping[str, Tensor] | None) -> Callable[..., Any]:
         """Return the module, or a function that uses these parameters and buffers instead of its own."""

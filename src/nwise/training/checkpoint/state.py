@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise._dtensor import is_dtensor
