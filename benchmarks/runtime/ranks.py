@@ -183,10 +183,10 @@ def cases(stages: int, mib: float) -> list[tuple[str, Case]]:
         methods = ["gpipe", "1f1b"] if m >= stages else ["gpipe"]  # torch's 1F1B wants a micro-batch for every stage
         pairs += [(library, case(method, m)) for method in methods for library in ("nwise", "torch")]
     pairs += [(library, case("zb-h1", 4, costs=SPLIT)) for library in ("nwise", "torch")]
-    for method, costs in (("zb-v", SPLIT), ("interleaved-1f1b", "paper")) if not mib else ():
+    for method, costs in (("zb-v", SPLIT), ("interleaved-1f1b", "paper")):
         two = case(method, stages, stages=2 * stages, ranks=stages, costs=costs)
         pairs += [(library, two) for library in ("nwise", "torch")]
-    pairs += [("nwise", case("end-to-end-delay-1", stages, costs=SPLIT))] if not mib else []
+    pairs += [("nwise", case("end-to-end-delay-1", stages, costs=SPLIT))]
     pairs += [("nwise", case("local", 1)), ("nwise", case("3-wise", 2))]
     if not mib:
         for method in ("2-wise", "end-to-end", "gpipe", "1f1b", "zb-h1"):

@@ -1,0 +1,82 @@
+"""What the guards and conveniences of a step cost: each is left out in turn, where a network computes next to nothing.
+
+    python benchmarks/step_cost/parts.py --rounds 200
+
+writes ``records/parts.jsonl`` and ``records/parts.md``. Beside it stands 2-wise training written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.step_cost.run import by_hand, overhead, ours, quartiles
+from nwise._machine import processor
+from nwise.tensors import as_tuple
+
+PARTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "random numbers by stage and step": {"nwise.stage._draw_from": lambda *_: None, "nwise.stage.derive": lambda *_: 0},
+    "restoring after an error": {"nwise.pipeline.restored_on_error": lambda *_: nullcontext()},
+    "changes of modules and parameters between steps": {"nwise.pipeline.Pipeline._survey": lambda pipe: []},
+    "changes in place, and what stages return": {
+        "nwise.stage.unchanged": lambda *_: nullcontext(),
+        "nwise.stage.run_unchanged": lambda module, inputs, what: as_tuple(module(*inputs), what),
+    },
+    "what others see of this rank": {"nwise.runtime.engine.Doing": lambda *_: None},
+}
+
+
+def main(rounds: int = 200, threads: int = 1) -> None:
+    """Measure and write.
+
+    Args:
+        rounds: turns of every variant.
+        threads: of torch.
+    """
+    torch.set_num_threads(threads)
+    case = overhead()
+    step, hand = ours(case, "2-wise"), by_hand(case, 2)
+    variants = {**PARTS, "all of these": {name: part for parts in PARTS.values() for name, part in parts.items()}}
+    for _ in range(20):
+        step()
+        hand()
+    times: dict[str, list[float]] = {name: [] for name in ("by hand", *variants)}
+    for _ in track(range(rounds), description="measuring"):
+        for name, seconds in times.items():
+            with ExitStack() as stack:
+                for target, replacement in variants.get(name, {}).items():
+                    stack.enter_context(patch(target, replacement))
+                begin = time.perf_counter()
+                (hand if name == "by hand" else step)()
+                seconds.append(time.perf_counter() - begin)
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "processor": processor()}
+    records = []
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, times["by hand"], strict=True)]
+        records.append({"left_out": name, "wall_s": quartiles(seconds), "by_hand": quartiles(ratios), "rounds": rounds})
+    folder = Path(__file__).parent / "records"
+    (folder / "parts.jsonl").write_text("".join(json.dumps({**machine, **record}) + "\n" for record in records))
+    lines = ["| left out | wall, ms | wall / by hand |", "|---|---|---|"]
+    for record in records:
+        low, median, high = record["by_hand"]
+        middle = statistics.median(times[record["left_out"]])
+        lines.append(f"| {record['left_out']} | {1e3 * middle:.2f} | {median:.3f} ({low:.3f}–{high:.3f}) |")
+    text = "\n".join(lines) + f"\n\nMedian (quartiles) of {rounds} rounds, {threads} thread, {processor()}.\n"
+    (folder / "parts.md").write_text(text)
+    Console().print(text, soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
