@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.step_cost.run import by_hand, overhead, ours, quartiles
+from benchmarks.step_cost.run import by_hand, ours, overhead, quartiles
 from nwise._machine import processor
 from nwise.tensors import as_tuple
 

@@ -353,7 +353,7 @@ class Pipeline(OldNames, nn.Module):
         self._survey()
 
     def _survey(self) -> list[nn.Module]:
-        """Pick up what the caller changed since the last step; return all modules of all stages and heads."""
+        """Pick up the caller's changes since the last step; return all modules of all stages and heads."""
         heads = self.heads.by_stage(self.num_stages)
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")

@@ -1,4 +1,4 @@
-"""The program of a pipeline: what its next steps will do, worked out before any tensor and kept until something changes.
+"""The program of a pipeline: the plan of its next steps, made before any tensor work and kept until something changes.
 
 strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the order and the placement
 """

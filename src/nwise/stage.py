@@ -1,6 +1,6 @@
 """A stage at work: a part of the main network with its head, and the passes that run on each micro-batch.
 
-    F  forward, keeping what the passes need
+    F  forward, keeping the tensors that the passes need
     H  head: forward, loss, backward to the head's parameters and to the stage's own cotangent ``d``
     I  gradient of one message to the stage's input only
     W  gradient of the summed cotangent to the stage's parameters only

@@ -1,6 +1,6 @@
 """The tensors that a stage takes and returns: by position, or by name as in a dictionary.
 
-Names are what the next module gets as keyword arguments, so they travel with the tensors from stage to stage::
+The next module gets the names as keyword arguments, so they travel with the tensors from stage to stage::
 
     step(input_ids=i, mask=m)   stage 0(input_ids=i, mask=m)   -> {"hidden": h, "mask": m}
                                 stage 1(hidden=h, mask=m)      -> logits
@@ -56,7 +56,7 @@ def with_names(tensors: Iterable[Tensor], names: Sequence[str]) -> Tensors:
 
 
 def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
-    """Return what a function makes of every tensor, under the same names.
+    """Apply a function to every tensor; the names stay.
 
     >>> import torch
     >>> each(Named({"x": torch.zeros(2)}), torch.exp).names

@@ -167,7 +167,7 @@ class PlanCommand:
         return table
 
     def _row(self, option: methods.Option, speed: float, *, narrow: bool) -> dict[str, str]:
-        """Return what the table says of a method, by heading."""
+        """Return a method's cells in the table, by heading."""
         row = {"M": str(option.num_microbatches)}
         if self.recipe is None:
             row["time"] = f"{option.period:.4g}"

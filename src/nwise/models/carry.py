@@ -50,7 +50,7 @@ class Carrier(Chain):
         pieces: modules by name, in the order they run.
         later: names that later stages read; None for all names.
         begins: whether this is the first stage, whose first piece takes the inputs of the network.
-        ends: whether this is the last stage, which returns what its last piece returns.
+        ends: whether this is the last stage, which returns the result of its last piece.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _unwrapped(piece: nn.Module) -> nn.Module:
 
 
 def _reads(name: str, piece: nn.Module) -> _Reads:
-    """Return what a piece reads, from the signature of its forward, whose arguments must have names."""
+    """Return the names that a piece reads, from the signature of its forward, whose arguments must have names."""
     #     forward(self, x)                 x is the hidden state
     #     forward(self, x, mask)           x is the hidden state; mask is read by name
     #     forward(self, mask, hidden)      hidden is given by name, too
@@ -190,7 +190,7 @@ def _union(names: frozenset[str] | None, *others: _Reads) -> frozenset[str] | No
 
 
 def _by_name(name: str, output: Any) -> dict[str, Tensor]:
-    """Return what a piece writes; an entry that is None is not there."""
+    """Return the values that a piece writes, by name; an entry that is None is not there."""
     made = {HIDDEN: output} if isinstance(output, Tensor) else output
     if not isinstance(made, Mapping) or HIDDEN not in made:
         kind = f"names {', '.join(made)}" if isinstance(made, Mapping) else type(made).__name__
@@ -199,7 +199,7 @@ def _by_name(name: str, output: Any) -> dict[str, Tensor]:
 
 
 def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor]) -> Any:
-    """Call a piece with what it reads."""
+    """Call a piece with the values that it reads."""
     given = {key: x for key, x in known.items() if key != HIDDEN and (reads.all or key in reads.names)}
     if missing := [key for key in reads.required if key not in given]:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""A family of Hugging Face networks, and what the calls of its modules have in common."""
+"""A family of Hugging Face networks: the arguments that the calls of its modules share."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _bars(*, shown: bool) -> Callable[[str], Callable[[list[Any]], Iterable[Any]
 def _exchange(
     measured: Profile, overhead: float, device: torch.device
 ) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
-    """Return what all processes use: the first one's profile, overhead and latency of the links, and the processes' speeds."""
+    """Return the facts that all processes use: the first one's profile, overhead and latency of links, all speeds."""
     facts = measured.seconds, measured.spread, overhead, message_latency(device), measured.as_json()
     first, *_ = reports = everyone(facts)
     links = {"overhead": max(one[2] for one in reports), "latency": first[3]}

@@ -205,7 +205,7 @@ class _Bench:
         return self._timed(whole)[0] if wrt else 0.0
 
     def _head(self, i: int, size: int) -> tuple[nn.Module | None, Callable[[Tensors], Tensor]]:
-        """Return what follows piece i, the identity for the last one, and the loss of its output."""
+        """Return the module after piece i, the identity for the last one, and the loss of its output."""
         target = self._network.batch(size)[1]
         head = nn.Identity() if i == len(self._pieces) - 1 else self._network.heads[i]
         return head, lambda outputs: self._network.loss_fn(as_argument(outputs), target)

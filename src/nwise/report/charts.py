@@ -61,7 +61,7 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
 
 
 def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
-    """Draw what each stage computes when, in the first mini-batches.
+    """Draw the computations of every stage over time, in the first mini-batches.
 
     Args:
         events: computations.

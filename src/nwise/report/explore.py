@@ -190,7 +190,7 @@ def _credit(method: str, num_stages: int) -> Tensor:
 
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
-    """Collect what the page shows of a schedule; numbers have six digits."""
+    """Collect the page's data of a schedule; numbers have six digits."""
     timed = picture.timed
     return {
         "period": _round(timed.period),

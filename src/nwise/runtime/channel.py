@@ -292,8 +292,8 @@ def start_all(
     outgoing: Iterable[tuple[Sender, MessagePlan]], incoming: Sequence[tuple[Receiver, MessagePlan]], call: int
 ) -> None:
     """Begin a call on all channels of a rank."""
-    # If plans change, every rank takes what was sent and posts its receives, then fills its peers' receives, then waits for its
-    # own. So every receive is posted before any rank waits.
+    # If plans change, every rank takes the messages sent so far and posts its receives, then fills its peers' receives, then
+    # waits for its own. So every receive is posted before any rank waits.
     for receiver, plan in incoming:
         if not receiver.follows(plan, call):
             receiver.catch_up()

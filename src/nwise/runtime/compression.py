@@ -170,7 +170,7 @@ def parse_compression(name: str | Compression | None) -> Compression | None:
 
 
 def fingerprint(compression: Compression | None) -> str:
-    """Return a text that differs between compressions, by their names and by what they make of a tensor; none without one."""
+    """Return a text that differs between compressions, by their names and by their result for a tensor; none without one."""
     if compression is None:
         return "none"
     return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}"

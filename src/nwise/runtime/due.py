@@ -1,7 +1,7 @@
 """Gradients that were computed before the call that leaves them, so a checkpoint can hold them.
 
 Under a delay the passes of some mini-batches are still to come at any moment. Their graphs cannot be saved, but their gradients
-can: the passes need only what is there already. A delay of 2, saved after call 2; the digit is the mini-batch::
+can: the passes need no further input. A delay of 2, saved after call 2; the digit is the mini-batch::
 
     call               0    1    2   | saved |   3    4    5
     forward            F0   F1   F2              F3   F4   F5

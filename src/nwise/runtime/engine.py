@@ -132,7 +132,7 @@ class Engine:
 
     def complete(self) -> list[Gradients]:
         """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
-        call, learns = self._next, self._learns()
+        call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
         before = [p.grad for p in learns]
         try:
             while self._tapes:
@@ -146,6 +146,7 @@ class Engine:
                 p.grad = gradient
         # As at the start of a schedule, except for the gradients: no earlier mini-batch has messages on their way.
         self._first = self._next = call
+        self.bytes_of_last_step = sent
         self._drop_messages()
         return self._due.by_call()
 
@@ -329,7 +330,7 @@ class Engine:
                     self._replicas[k].finish()
             elif tapes is not None:
                 # The gradients are complete after the last action that adds to them, so their sums over replicas begin
-                # during it, and overlap with what follows until the update.
+                # during it, and overlap with the actions until the update.
                 with self._replicas[k].summing(head=kind is Kind.HEAD) if entry.last else _NOTHING_ELSE:
                     made = self._stages[k].run(action, tapes[k][m], continued=entry.continued)
                 if kind is Kind.FORWARD:

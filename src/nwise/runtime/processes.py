@@ -183,7 +183,7 @@ class Processes(ABC):
         """Fail on all ranks, soon, unless they train with the same from their next call on; wait for none.
 
         Args:
-            name: what this rank trains with, for the message.
+            name: the strategy and M of this rank, for the message.
             facts: the same in full, with a `repr` that is the same in every process.
         """
 

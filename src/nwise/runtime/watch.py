@@ -89,7 +89,7 @@ class Watchdog:
         calls: number of steps and forwards that this rank has begun.
         on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
         left: number of calls at which this rank began to close; None before.
-        runs: what this rank trains with; None before the first step.
+        runs: the strategy and order of this rank; None before the first step.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class Costs:
         head_gradient_bytes: the same for the stage's head, from its first H; default: 0.
         weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions; default: 0.
         fixed_bytes: memory that is always in use (parameters, optimizer state); default: 0.
-        forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of an F, an H and the update, beyond what was in
-            use before; default: 0.
+        forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of an F, an H and the update, beyond the
+            memory in use before; default: 0.
         input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: the same for an I, a W and a B; default: 0.
         fresh_gradient_bytes: part of the peak of a W or B that only a mini-batch's first one needs, because it leaves new
             gradients, where a later one adds each to an old one and frees it; default: 0.

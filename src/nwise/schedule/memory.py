@@ -1,4 +1,4 @@
-"""The memory of every rank along its list: what stays, what a micro-batch keeps, and what an action needs for a moment.
+"""The memory of every rank along its list: fixed memory, that of micro-batches, and the peak of every action.
 
     stage k, micro-batch m        F ....... H ....... first pass ....... last pass ....... update
     activations and output        |------------------------------------------|

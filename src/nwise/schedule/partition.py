@@ -194,7 +194,7 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
 
 
 def _forward_peak(pieces: Sequence[Piece]) -> float:
-    """Return the peak memory of a stage's forward: that of a piece, beside what the pieces before it keep."""
+    """Return the peak memory of a stage's forward: that of a piece, beside the tensors that the pieces before it keep."""
     kept = peak = given = 0.0
     for piece, stays in zip(pieces, [*_kept_inside(pieces), 0.0], strict=True):
         peak = max(peak, kept + given + piece.forward_peak_bytes)

@@ -74,7 +74,7 @@ def _ends(graph: EventGraph, potential: dict[Token, float], oldest: int) -> list
 
 
 def _previous(graph: EventGraph) -> list[Token]:
-    """Return what every node's machine does before it: the node before, of this call, or the last one of the call before."""
+    """Return the predecessor of every node on its machine: the node before, of this call, or the last one of the call before."""
     previous: list[Token] = [(-1, 1)] * len(graph.duration)
     for word in graph.words:
         for before, node in pairwise(word):

@@ -1,4 +1,4 @@
-"""The agreement on a step before which all ranks do what one of them has requested.
+"""The agreement on a step before which all ranks fulfil a request of one of them.
 
 Ranks are at different steps, and a rank that blocks at one may be the one that others need to reach it. So the threads of
 the watch agree on a step. Each publishes the number of steps that its rank has begun, and lets it begin no more until all

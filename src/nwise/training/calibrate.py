@@ -1,4 +1,4 @@
-"""Thresholds of early exits: from what the heads say about samples that no training step has seen.
+"""Thresholds of early exits: from the heads' answers on samples that no training step has seen.
 
 A threshold is good if the samples that leave there are answered as well as further up. `observe` runs every head on every
 sample once; everything after that is arithmetic on two tables, so many thresholds can be tried.

@@ -158,7 +158,7 @@ class LearningRate:
         elif set(_PLATEAU) <= set(state):
             self._num_drops = drops
             for group in groups:
-                for _ in range(drops):  # one after the other, which is bitwise what the run did
+                for _ in range(drops):  # one after the other, bitwise as in the run
                     lower = group["lr"] * self._by_loss.factor
                     group["lr"] = lower if group["lr"] - lower > self._by_loss.eps else group["lr"]
             for name in _PLATEAU:

@@ -43,7 +43,7 @@ class Callback:
         """Called after each batch of an evaluation."""
 
     def resumed(self, step: int, changes: str) -> None:
-        """Called after a checkpoint was loaded, with the differences from what was saved."""
+        """Called after a checkpoint was loaded, with the differences from the saved state."""
 
     def finished(self, status: str) -> None:
         """Called after the last step, and after an interruption or an error."""

@@ -34,7 +34,7 @@ _FACTS = "checkpoint.json"
 
 
 class DamagedError(ValueError):
-    """A checkpoint differs from what was written."""
+    """A checkpoint is no longer as it was written."""
 
 
 def write(

@@ -63,7 +63,7 @@ class Resumed:
 
     Args:
         step: number of mini-batches done, after which the run continues.
-        changes: the differences from what was saved, in one line; empty if there are none.
+        changes: the differences from the saved state, in one line; empty if there are none.
     """
 
     step: int
@@ -299,7 +299,7 @@ class Saver:
         return info
 
     def restore(self, info: CheckpointInfo, done: int) -> str:
-        """Load a checkpoint and return the differences from what was saved, in one line.
+        """Load a checkpoint and return the differences from the saved state, in one line.
 
         If no steps of the phase are done, its optimizer and learning rate start fresh.
         """

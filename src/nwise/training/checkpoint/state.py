@@ -126,7 +126,7 @@ def restore(
     Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state.
 
     Returns:
-        The differences from what was saved, in one line; empty if there are none.
+        The differences from the saved state, in one line; empty if there are none.
 
     Raises:
         ValueError: the checkpoint is of another network; nothing has changed.
