@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
+import random
 import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -53,26 +53,24 @@ def main(rounds: int = 200, threads: int = 1) -> None:
         step()
         hand()
     times: dict[str, list[float]] = {name: [] for name in ("by hand", *variants)}
+    shuffled = random.Random(0)  # a variant right after "by hand" would always find cold caches
     for _ in track(range(rounds), description="measuring"):
-        for name, seconds in times.items():
+        for name in shuffled.sample(list(times), len(times)):
             with ExitStack() as stack:
                 for target, replacement in variants.get(name, {}).items():
                     stack.enter_context(patch(target, replacement))
                 begin = time.perf_counter()
                 (hand if name == "by hand" else step)()
-                seconds.append(time.perf_counter() - begin)
+                times[name].append(time.perf_counter() - begin)
     machine = {"torch": torch.__version__, "python": platform.python_version(), "processor": processor()}
-    records = []
+    records, lines = [], ["| left out | wall, ms | wall / by hand |", "|---|---|---|"]
     for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds, times["by hand"], strict=True)]
-        records.append({"left_out": name, "wall_s": quartiles(seconds), "by_hand": quartiles(ratios), "rounds": rounds})
+        low, median, high = quartiles([a / b for a, b in zip(seconds, times["by hand"], strict=True)])
+        wall = quartiles(seconds)
+        records.append({**machine, "left_out": name, "wall_s": wall, "by_hand": [low, median, high], "rounds": rounds})
+        lines.append(f"| {name} | {1e3 * wall[1]:.2f} | {median:.3f} ({low:.3f}–{high:.3f}) |")
     folder = Path(__file__).parent / "records"
-    (folder / "parts.jsonl").write_text("".join(json.dumps({**machine, **record}) + "\n" for record in records))
-    lines = ["| left out | wall, ms | wall / by hand |", "|---|---|---|"]
-    for record in records:
-        low, median, high = record["by_hand"]
-        middle = statistics.median(times[record["left_out"]])
-        lines.append(f"| {record['left_out']} | {1e3 * middle:.2f} | {median:.3f} ({low:.3f}–{high:.3f}) |")
+    (folder / "parts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     text = "\n".join(lines) + f"\n\nMedian (quartiles) of {rounds} rounds, {threads} thread, {processor()}.\n"
     (folder / "parts.md").write_text(text)
     Console().print(text, soft_wrap=True, highlight=False)
