@@ -70,7 +70,7 @@ class Pipeline(OldNames, nn.Module):
             resume, because the state dict does not contain it.
         staleness: ``[A, M]``, updates between each stage's forward and update under the last step's strategy.
         microbatch_losses: losses of the last step in this process, by (stage, micro-batch).
-        loss_shares: for every stage of this process the weight of its last loss in that of the whole mini-batch.
+        loss_shares: weight of the last losses in those of the whole mini-batch, by stage of this process.
         processes: the processes (`nwise.runtime.processes.Processes`), possibly one.
         recorder: None, or a function called with each action's step, action, begin and end.
         on_action: None, or a function called with each `Action` that `step` has executed.
@@ -289,7 +289,7 @@ class Pipeline(OldNames, nn.Module):
         return result
 
     def drain(self) -> bool:
-        """Add the gradients of mini-batches that no step has left yet, under a delay: those of one call.
+        """Run a call without a new mini-batch, which adds gradients that are due under a delay to ``.grad``.
 
         After the last step, call it and update until it returns False. All processes call it equally often.
 
@@ -309,7 +309,7 @@ class Pipeline(OldNames, nn.Module):
             return [] if self._engine is None else self._engine.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> None:
-        """Let the next steps add these gradients, which `pending_gradients` returned at this step; a call for all processes."""
+        """Let the next steps add the result of `pending_gradients` at this step; all processes call it."""
         if gradients:
             self._connected(()).restore(self.steps, gradients)
 
@@ -320,7 +320,7 @@ class Pipeline(OldNames, nn.Module):
         return self._engine.bytes_of_last_step
 
     def close(self) -> None:
-        """End the exchange between processes; a call for all of them, after the last step. One process need not call it."""
+        """End the exchange between processes after the last step; all of them call it. A single process need not."""
         self.processes.close()
 
     def needed_heads(self, *, later: bool = True) -> set[int]:
@@ -367,7 +367,7 @@ class Pipeline(OldNames, nn.Module):
         return next((p.device for p in self.parameters()), None if like is None else like.device)
 
     def _connected(self, inputs: Tensors) -> Engine:
-        """Return the engine of this process's stages; the first call connects and is one for all processes."""
+        """Return the engine of this process's stages; all processes make the first call together, to connect."""
         if self._engine is None:
             device = self._device(*inputs[:1]) or torch.device("cpu")
             stages = [self._stages[k] for k in self.processes.here]

@@ -33,20 +33,20 @@ class Program:
         self._schedule: Schedule | None = None
 
     def set_trainable(self, here: Mapping[int, bool]) -> None:
-        """Take over whether each stage of this process has a parameter to train.
+        """Record whether each stage of this process has a parameter to train.
 
-        Several processes exchange this once, so it must stay.
+        Several processes exchange these facts only once, so the facts must not change.
 
         Raises:
-            ValueError: it has changed.
+            ValueError: a stage has become trainable, or has been frozen.
         """
         if not self._trainable or self._processes.size == 1:
             self._trainable = tuple(self._processes.by_stage(here))
         for k, learns in here.items():
             if self._trainable[k] != learns:
                 raise ValueError(
-                    f"Stage {k} should have parameters to train as it had when the pipeline was made, because the other "
-                    f"processes rely on it. Found {'some' if learns else 'none'}; make a new pipeline."
+                    f"Stage {k} should stay {'frozen' if learns else 'trainable'}, because the other processes rely on "
+                    f"it. Found {'some parameters' if learns else 'no parameters'} to train; make a new pipeline."
                 )
 
     def flows(self, now: Strategy, num_microbatches: int, heads: HeadDict) -> Flows:

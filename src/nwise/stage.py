@@ -186,7 +186,7 @@ class Stage:
         self._check_versions(tape, tape.outputs)
 
     def _check_versions(self, tape: Tape, outputs: Tensors) -> None:
-        """Raise ValueError if a graph has reached a present parameter instead of its old version; look once."""
+        """Raise ValueError if a graph uses a current parameter instead of its old version; check each module once."""
         if tape.versions is None or self._checked is self.module or not tape.has_graph:
             return
         self._checked = self.module

@@ -67,7 +67,7 @@ class Observer:
 
 
 def compared(plan: Plan, seconds: float, busy: list[float]) -> str:
-    """Return a text about what steps take.
+    """Return a text that compares measured times with those of the plan.
 
     Args:
         plan: the plan.

@@ -1,4 +1,4 @@
-"""A plan: where to cut a network for the devices at hand, and what a step is expected to take."""
+"""A plan: the cut of a network for the devices at hand, and the expected time of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOISE = 0.1  # spread of the rounds above which a plan says so
 
 @dataclass(frozen=True)
 class Plan:
-    """A network cut into stages for given devices, and what it is expected to cost. Printing it shows a table.
+    """The cut of a network into stages for given devices, with its expected costs. Printing it shows a table.
 
     Args:
         at: names of the modules at which stages begin, for `nwise.split`.

@@ -80,8 +80,8 @@ def plan(
         heads: function that makes the heads of stages, such as `nwise.heads.copied`; default: heads cost nothing.
         loss_fn: the loss of all heads, as for `Pipeline`.
         optimizer: function that makes the optimizer of some parameters; None to leave its time and memory out. Default: Adam.
-        microbatches: number of micro-batches, or numbers to try; default: powers of two up to 32 and the mini-batch, with two
-            samples or more in each if there is batch norm.
+        microbatches: number of micro-batches, or numbers to try; default: powers of two up to 32 and up to the size of
+            the mini-batch; with batch norm each micro-batch has two samples or more.
         latency: seconds of every message; default: measured between the processes of ``torchrun``, else 0.
         bandwidth: bytes a second of every link; default: no limit.
         before: functions between the modules, as for `nwise.split`; default: none.

@@ -1,4 +1,4 @@
-"""Preparations for a plan's measurements: checked arguments, a copy of the network in pieces, and one answer of all processes."""
+"""Preparations for a plan: checked arguments, a copy of the network in pieces, and agreement between processes."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def batch_size(inputs: Tensors, target: Tensors | None) -> int:
 
 
 def numbers_to_try(microbatches: Any, size: int, model: nn.Module) -> list[int]:
-    """Return numbers of micro-batches: those given, or powers of two up to 32 and the mini-batch.
+    """Return numbers of micro-batches: those given, or powers of two up to 32 and up to the size of the mini-batch.
 
     Raises:
-        ValueError: there is none, or one is not from 1 to the mini-batch.
+        ValueError: the list is empty, or a number is not from 1 to the size of the mini-batch.
     """
     if microbatches is None:
         least = (

@@ -36,7 +36,7 @@ class Network:
         batch: function from a number of samples to inputs of the first piece and a target.
         batch_size: samples in a mini-batch.
         loss_fn: loss of the output of a head or of the last piece, given the target.
-        optimizer: function that makes an optimizer of some parameters; None for one without time and memory.
+        optimizer: function that makes an optimizer of some parameters; None to leave its time and memory out.
         device: the device of everything.
         starts: index of the first piece of every stage, if the network is cut already; default: one stage.
         autocast: function that returns a context for forwards; default: none.

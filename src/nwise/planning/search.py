@@ -249,7 +249,7 @@ class Search:
             known, best = score, option
 
     def _score(self, assignment: Assignment) -> tuple[float, float]:
-        """Return how far a cut exceeds the memory (1 or less: not at all), and its period, with the best order that is known."""
+        """Return how far a cut exceeds the memory (1: not at all), and its period, with the best known order."""
         if assignment not in self._scores:
             costs = self.costs(*assignment)
             self._scores[assignment] = min(

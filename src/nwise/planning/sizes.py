@@ -1,4 +1,4 @@
-"""Bytes of a network's piece: what it keeps for its passes, and what each of its actions needs at once."""
+"""Bytes of a network's piece: the memory that it keeps for its passes, and the peak of each of its actions."""
 
 from __future__ import annotations
 

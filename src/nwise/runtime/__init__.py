@@ -1,1 +1,1 @@
-"""Runtimes: they execute schedules, in one process or in one process per stage."""
+"""The runtime, which executes schedules in one process or several."""

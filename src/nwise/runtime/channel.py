@@ -2,9 +2,9 @@
 
 There is one channel from every rank to every rank that it sends to. In every call it carries the messages of its plan in the
 order of their sends. So messages need no tags, which nccl does not have. A message of a mini-batch that does not exist, as in the
-first calls under a delay, is zeros. The receiver always has its next receive posted, across calls too, so a message travels at
-once while both sides compute. Posting takes as long as a small message. Two receives are therefore posted right after a send,
-when no rank waits, and a message that has arrived is taken without another post:
+first calls under a delay, is zeros. On CPUs the receiver always has its next receive posted, also across calls, so a
+message travels at once while both sides compute. Posting takes as long as a small message. Two receives are therefore
+posted right after a send, when no rank waits, and a message that has arrived is taken without another post:
 
     receiver              posted receives
     start                 0  1
@@ -13,8 +13,8 @@ when no rank waits, and a message that has arrived is taken without another post
     take message 1              2
     take message 2                 3       posted before the wait, because none was left
 
-A sender waits only for its same message of the previous cycle of calls, so it never keeps more than one cycle of them; under a
-delay it keeps as many more as messages wait for their use.
+A sender waits only until the same message of the previous cycle of calls has arrived, so it keeps at most one cycle of
+messages. Under a delay it keeps one more cycle for every call that may lie between a send and its receive.
 
 When the plan changes (another batch size, another strategy), the receives already posted for the old plan are completed with
 dummy messages and discarded:

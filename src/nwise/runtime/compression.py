@@ -1,10 +1,10 @@
-"""Compressed messages: what travels between two stages instead of an activation or a gradient.
+"""Compressed messages, which travel between two stages instead of activations and gradients.
 
     stage k     y --> compress ---- parts ----> restore --> y'     stage k + 1
                 g' <-- restore <--- parts ---- compress <-- g
 
 The next stage computes with y', and the stage before it with g'. Gradients pass as if y' = y (straight through). This holds
-between all stages, those of one process included, so the number of processes changes no number.
+between all stages, also those of one process, so the number of processes does not change the results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Compression(Protocol):
 
 
 class Cast:
-    """Values in another dtype, if that takes fewer bytes.
+    """Sends values in another dtype, if that takes fewer bytes.
 
     >>> Cast(torch.bfloat16).compress(torch.tensor([1.001]))
     (tensor([1.], dtype=torch.bfloat16),)
@@ -69,7 +69,7 @@ class Cast:
 
 
 class Int8:
-    """Values in 255 steps of one size per sample, from its largest absolute value.
+    """Sends values as one of 255 multiples of a step; a sample's step follows from its largest absolute value.
 
     Tensors of fewer than two dimensions stay as they are.
 
@@ -93,8 +93,8 @@ class Int8:
         rows = tensor.detach().flatten(1)
         largest = rows.abs().amax(-1) if rows.numel() else rows.new_zeros(tensor.shape[:1])
         step = largest.to(torch.promote_types(tensor.dtype, torch.float32)) / 127
-        # A sample of zeros has no step. A value that is not a number makes its sample's step one, so the other end sees it.
-        # A step below the smallest number is rounded, so a code may be too large.
+        # A sample of zeros has no step. If a value is not finite, neither is its sample's step, so the other end sees
+        # it. A step below the smallest representable number is rounded, so a code may be too large.
         codes = (rows / step.where(step != 0, 1).unsqueeze(-1)).round().nan_to_num(0.0, 0.0, 0.0).clamp(-127, 127)
         return codes.to(torch.int8).view(tensor.shape), step
 
@@ -107,10 +107,10 @@ class Int8:
 
 
 class TopK:
-    """The largest values of every tensor, with their places; the rest waits for the next message.
+    """Sends the largest values of every tensor, with their places; the rest of a gradient waits for the next message.
 
     Args:
-        share: which share of the values travels, above 0 and at most 1. The place of each takes four bytes.
+        share: share of the values that travels, above 0 and at most 1. The place of each value takes four bytes.
 
     >>> values, places = TopK(0.5).compress(torch.tensor([1.0, -3.0, 2.0, 0.5]))
     >>> values.tolist(), places.tolist()
@@ -170,7 +170,7 @@ def parse_compression(name: str | Compression | None) -> Compression | None:
 
 
 def fingerprint(compression: Compression | None) -> str:
-    """Return a text that differs between compressions, by their names and by their result for a tensor; none without one."""
+    """Return a text that identifies a compression by its name and the parts of a sample tensor; "none" without one."""
     if compression is None:
         return "none"
     return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}"
@@ -201,12 +201,12 @@ class Wire:
         return tuple(part for s in specs for part in (rule.specs(s) if s.dtype.is_floating_point else (s,)))
 
     def compress(self, sender: Hashable, tensors: Sequence[Tensor], absent: Container[int] = ()) -> Tensors:
-        """Return what travels instead of tensors.
+        """Return the parts that travel instead of tensors.
 
         Args:
             sender: name under which the errors are kept for the next message; None for a message without feedback.
             tensors: the tensors.
-            absent: indices of tensors that stand for None; their errors go on waiting.
+            absent: indices of tensors that stand for None; their errors stay for a later message.
         """
         rule = self.compression
         if rule is None:
@@ -228,7 +228,7 @@ class Wire:
         if error is not None and make_spec(error) == spec:
             tensor = tensor + error
         parts = rule.compress(tensor)
-        # Without `nan_to_num` a single value that is not a number would stay for ever.
+        # Without `nan_to_num` a single nan or infinite value would stay forever.
         self.errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
         return parts
 
@@ -243,7 +243,7 @@ class Wire:
         )
 
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
-        """Return what arrives at a stage of the same process, under the same names; None stays None."""
+        """Compress and restore tensors on their way to a stage of the same process; names and None stay."""
         assert self.compression is not None
         arrived: list[Tensor | None] = []
         for i, t in enumerate(tensors):

@@ -28,7 +28,7 @@ class DueGradients:
         return len(self._calls)
 
     def put(self, call: int, parameters: Iterable[Tensor]) -> None:
-        """Move the gradients of parameters here, to those that the call leaves already."""
+        """Take the gradients of parameters from ``.grad``, and add them to those that the call already leaves."""
         moved = {p: p.grad for p in parameters if p.grad is not None}
         for p, early in self._calls.get(call, {}).items():
             moved[p] = early if p not in moved else early + moved[p]
@@ -43,7 +43,7 @@ class DueGradients:
                 p.grad = gradient if p.grad is None else p.grad + gradient
 
     def replace(self, call: int, calls: Sequence[Gradients]) -> None:
-        """Replace all by the gradients of a call and of those that follow it."""
+        """Replace all gradients by those of a call and of the calls after it."""
         self._calls = dict(enumerate(calls, call))
 
     def by_call(self) -> list[Gradients]:

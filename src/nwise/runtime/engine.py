@@ -99,10 +99,11 @@ class Engine:
         Raises:
             RankError: this or another rank failed.
         """
-        # Restored gradients are all that is known of their schedule; they are due over as many calls as its oldest are late.
+        # After `restore` only the gradients are known, not their schedule. They are due over as many calls as the
+        # schedule's oldest gradient is late.
         same = schedule == self._schedule if self._schedule else len(self._due) in (0, schedule.oldest)
         if step != self._next or not same:
-            self.forget("the strategy, M, the order, what is trained, or the number of the step changed")
+            self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
         if self._schedule is None:
             self._schedule, self._first = schedule, step
         kind = self.device.type
@@ -116,7 +117,7 @@ class Engine:
         self._due.leave(step)
 
     def drain(self) -> bool:
-        """Run a call without a new mini-batch; return False if no call is left to run, since no gradient is due.
+        """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
 
         A call that raises restores every ``.grad``.
         """
@@ -180,7 +181,7 @@ class Engine:
         return lost
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
-        """Run the forwards of all stages alone.
+        """Run only the forwards of all stages.
 
         Args:
             inputs: inputs of the first stage; other ranks use their shapes.

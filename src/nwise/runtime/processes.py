@@ -154,7 +154,7 @@ class Processes(ABC):
 
     @abstractmethod
     def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
-        """Return the channels to and from other ranks, by their places; the first call connects and is one for all ranks."""
+        """Return the channels to and from other ranks, by place; all ranks make the first call together, to connect."""
 
     @abstractmethod
     def new_group(self) -> ProcessGroup | None:
@@ -180,11 +180,11 @@ class Processes(ABC):
         """Raise the first error of another rank, if there has been one."""
 
     def compare(self, name: str, facts: Any) -> None:  # noqa: B027 - nothing to do for one process
-        """Fail on all ranks, soon, unless they train with the same from their next call on; wait for none.
+        """End all ranks soon if one trains differently from its next call on; wait for no rank.
 
         Args:
-            name: the strategy and M of this rank, for the message.
-            facts: the same in full, with a `repr` that is the same in every process.
+            name: strategy and M of this rank, for the error message.
+            facts: everything to compare, with a `repr` that is the same in every process.
         """
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:  # noqa: B027 - nothing to do for one process
@@ -250,7 +250,7 @@ class RemoteModule(nn.Module):
 def build_modules(
     given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, processes: Processes, seed: int
 ) -> list[nn.Module | None]:
-    """Build the modules that this process holds, and put an `Elsewhere` in every other place.
+    """Build the modules that this process holds, and put a `RemoteModule` in every other place.
 
     Each function draws from its own seed, so it builds the same module in every process.
 

@@ -61,12 +61,12 @@ class Doing(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """What a rank trains with, which must be the same on every rank.
+    """The strategy and schedule of a rank, which must be the same on every rank.
 
     Args:
-        since: number of calls that came before the first one with it.
-        name: its name for people.
-        digest: number for the comparison, equal if the ranks train with the same.
+        since: number of calls before the first one with this strategy and schedule.
+        name: readable name, for error messages.
+        digest: number that is equal on two ranks if their strategies and schedules are.
     """
 
     since: int
@@ -115,7 +115,7 @@ class Watchdog:
         self._reported = threading.Lock()  # acquired by the first report and kept: three threads may try to report
         self._closed = threading.Event()
         self.calls = 0
-        # The store passed to it is one that only the watch's thread uses.
+        # `on_beat` gets a store that only the watch's thread uses.
         self.on_beat: Callable[[Any], None] | None = None
         self.left: int | None = None
         self.runs: Runs | None = None
@@ -158,7 +158,7 @@ class Watchdog:
             thread.join(timeout=_GRACE)
 
     def _tell(self, what: str, kill: int | None = None, store: Any = None) -> None:
-        """Make this the first error unless there is one, and give the other ranks time to report it.
+        """Record an error as the first one, unless another was first, and give the other ranks time to report it.
 
         Args:
             what: rest of the sentence that begins with this rank's name.
@@ -276,7 +276,7 @@ class Watchdog:
 
 
 def _differ(mine: Runs, calls: int, theirs: Runs, other_calls: int) -> bool:
-    """Tell whether two ranks have begun the same call with different things; one may only be ahead of the other."""
+    """Tell whether two ranks train differently in a call that both have begun; otherwise one may only be ahead."""
     return mine.digest != theirs.digest and min(calls, other_calls) > max(mine.since, theirs.since)
 
 

@@ -37,8 +37,8 @@ class Action(NamedTuple):
         message: index of the message that an I or B produces, or that a gradient's send or receive carries; None
             for other actions (default).
         turn: index of the mini-batch in a rotating strategy's cycle; 0 for other strategies (default).
-        age: number of mini-batches by which the action's one is before the newest: an action of age a in call s of
-            `Pipeline.step` works on mini-batch s - a. Default: 0.
+        age: age of the action's mini-batch, in mini-batches: an action of age a in call s of `Pipeline.step` works on
+            mini-batch s - a. Default: 0.
     """
 
     kind: Kind

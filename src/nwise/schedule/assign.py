@@ -1,4 +1,4 @@
-"""Assign pieces to stages and stages to ranks, such that the busiest rank has the least work.
+"""Assign pieces to stages and stages to ranks, so the busiest rank has as little work as possible.
 
     pieces   p0 p1 | p2 p3 p4 | p5 | p6 p7      a stage is a range of pieces
     stages     0   |    1     | 2  |   3        its work depends on its place: messages and head

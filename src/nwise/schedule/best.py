@@ -161,7 +161,7 @@ def fastest(
             break
     if not options:
         raise DoesNotFit(what, *least[1:])
-    # All that follows the period in the rank takes longer to find, so only the fastest are asked for it.
+    # The rest of the sort key (`Timed.rank`) takes longer to compute, so only the fastest schedules compute it.
     shortest = min(rounded(option.period) for option in options)
     return min((option for option in options if rounded(option.period) == shortest), key=lambda option: option.rank)
 

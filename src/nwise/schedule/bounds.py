@@ -64,7 +64,7 @@ def delay_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
     """Return the larger of the resource bound and of the path of one gradient, spread over the calls that it may take."""
     known = resource_bound(flows, costs, placement)
     if len(set(placement)) < len(placement):
-        return known  # messages inside a rank are free, which the paths below do not know
+        return known  # messages inside a rank are free, but the paths below count them
     for batch in flows:
         paths = _Ways(batch[:1], costs, tuple(range(len(ages))))
         start, end = paths.heads(), paths.tails()

@@ -36,9 +36,9 @@ class Costs:
         head: time of H: forward, loss and backward of the head.
         input_grad: time of I: the gradient to a stage's input, through all of its layers.
         weight_grad: time of W: the gradient to the weights, given the cotangent at every layer.
-        chain_share: share of an I (lambda) that a W costs besides if no I has kept its cotangent at every layer, so it walks
-            the chain of layers itself: (L - 1) / L for L equal layers, because it ends at the first one. Default: 1, the
-            conservative value for stages of several layers.
+        chain_share: additional cost of a W, as a share of an I (lambda), if no I has kept its cotangent at every layer.
+            The W then walks the chain of layers itself: (L - 1) / L for L equal layers, because it ends at the first
+            layer. Default: 1, the conservative value for stages of several layers.
         update: time of U, once per mini-batch; default: 0.
         latency: latency of every message, which occupies no stage; default: 0.
         overhead: time added to every F, I, W and B (the paper's c0 per slot), not to H, which follows its F; default: 0.
@@ -130,7 +130,7 @@ class Costs:
         return replace(self, **changes)
 
     def cut_in(self, parts: int) -> Costs:
-        """Return the costs of stages of which each is a part of one of these; the head is that of a whole stage.
+        """Return the costs of the parts if every stage is cut into equal parts; a head costs as much as before.
 
         Args:
             parts: number of equal parts of a stage.

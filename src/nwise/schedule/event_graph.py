@@ -94,7 +94,7 @@ def event_graph(schedule: Schedule, costs: Costs) -> EventGraph:
     for node, a in enumerate(actions):
         if a.kind is Kind.FORWARD and a.stage in waiting:
             taker = made["F", a.stage + 1, a.microbatch, a.turn]
-            # It is taken at the start of the next stage's forward, which is as long before its end as that lasts.
+            # The next stage takes the activation at the start of its forward: at the end minus the duration.
             graph.needs[node].append((taker, -duration[taker], kept))
     return graph
 

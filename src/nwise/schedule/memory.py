@@ -153,8 +153,8 @@ def _spans(
         flow = schedule.flows[turn][m].stages[k]
         above = places.get((k + 1, m, turn), [])
         first, last = indices[0], indices[-1]
-        # The output of F lives until its graph and the head have gone, and as the input of the next stage. Another forward makes
-        # another one.
+        # The output of F lives until its graph is freed and the head has run, and while the next stage needs it as
+        # input. A second forward makes a second output.
         uses = [i for i in indices if word[i].kind is Kind.HEAD]
         for begin, end in graphs.get((k, m, turn), []):
             yield span(begin, end, activation[k])

@@ -71,7 +71,7 @@ class Piece:
 
 
 def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
-    """Choose where stages begin, such that the largest work of a stage is smallest.
+    """Choose where stages begin, so the busiest stage has as little work as possible.
 
     Args:
         pieces: pieces in order, at least as many as stages.

@@ -73,7 +73,7 @@ class Schedule:
         """All actions of every rank, in order.
 
         A receive comes right before the first use, a send right after its computation, a drop after the last use, and the updates
-        at the end of their call. What a stage makes for a stage of the same rank is not sent.
+        at the end of their call. Stages of one rank exchange their results without messages.
         """
         return tuple(tuple(_with_messages(word, self)) for word in self.words)
 

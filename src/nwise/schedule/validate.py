@@ -2,7 +2,8 @@
 
 1. complete: every rank's list contains each action of its stages exactly once. The flow and the placement determine what
    crosses each boundary, so every receive then has one send, and every send one receive;
-2. of its age: no result is older than its use, the weight gradients of a stage are of one age, forwards and heads of age 0;
+2. of the right age: no result is older than its use, the weight gradients of a stage have one age, and forwards and
+   heads have age 0;
 3. in order: nothing is used before it exists or after it is dropped, updates come last, and there is no deadlock;
 4. bounded: the number of messages on every link is limited;
 5. within memory.
@@ -96,7 +97,7 @@ def validate(
 
 
 def buffers(schedule: Schedule) -> list[Buffer]:
-    """Return limits of what may wait at the boundaries 1 .. A-1, for any times of the actions."""
+    """Return limits on the messages that may wait at the boundaries 1 .. A-1, for any times of the actions."""
     # One cycle's messages at most, and more under a delay: a sender waits for the same message of an earlier cycle
     # (`nwise.runtime.channel`).
     cycles = 1 + schedule.oldest

@@ -53,7 +53,7 @@ def make_loss(data: Images | Tokens) -> LossFn:
 
 
 def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
-    """Build the recipe's network as a pipeline, on the CPU; each of several processes builds its own stage.
+    """Build the recipe's network as a pipeline, on the CPU; each of several processes builds only its own stages.
 
     Raises:
         ValueError: `stage_lr` does not have one factor per stage.
@@ -125,7 +125,7 @@ def check_channels_last(module: nn.Module, device: torch.device) -> None:
         ):
             raise ValueError(
                 f"`channels_last` on a CPU needs networks whose 1x1 convolutions with strides have at least 16 "
-                f"input channels: with fewer, gradients destroy memory (oneDNN's issue 6035). Found {conv.in_channels} in "
+                f"input channels: with fewer, gradients corrupt memory (oneDNN's issue 6035). Found {conv.in_channels} in "
                 f"{name or 'the module'}; leave `channels_last` out, or make the network wider."
             )
 

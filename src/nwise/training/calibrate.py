@@ -1,7 +1,7 @@
 """Thresholds of early exits: from the heads' answers on samples that no training step has seen.
 
-A threshold is good if the samples that leave there are answered as well as further up. `observe` runs every head on every
-sample once; everything after that is arithmetic on two tables, so many thresholds can be tried.
+A threshold is good if its head answers the samples that leave there as well as later heads would. `observe` runs every
+head on every sample once; everything after that is arithmetic on two tables, so many thresholds can be tried.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Work:
     """Floating-point operations for one sample.
 
     Args:
-        stages: of every stage, ``[A]``.
-        heads: of the heads, by stage.
+        stages: operations of every stage, ``[A]``.
+        heads: operations of the heads, by stage.
     """
 
     stages: Sequence[int]
@@ -115,7 +115,7 @@ def count_work(pipe: Pipeline, example: Tensor) -> Work:
 
 
 def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
-    """Return what thresholds give on the samples.
+    """Return the accuracy and the work on the samples under some thresholds.
 
     Args:
         seen: the samples.
@@ -171,7 +171,7 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
 
 
 def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:
-    """Return what calibration gives on samples that it has not used: each half's thresholds are applied to the other half.
+    """Return the outcome on samples that calibration has not used: each half's thresholds apply to the other half.
 
     Args:
         seen: the samples.

@@ -24,7 +24,7 @@ Part = tuple[int, bool]
 
 
 def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
-    """Return the groups of parts that share a norm, for the strategy of the next step; `by` as at the top of this file.
+    """Return the groups of parts that share a norm, for the strategy of the next step; `by` as for `Clip`.
 
     >>> stages, heads = [nn.Linear(2, 2) for _ in range(3)], [nn.Linear(2, 2) for _ in range(2)]
     >>> pipe = Pipeline(stages, heads, strategy="2-wise")

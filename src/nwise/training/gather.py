@@ -17,7 +17,7 @@ _KEPT = 8  # number of columns on their way before a rank waits for the oldest
 class AsyncGather:
     """Gathers a column of numbers from every rank at chosen steps.
 
-    All ranks, more than one, make one, and put in columns of the same length at the same steps.
+    All ranks, at least two, make it together and put in columns of the same length at the same steps.
     """
 
     def __init__(self, processes: Processes) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that bear late gradients: Muon for matrices, and an update that is extrapolated.
+"""Optimizers that tolerate late gradients: Muon for matrices, and extrapolated updates.
 
 A gradient that is one update late was computed before the last update. Muon loses less by that than Adam, and an extrapolated
 update makes up for most of the rest ("One-step gradient delay is not a barrier", arXiv 2606.30634).
@@ -16,7 +16,7 @@ from nwise.pipeline import Pipeline
 
 
 def hidden_matrices(pipe: Pipeline) -> list[nn.Parameter]:
-    """Return this process's matrices but those of embeddings, and but the last one of a head or of the network."""
+    """Return this process's matrices, except those of embeddings and the last one of each head and of the network."""
     hidden = []
     for k in pipe.processes.here:
         for part, ends in ((pipe.stages[k], k == pipe.num_stages - 1), (pipe.heads.get(k), True)):
@@ -33,7 +33,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         groups: groups of parameters, with a learning rate each or none.
         matrices: the parameters that Muon trains.
         lr: AdamW's learning rate.
-        muon_lr: Muon's; a group with a learning rate of its own has it in the same proportion.
+        muon_lr: Muon's learning rate; for a group with a separate learning rate, both rates change in proportion.
         betas, eps, weight_decay: as in `torch.optim.AdamW`; Muon has the same weight decay.
     """
 

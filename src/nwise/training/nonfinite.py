@@ -33,11 +33,11 @@ class NonFiniteGuard:
 
     Args:
         pipe: the pipeline whose losses and gradients are checked.
-        policy: ``"stop"`` (default), ``"skip"`` or ``"ignore"``; see the top of this file.
+        policy: ``"stop"`` (default), ``"skip"`` or ``"ignore"``; see `nwise.training.nonfinite`.
         report: receives the facts before the process stops.
 
     Raises:
-        ValueError: the policy does not fit.
+        ValueError: the policy is unknown, or is ``"skip"`` under a delay.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class NonFiniteGuard:
         wrong = self._wrong_losses(stage)
         microbatch = wrong[0] if wrong else None
         what = f"The loss of stage {stage}'s head" if wrong else f"The gradient of stage {stage} or its head"
-        value = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "values that are not"
+        value = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "nan or infinite values"
         facts = {
             "step": step,
             "stage": stage,

@@ -49,7 +49,7 @@ class TimelineRecorder:
 
 def _clock_offset(world: World) -> float:
     """Return the seconds to add to this process's clock to get rank 0's, from the quickest of several round trips."""
-    # The reply has rank 0's time, which is taken for that of the middle between send and receive. The quickest round trip
+    # The reply has rank 0's time, which counts as the time halfway between send and receive. The quickest round trip
     # leaves the least room for an error:
     #
     #     this rank   sent -----------------------> back

@@ -1,4 +1,4 @@
-"""The training loop of a recipe, in one process with all stages or in one process per stage."""
+"""The training loop of a recipe, in one process or several."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ class Trainer:
                 raise
             finally:
                 if run is not None and self._is_ready:
-                    # With several processes the last evaluation has saved them; its weights are kept if training failed since.
+                    # With several processes the last evaluation has saved the weights. They are also kept if training
+                    # has failed after it.
                     if status in ("stopped", "interrupted") and self.pipe.processes.size == 1:
                         run.save_weights(gather_weights(self.pipe))
                     run.finish(status)

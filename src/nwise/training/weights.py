@@ -70,13 +70,13 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
 
 
 def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
-    """Discard all heads, as a run did that saved none under these names, if no later step needs one."""
+    """Discard all heads if no later step needs one and the saved names contain none."""
     if not any(name.startswith("heads.") for name in saved) and not pipe.needed_heads():
         pipe.discard_heads()
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file that is never there by half.
+    """Write a safetensors file atomically: it is complete or not there.
 
     Raises:
         OSError: the file cannot be written; the earlier one stays.

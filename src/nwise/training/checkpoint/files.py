@@ -42,8 +42,8 @@ def write(
 ) -> None:
     """Write a checkpoint; all processes of a pipeline call it together.
 
-    A tensor that several processes hold has the same name in each; DTensors are written by their parts. Only rank 0's facts,
-    which are JSON values, are kept. In the group, None for one process, nothing else may be under way.
+    A tensor that several processes hold has the same name in each; DTensors are written in parts. Only rank 0's facts,
+    which are JSON values, are kept. No other call of the group (None for one process) may be under way.
 
     Raises:
         OSError: the checkpoint cannot be written; nothing has changed.
@@ -85,7 +85,9 @@ def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
         present = {p.name for p in folder.glob("*.safetensors")}
         for name in sorted(present ^ set(expected)):
             raise DamagedError(
-                f"{folder} should hold {name}. Found none." if name in expected else f"{folder} holds {name} too."
+                f"{folder} should hold {name}. Found none."
+                if name in expected
+                else f"{folder} should hold only the files that its {_FACTS} lists. Found {name}."
             )
         for name in _share(expected, group):
             with _readable(folder / name):
@@ -138,7 +140,7 @@ def remove(folder: Path) -> None:
 
 
 def clean_up(parent: Path) -> None:
-    """Remove what interrupted writers left, and no other files."""
+    """Remove the partial checkpoints of interrupted writers, and no other files."""
     for partial in parent.glob(f"*{PARTIAL}"):
         if NAME.match(partial.name):
             shutil.rmtree(partial, ignore_errors=True)

@@ -111,7 +111,7 @@ def check_facts(facts: dict[str, Any], folder: Path, types: Mapping[str, Any] = 
         except TypeCheckError as error:
             raise files.DamagedError(f"{folder} should have {name!r} among its facts. Found {value!r}.") from error
     if types is FACTS and (facts["step"] < 0 or not facts["ends"]):
-        raise files.DamagedError(f"{folder} should be of a step and of some stages. Found {facts['step']!r}.")
+        raise files.DamagedError(f"{folder} should have a step of 0 or more, and stages. Found step {facts['step']!r}.")
     return facts
 
 
