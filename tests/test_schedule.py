@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from nwise.schedule.greedy import Free
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.schedule import merge, needs, product
+from timelines import in_flight, waiting
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
 
@@ -73,9 +75,9 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
         sent = [x for x in found.lists[k] if x.kind is Kind.SEND_GRADIENT]
         assert len(sent) == m * r
     line = simulate(found.schedule, costs)
-    assert line.in_flight == found.in_flight
-    assert all(line.waiting.get((k, k + 1), 0) <= buffers[k].activations for k in range(a - 1))
-    assert all(line.waiting.get((k + 1, k), 0) <= buffers[k].gradients for k in range(a - 1))
+    assert in_flight(line) == found.in_flight
+    assert all(waiting(line, k, k + 1) <= buffers[k].activations for k in range(a - 1))
+    assert all(waiting(line, k + 1, k) <= buffers[k].gradients for k in range(a - 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -439,7 +441,8 @@ def test_slow_link_bounds_period_and_queues_messages() -> None:
     found = of("2-wise", 3, 4, costs)
     assert 16 <= found.lower_bound <= found.period
     line = simulate(found.schedule, costs)
-    assert line.bytes_sent == {(0, 1): 8, (1, 2): 8, (1, 0): 8, (2, 1): 8}
+    sent = Counter((m.sender, m.receiver) for m in line.messages)
+    assert sent == dict.fromkeys([(0, 1), (1, 2), (1, 0), (2, 1)], 4 * line.cycles)
     down = sorted(m.arrives for m in line.messages if (m.sender, m.receiver) == (0, 1))
     assert min(b - a for a, b in itertools.pairwise(down)) >= 4
 

@@ -16,6 +16,7 @@ from nwise.schedule.greedy import Free
 from nwise.schedule.named import ORDERS
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 from nwise.schedule.schedule import Word, merge
+from timelines import waiting
 
 COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
 
@@ -136,7 +137,7 @@ def test_fast_stage_is_throttled_where_nothing_flows_back() -> None:
     costs = Costs([1, 4], 0, [1, 4], [1, 4])
     found = best("local", num_stages=2, num_microbatches=3, costs=costs)
     line = simulate(found.schedule, costs, cycles=30)
-    assert line.waiting[0, 1] == 3
+    assert waiting(line, 0, 1) == 3
     assert found.period == line.period == 3 * 12
 
 

@@ -104,12 +104,7 @@ class Comparison:
     @property
     def messages(self) -> list[Message]:
         """Arrows from the end of each send to the end of its receive."""
-        return [
-            Message(
-                put.action.stage, got.action.stage, put.end, got.end, got.end, put.action, got.action, put.cycle, 0.0
-            )
-            for put, got in self._pairs
-        ]
+        return [Message(put.action.stage, got.action.stage, put.end, got.end, got.end) for put, got in self._pairs]
 
     @property
     def overlap(self) -> float:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from nwise._errors import check_at_least
 from nwise.schedule.actions import Action, Kind
@@ -45,12 +43,9 @@ class Message:
 
     Args:
         sender, receiver: indices of the stages.
-        sent: time at which its producer ends.
+        sent: time at which the action that makes it ends.
         arrives: time from which it can be used.
         used: start of the first action that needs it.
-        producer, consumer: the actions at both ends.
-        cycle: see `Event`.
-        size: size in bytes.
     """
 
     sender: int
@@ -58,10 +53,6 @@ class Message:
     sent: float
     arrives: float
     used: float
-    producer: Action
-    consumer: Action
-    cycle: int
-    size: float
 
 
 @dataclass(frozen=True)
@@ -102,11 +93,6 @@ class Timeline:
         """All messages between stages."""
         return [message for cycle, times in enumerate(self.runs) for message in self._messages(cycle, times)]
 
-    @property
-    def length(self) -> float:
-        """End of the last action."""
-        return max(max(times.end) for times in self.runs)
-
     @cached_property
     def period(self) -> float:
         """Time per mini-batch in the second half of the run, at the stage that ends last."""
@@ -131,38 +117,9 @@ class Timeline:
         """Share of the second half of the run in which ranks wait, the mean over ranks."""
         return 1.0 - sum(self.utilisation) / len(self.utilisation)
 
-    @cached_property
-    def bytes_sent(self) -> dict[tuple[int, int], float]:
-        """Bytes per mini-batch over every link (sender, receiver)."""
-        sizes: dict[tuple[int, int], float] = defaultdict(float)
-        for message in self.messages:
-            sizes[message.sender, message.receiver] += message.size / (self.cycles * len(self.schedule.flows))
-        return dict(sizes)
-
-    @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """Largest number of micro-batches between forward and the end of the last action, for every stage."""
-        spans: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
-        for event in self.events:
-            if event.action.kind is not Kind.UPDATE:
-                spans[event.action.stage, event.batch, event.action.microbatch].append(event)
-        changes: list[list[tuple[float, int]]] = [[] for _ in range(self.schedule.num_stages)]
-        for (k, _, _), events in spans.items():
-            changes[k] += [(min(e.start for e in events), 1), (max(e.end for e in events), -1)]
-        return tuple(map(_peak, changes))
-
-    @cached_property
-    def waiting(self) -> dict[tuple[int, int], int]:
-        """Largest number of messages that were sent and not used yet, for every link."""
-        changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
-        for message in self.messages:
-            changes[message.sender, message.receiver] += [(message.sent, 1), (message.used, -1)]
-        return {link: _peak(times) for link, times in changes.items()}
-
     def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
         """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""
         graph, placement = self.graph, self.schedule.placement
-        sizes = self.costs.per_stage("message_bytes", self.schedule.num_stages)
         # By producer and receiving stage: the first consumer, the node at whose end the latency begins (the producer or one of a
         # link), and the number of calls before the use.
         first: dict[tuple[int, int], tuple[int, float, int, int]] = {}
@@ -180,17 +137,12 @@ class Timeline:
                 use = calls, times.start[node], node, other
                 first[producer, k] = min(use, first.get((producer, k), use))
         for (producer, k), (calls, _, node, leaves_at) in first.items():
-            sender = graph.actions[producer].stage
             yield Message(
-                sender=sender,
+                sender=graph.actions[producer].stage,
                 receiver=k,
                 sent=self.runs[cycle - calls].end[producer],
                 arrives=self.runs[cycle - calls].end[leaves_at] + self.costs.latency,
                 used=times.start[node],
-                producer=graph.actions[producer],
-                consumer=graph.actions[node],
-                cycle=cycle,
-                size=sizes[min(sender, k)],
             )
 
 
@@ -242,9 +194,3 @@ def simulate(
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
         runs.append(run(graph, [one.end for one in reversed(runs)], times))
     return Timeline(schedule, costs, graph, runs)
-
-
-def _peak(changes: list[tuple[float, int]]) -> int:
-    """Return the largest running sum of changes over time."""
-    # Of changes at one time the negative ones come first: an end makes room for a start.
-    return max(accumulate((change for _, change in sorted(changes)), initial=0))
