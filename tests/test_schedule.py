@@ -26,7 +26,7 @@ from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, 
 from nwise.schedule.ages import message_ages, weight_ages
 from nwise.schedule.costs import prices
 from nwise.schedule.event_graph import EventGraph, event_graph
-from nwise.schedule.greedy import Free
+from nwise.schedule.named import choose
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.schedule import merge, needs, product
@@ -320,7 +320,7 @@ def test_list_scheduling_knows_when_messages_arrive() -> None:
     periods = []
     for known in (late, REAL):
         rule = partial(depth_first, fuse=False)
-        schedule = make_schedule("nearest", flows, rule, costs=known, free=Free(3))
+        schedule = make_schedule("nearest", flows, rule, costs=known, cap=3)
         periods.append(timed(schedule, late).period)
     assert periods == [17.5, 20.5]
 
@@ -422,6 +422,14 @@ def test_one_process_can_run_any_lists(rule: Any) -> None:
         done.add(product(action))
     for k, word in enumerate(schedule.words):
         assert [a for a in order if a.stage == k] == [a for a in word if a.kind is not Kind.UPDATE]
+
+
+def test_one_process_keeps_the_order_of_the_rule() -> None:
+    """One rank never waits, so list scheduling would only hold more micro-batches."""
+    flows = flows_for(nwise.EndToEnd(), 4, 3)
+    one = choose("zb-h1", flows, (0,) * 4)
+    assert one.words == make_schedule("", flows, partial(depth_first, fuse=False), (0,) * 4).words
+    assert max(one.in_flight) == 1
 
 
 def test_1f1b_by_hand() -> None:

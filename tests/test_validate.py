@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, timed, validate
-from nwise.schedule.greedy import Free
 from nwise.schedule.named import ORDERS
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 from nwise.schedule.schedule import Word, merge
@@ -173,7 +172,7 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
     schedule: Any = order if order in ORDERS else None
     if order in rules:
         schedule = make_schedule(
-            order, flows_for(nwise.strategy(name), 4, m), rules[order], free=Free(m) if order == "nearest" else None
+            order, flows_for(nwise.strategy(name), 4, m), rules[order], cap=m if order == "nearest" else None
         )
     pipe = nwise.Pipeline(stages, heads, loss, name, m, schedule=schedule)
     x, y = torch.randn(7, 5), torch.randn(7, 5)

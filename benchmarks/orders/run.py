@@ -20,7 +20,6 @@ from rich.progress import track
 import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Costs, best, timed
-from nwise.schedule.greedy import Free
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 
 HERE = Path(__file__).parent
@@ -54,9 +53,9 @@ def equal() -> list[dict[str, Any]]:
             "skewed, stride 2": partial(skewed, fuse=False, stride=2),
             "nearest first": partial(depth_first, fuse=False),
         }
-        free = {"nearest first": Free(m)}
+        caps = {"nearest first": m}
         periods = {
-            name: timed(make_schedule(name, flows, rule, costs=costs, free=free.get(name)), costs).period
+            name: timed(make_schedule(name, flows, rule, costs=costs, cap=caps.get(name)), costs).period
             for name, rule in rules.items()
         }
         periods = {name: round(period, 9) for name, period in {**periods, "best": fastest.period}.items()}

@@ -12,7 +12,6 @@ from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
 from nwise.schedule.best import best, fastest, place
 from nwise.schedule.costs import Costs
-from nwise.schedule.greedy import Free
 from nwise.schedule.named import RULES, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
@@ -124,4 +123,4 @@ def _schedules(name: str, flows: Flows, placement: Placement, costs: Costs, *, s
     if named.any_cap:
         caps.add(size)
     for cap in sorted({min(cap, size) for cap in caps}):
-        yield make_schedule(name, flows, named.rule, placement, costs=costs, free=Free(cap))
+        yield make_schedule(name, flows, named.rule, placement, costs=costs, cap=cap)

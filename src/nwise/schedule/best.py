@@ -12,7 +12,6 @@ from nwise.schedule import orders
 from nwise.schedule.ages import Flows, When, message_ages, weight_ages
 from nwise.schedule.bounds import resource_bound, stage_work
 from nwise.schedule.costs import Costs
-from nwise.schedule.greedy import Free
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Rule, make_schedule
 from nwise.schedule.placement import Placement, balanced, make_placement
@@ -172,16 +171,16 @@ def _candidates(
     """Iterate over schedules to try; of equal ones the first is preferred."""
     choices = dict.fromkeys((message_ages(flows, weights), *(message_ages(flows, weights, w) for w in _OTHER_AGES)))
     for ages in choices:
-        for name, rule, free in _rules(flows, small=small):
+        for name, rule, cap in _rules(flows, small=small):
             # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
             for fuse in (True, False):
                 split_or_not: Rule = partial(rule, fuse=fuse)  # type: ignore[call-arg]
                 with suppress(Deadlock):
-                    yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, free=free)
+                    yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, cap=cap)
 
 
-def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[tuple[str, Rule, Free | None]]:
-    """Iterate over rules with their names and freedom; `small`: whether memory is limited."""
+def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[tuple[str, Rule, int | None]]:
+    """Iterate over rules with their names and, for list schedules, caps; `small`: whether memory is limited."""
     size = len(flows[0])
     # In the skewed order with stride 1 or 2, reach + 1 or 2 reach + 1 micro-batches are in flight: these caps give list
     # schedules with the same memory.
@@ -190,9 +189,9 @@ def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[tuple[st
     yield "skewed-2", partial(orders.skewed, stride=2), None
     yield "1f1b", orders.one_forward_one_backward, None
     for cap in sorted({min(size, cap) for cap in (reach + 1, 2 * reach + 1, size)}):
-        yield f"nearest-first-{cap}", orders.depth_first, Free(cap)
+        yield f"nearest-first-{cap}", orders.depth_first, cap
     yield "phase", orders.phase, None
     if small:
         yield "depth-first", orders.depth_first, None
         for cap in range(1, size + 1):
-            yield f"nearest-first-{cap}", orders.depth_first, Free(cap)
+            yield f"nearest-first-{cap}", orders.depth_first, cap

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind
@@ -17,47 +16,17 @@ from nwise.schedule.schedule import Deadlock, Word, needs, product
 _Result = tuple[str | int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Freedom of a rank to order its actions by urgency, instead of in the order of a rule.
-
-    Args:
-        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
-    """
-
-    cap: int
-
-
-def list_schedule(
-    calls: Sequence[Sequence[Word]],
-    flows: Sequence[Sequence[Flow]],
-    placement: Placement,
-    costs: Costs,
-    free: Free | None = None,
-) -> list[list[Word]]:
-    """Simulate calls in which every rank takes the most urgent ready action: its head, a pass, a forward, then weights.
+class ListScheduler:
+    """Simulates calls in which every rank takes the most urgent ready action: its head, a pass, a forward, then weights.
 
     Args:
         calls: for each call of the cycle the actions of every stage.
         flows: flow of every micro-batch, ``[turns][M]``.
         placement: rank of every stage.
         costs: costs of one micro-batch, which decide when actions are ready.
-        free: freedom to reorder the actions of a stage; None if their order is kept.
-
-    Returns:
-        For each call of the cycle the actions of every rank in order. With a delay they come from a call in which the pipeline is
-        full.
-
-    Raises:
-        Deadlock: the words cannot run.
+        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if ranks
+            may reorder the actions of a stage; None if they may not.
     """
-    oldest = max(a.age for call in calls for word in call for a in word)
-    scheduler = _Scheduler(calls, flows, placement, costs, free, rounds=1 if not oldest else oldest + 2)
-    return scheduler.run()[-len(calls) :]
-
-
-class _Scheduler:
-    """An event-driven simulation that decides the order as it goes."""
 
     def __init__(
         self,
@@ -65,11 +34,12 @@ class _Scheduler:
         flows: Sequence[Sequence[Flow]],
         placement: Placement,
         costs: Costs,
-        free: Free | None,
-        rounds: int,
+        cap: int | None,
     ) -> None:
-        self._calls = [*calls] * rounds
-        self._flows, self._placement, self._free = flows, placement, free
+        actions = [a for call in calls for word in call for a in word]
+        oldest = max(a.age for a in actions)
+        self._calls = [*calls] * (oldest + 2 if oldest else 1)  # a delay fills the pipeline in several rounds
+        self._flows, self._placement, self._reorders = flows, placement, cap is not None
         self._prices, self._latency = prices(costs, len(placement)), costs.latency
         ranks = range(1 + max(placement))
         self._stages = [[k for k, rank in enumerate(placement) if rank == r] for r in ranks]
@@ -78,26 +48,28 @@ class _Scheduler:
         self._words: list[list[list[Action]]] = [[[] for _ in ranks] for _ in self._calls]
         self._arrival: dict[_Result, float] = {}
         self._in_flight = [0] * len(placement)
-        actions = [a for call in calls for word in call for a in word]
         self._all = Counter((a.stage, a.microbatch, a.turn) for a in actions)
         self._done = Counter[tuple[int, int, int]]()
-        self._most = [0 if free is None else free.cap] * len(placement)
         # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
-        for k in range(len(placement)):
-            self._most[k] += max(a.age for call in calls for a in call[k]) * len(flows[0])
+        delays = [max(a.age for call in calls for a in call[k]) for k in range(len(placement))]
+        self._most = [(cap or 0) + delay * len(flows[0]) for delay in delays]
         self._needs = {a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for a in actions}
 
     def _load(self, rank: int, call: int) -> list[list[Action]]:
-        """Return the queues of a rank in a call: one for each stage, or for each kind of action if their order is free."""
+        """Return the queues of a rank in a call: one for each stage, or for each kind of action if it may reorder them."""
         queues: dict[object, list[Action]] = {}
         for k in self._stages[rank]:
             for a in reversed(self._calls[call][k]):
-                key = (k, a.kind, a.message, a.age) if self._free else k
+                key = (k, a.kind, a.message, a.age) if self._reorders else k
                 queues.setdefault(key, []).append(a)
         return list(queues.values())
 
     def run(self) -> list[list[Word]]:
-        """Run all calls and return the order of each rank's actions."""
+        """Return for each call of the cycle the actions of every rank in order; with a delay, once the pipeline is full.
+
+        Raises:
+            Deadlock: the words cannot run.
+        """
         # Times at which a rank may find something to do: it becomes free, or a message arrives.
         ranks = len(self._stages)
         events = [(0.0, r) for r in range(ranks)]
@@ -124,7 +96,7 @@ class _Scheduler:
                             heapq.heappush(events, (busy[rank] + self._latency, self._placement[other]))
         if stuck := [queue[-1] for queues in self._queues for queue in queues if queue]:
             raise Deadlock(stuck)
-        return [[tuple(word) for word in call] for call in self._words]
+        return [[tuple(word) for word in call] for call in self._words[-len(self._flows) :]]
 
     def _take(self, rank: int, now: float) -> Action | None:
         """Remove the most urgent ready action of a rank from its queue and return it; None if none is ready."""
@@ -159,7 +131,7 @@ class _Scheduler:
     def _ready(self, action: Action, call: int, now: float) -> bool:
         """Tell whether a rank may start an action now."""
         k, number = action.stage, call - action.age
-        if self._free is not None and action.kind is Kind.FORWARD and self._in_flight[k] >= self._most[k]:
+        if self._reorders and action.kind is Kind.FORWARD and self._in_flight[k] >= self._most[k]:
             return False
         if number < 0:
             return True

@@ -25,7 +25,6 @@ from nwise.schedule.actions import Action, Kind
 from nwise.schedule.ages import Flows, message_ages
 from nwise.schedule.best import DoesNotFit, best_order
 from nwise.schedule.costs import Costs
-from nwise.schedule.greedy import Free
 from nwise.schedule.orders import TYPICAL, Rule, make_schedule
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, Word, merge
@@ -149,9 +148,9 @@ def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[in
     if named.by_rank is not None and made_for:
         rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
         return make_schedule(name, flows, rule, placement, message_ages(flows, ages), costs=costs)
-    cap = None if named.cap is None else min(named.cap(size), len(flows[0]))
-    free = None if cap is None or max(placement) == 0 else Free(cap)
-    return make_schedule(name, flows, named.rule, placement, message_ages(flows, ages), costs=costs, free=free)
+    # One process keeps the order of the rule.
+    cap = None if named.cap is None or num_ranks == 1 else min(named.cap(size), len(flows[0]))
+    return make_schedule(name, flows, named.rule, placement, message_ages(flows, ages), costs=costs, cap=cap)
 
 
 def one_process(schedule: Schedule) -> Schedule:

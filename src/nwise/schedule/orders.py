@@ -21,7 +21,7 @@ from nwise.flow import Flow
 from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages
 from nwise.schedule.costs import Costs
-from nwise.schedule.greedy import Free, list_schedule
+from nwise.schedule.greedy import ListScheduler
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule, Word, counted, merge
 
@@ -42,7 +42,7 @@ def make_schedule(
     ages: Ages | None = None,
     *,
     costs: Costs = TYPICAL,
-    free: Free | None = None,
+    cap: int | None = None,
 ) -> Schedule:
     """Return the schedule of a cycle of calls, with the updates after each.
 
@@ -53,20 +53,21 @@ def make_schedule(
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass; default: 0.
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
-        free: freedom of list scheduling to reorder the words; default: None, the order of the rule.
+        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
+            scheduling may reorder the words; default: None, the order of the rule.
     """
     size, turns = len(flows[0][0].stages), len(flows)
     placement = placement or tuple(range(size))
     by_turn = [rule(batch, turn) for turn, batch in enumerate(flows)]
     calls = [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(turns)]
     num_ranks = 1 + max(placement)
-    if len(by_turn[0]) == num_ranks and free is None:
+    if len(by_turn[0]) == num_ranks and cap is None:
         owners = [placement[word[0].stage] for word in by_turn[0]]
         ordered = [[call[owners.index(rank)] for rank in range(num_ranks)] for call in calls]
-    elif num_ranks == 1 and free is None:
+    elif num_ranks == 1 and cap is None:
         ordered = [[tuple(merge(call, flows))] for call in calls]
     else:
-        ordered = list_schedule(calls, flows, placement, costs, free)
+        ordered = ListScheduler(calls, flows, placement, costs, cap).run()
     words = []
     for rank in range(num_ranks):
         updates = [Action(Kind.UPDATE, k, 0) for k in range(size) if placement[k] == rank]
