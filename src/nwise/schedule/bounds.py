@@ -76,13 +76,6 @@ def delay_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
     return known
 
 
-def _held_back(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement) -> list[float]:
-    """Return for every held-back stage the time from a forward until its activation is taken."""
-    size = len(flows[0][0].stages)
-    sizes, times = costs.per_stage("message_bytes", size), costs.per_stage("forward", size)
-    return [times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth for k in held_back(flows, placement)]
-
-
 def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, enough: float) -> float:
     """Return a lower bound on the time of one cycle of synchronous mini-batches, for any order.
 
@@ -94,10 +87,14 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
         placement: rank of every stage.
         enough: time of a known schedule; the search ends at a bound that meets it.
     """
-    known = max(resource_bound(flows, costs, placement), *_held_back(flows, costs, placement), 0.0)
-    num_ranks = 1 + max(placement)
+    num_ranks, num_stages = 1 + max(placement), len(placement)
+    known = resource_bound(flows, costs, placement)
+    sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
+    for k in held_back(flows, placement):  # it starts its next forward once its activation has been taken
+        known = max(known, times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth)
     # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
-    effort = num_ranks**2 * (len(flows[0]) * max(map(_actions, flows[0])) * len(placement) / num_ranks) ** 2
+    per_microbatch = max(2 + len(stage.messages) + stage.head for flow in flows[0] for stage in flow.stages)
+    effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
     if len(flows) == 1 and effort < _MOST_EFFORT:
         # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
         known = max(known, float(np.diag(_least_times(flows[0], costs, placement, pairs=False)).max()))
@@ -113,11 +110,6 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
         least = this if least is None else (least[:, :, None] + this[None, :, :]).max(axis=1)
     assert least is not None
     return max(known, _longest_cycle(least))
-
-
-def _actions(flow: Flow) -> int:
-    """Return the largest number of actions of a stage for a micro-batch."""
-    return max(2 + len(stage.messages) + stage.head for stage in flow.stages)
 
 
 def _least(price: Prices, action: Action, flow: Flow) -> float:
