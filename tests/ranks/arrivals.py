@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from nwise.runtime.world import World
-from nwise.training.gather import AsyncGather
+from nwise.training.log import AsyncGather
 from ranks.common import RANK, write
 
 
