@@ -106,7 +106,7 @@ def test_plan_skips_options_beyond_memory() -> None:
     assert found.skipped["gpipe"] == 90
     with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a stage, which .* needs. Found 11"):
         transformer(8, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
-    assert "No end-to-end" in verdict(Methods(8, POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
+    assert "No end-to-end" in verdict(Methods(POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
         time_methods(lambda flows, m: TRANSFORMER, 4, microbatches=())
 

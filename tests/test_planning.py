@@ -158,7 +158,7 @@ def test_bound_of_late_gradients_holds_with_stages_on_one_rank() -> None:
 def test_slow_links_ask_for_fewer_microbatches() -> None:
     pieces = {m: [Piece(str(i), 1 / m, 1 / m, 1 / m, 0, 0) for i in range(4)] for m in (1, 2, 4)}
     devices = as_devices(2)
-    assert search(pieces, nwise.EndToEnd(), devices).num_microbatches == 4
+    assert search(pieces, nwise.EndToEnd(), devices).timed.schedule.num_microbatches == 4
     late = search(pieces, nwise.EndToEnd(), devices, latency=5.0)
     assert late.timed.period > 2 * 5  # an activation and a gradient
 

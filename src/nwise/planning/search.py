@@ -56,11 +56,6 @@ class Cut:
     placement: Placement
     timed: Timed
 
-    @property
-    def num_microbatches(self) -> int:
-        """Number of micro-batches, M."""
-        return self.timed.schedule.num_microbatches
-
 
 class Search:
     """The search with a number of micro-batches.

@@ -74,13 +74,11 @@ class Methods:
     """The compared methods, and the recommended one.
 
     Args:
-        num_stages: number of stages, A.
         microbatches: numbers of micro-batches that were tried.
         options: every method at its best M, the fastest first.
         skipped: methods that do not fit the memory at any M, with the bytes that they need per stage.
     """
 
-    num_stages: int
     microbatches: tuple[int, ...]
     options: tuple[Option, ...]
     skipped: dict[str, float]
@@ -172,7 +170,7 @@ def time_methods(
     fastest = [min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for group in options.values()]
     ranked = sorted(fastest, key=_preference)
     skipped = {name: size for name, size in least.items() if name not in options}
-    return Methods(num_stages, tuple(microbatches), tuple(ranked), skipped)
+    return Methods(tuple(microbatches), tuple(ranked), skipped)
 
 
 def _methods(strategies: Sequence[str], num_stages: int) -> list[str]:

@@ -91,11 +91,6 @@ class Trainer:
         self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
 
-    @property
-    def num_samples(self) -> int:
-        """Number of training samples of the whole run."""
-        return self.num_steps * self.recipe.batch_size
-
     def train(
         self,
         run: Run | None = None,
