@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -25,3 +26,13 @@ def with_progress_bar(items: Sequence[T], description: str, *, least: int = 1) -
     if len(items) < least or not sys.stderr.isatty():
         return items
     return track(items, description=description, console=Console(stderr=True), transient=True)
+
+
+def progress_bar(description: str, *, shown: bool = True) -> Callable[[list[Any]], Iterable[Any]]:
+    """Return a wrapper of a list that shows a progress bar, or nothing.
+
+    Args:
+        description: text beside the bar.
+        shown: whether there is a bar; default: True.
+    """
+    return partial(with_progress_bar, description=description) if shown else iter

@@ -12,11 +12,10 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from nwise._errors import check_at_least
+from nwise._progress import with_progress_bar
 from nwise._records import replacing
 from nwise.cli.output import OK, Output, note, print_json
 from nwise.data import Images
@@ -185,7 +184,7 @@ def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> 
         return time.perf_counter() - began
 
     # Both take turns, so a slow spell of the machine meets both. The first round warms up and does not count.
-    turns = track(range(rounds + 1), "timing", console=Console(stderr=True), transient=True)
+    turns = with_progress_bar(range(rounds + 1), "timing")
     with torch.no_grad():
         times = [(seconds(whole), seconds(network)) for _ in turns]
     whole_network, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))

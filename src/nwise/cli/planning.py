@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from nwise._progress import progress_bar
 from nwise.cli.costs import costs_of_text
 from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
@@ -85,7 +82,7 @@ class PlanCommand:
                 microbatches=self._microbatches(size),
                 strategies=self.strategies,
                 memory=None if self.memory is None else self.memory * _GIB,
-                progress=self._progress("planning"),
+                progress=progress_bar("planning", shown=not self.json),
             )
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
@@ -140,7 +137,7 @@ class PlanCommand:
             measurable(config, data, pick_device(config)),
             self._microbatches(config.batch_size),
             rounds=self.rounds,
-            progress=self._progress("measuring"),
+            progress=progress_bar("measuring", shown=not self.json),
         )
 
         def costs(flows: Sequence[Flow], m: int) -> Costs:
@@ -148,11 +145,6 @@ class PlanCommand:
             return stage_costs(pieces, partition(pieces, flows), flows, **self._links())
 
         return costs, measured, config.batch_size
-
-    def _progress(self, description: str) -> Any:
-        quiet = self.json or not sys.stderr.isatty()
-        console = Console(stderr=True)
-        return partial(track, description=description, console=console, disable=quiet, transient=True)
 
     def _table(self, plan: methods.Methods, *, narrow: bool) -> Table:
         plural = "s" if self.devices > 1 else ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nwise._errors import check_at_least
-from nwise._progress import with_progress_bar
+from nwise._progress import progress_bar
 from nwise.models.chain import Chain
 from nwise.models.split import even_starts, is_hugging_face
 from nwise.planning.devices import Device, as_devices, limits
@@ -116,7 +115,6 @@ def plan(
     targets = None if target is None else as_tuple(target, "`target`")
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     shown = report is not None and _is_first()
-    bar = _bars(shown=shown)
     ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
     known, count = _known_devices(devices)
     num_stages = count if num_stages is None else num_stages
@@ -135,14 +133,14 @@ def plan(
                 model=pieces,
             )
         sizes = known is not None and limits(known) is not None
-        measured = profile(network, ms, rounds=rounds, sizes=sizes, progress=bar("measuring"))
+        measured = profile(network, ms, rounds=rounds, sizes=sizes, progress=progress_bar("measuring", shown=shown))
         links["overhead"] = action_overhead()
     if launched():
         measured, shared, processes = _exchange(measured, links["overhead"], network.device)
         links |= shared if latency is None else {**shared, "latency": latency}
         known = known or processes
     known = known or (Device(),)
-    cut = search(measured.pieces, rule, known, num_stages, bar("searching"), **links)
+    cut = search(measured.pieces, rule, known, num_stages, progress_bar("searching", shown=shown), **links)
     result = Plan(
         _short(model, pieces, [pieces[i] for i in cut.starts[1:]]),
         cut.placement,
@@ -161,11 +159,6 @@ def plan(
 def _is_first() -> bool:
     """Return whether this process is the first, or the only one; the group of processes need not exist yet."""
     return not launched() or (dist.get_rank() if dist.is_initialized() else variable("RANK")) == 0
-
-
-def _bars(*, shown: bool) -> Callable[[str], Callable[[list[Any]], Iterable[Any]]]:
-    """Return a function from a description to a wrapper of a list, which shows a progress bar if asked to."""
-    return lambda description: partial(with_progress_bar, description=description) if shown else iter
 
 
 def _exchange(
