@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.progress import Progress
 
 import nwise
+from nwise._progress import progress_bar
 from nwise._records import json_line
 from nwise.cli.costs import costs_of_text
 from nwise.cli.output import OK, Output, print_json
@@ -189,11 +188,7 @@ class ExploreCommand:
         )
         choices.check()
         check_page(self.out)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("timing schedules")
-            schedules = explore(
-                choices, self.out, lambda done, total: progress.update(task, completed=done, total=total)
-            )
+        schedules = explore(choices, self.out, progress_bar("timing schedules"))
         if self.json:
             print_json({"page": str(self.out), "schedules": schedules})
         else:

@@ -13,7 +13,6 @@ from nwise.planning.devices import Device, limits
 from nwise.planning.observe import Observer
 from nwise.planning.profile import Profile
 from nwise.runtime.processes import Processes
-from nwise.schedule.bounds import stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.timed import Limit, Timed
 from nwise.strategies import EndToEnd
@@ -57,14 +56,9 @@ class Plan:
         return self.timed.period
 
     @property
-    def busy(self) -> list[float]:
+    def busy(self) -> tuple[float, ...]:
         """Expected seconds of a step in which each device computes."""
-        flows = self.timed.schedule.flows
-        times = stage_work(flows, self.timed.costs)
-        busy = [0.0] * len(self.devices)
-        for device, seconds in zip(self.placement, times, strict=True):
-            busy[device] += seconds / len(flows)
-        return busy
+        return self.timed.busy
 
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""

@@ -5,24 +5,21 @@ This module times every combination; the page only looks them up.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from nwise.report.grid import KIND_COLOURS, Picture
 from nwise.report.html import write_page
 from nwise.schedule import Timed
 from nwise.schedule.actions import NAMES
 from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
-from nwise.schedule.costs import Costs, prices
-from nwise.schedule.methods import is_late
+from nwise.schedule.costs import Costs
+from nwise.schedule.methods import is_late, same_gradients
 from nwise.schedule.simulate import Event
-from nwise.strategies import NWise, Switch, strategy
+from nwise.strategies import EndToEnd, Local, strategy
 
 METHODS = (
     "2-wise",
@@ -72,12 +69,6 @@ class Choices:
                 f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(self.stages)} stages and "
                 f"{max(self.microbatches)} micro-batches; draw fewer."
             )
-        for name, stages in product(self.methods, self.stages):
-            rule = None if name in BASELINES else known_method(name)
-            if isinstance(rule, Switch):
-                raise ValueError(f"`strategy` should not change with time here. Found {name!r}; give its parts.")
-            if rule is not None:
-                _credit(name, stages)
         for text, costs in self.costs.items():
             if costs.latency:
                 raise ValueError(f"`costs` should leave the latency to `latency`. Found {text!r}.")
@@ -91,16 +82,18 @@ class Choices:
             )
 
     def combinations(self) -> list[Place]:
-        """Return all combinations except strategies that are end-to-end under another name."""
-        sizes = (self.methods, self.stages, self.microbatches, self.costs, self.latency)
-        places = product(*(range(len(values)) for values in sizes))
-        return [place for place in places if not self._is_end_to_end(self.methods[place[0]], self.stages[place[1]])]
+        """Return all combinations except strategies that are end-to-end under another name.
 
-    def _is_end_to_end(self, method: str, num_stages: int) -> bool:
-        if method in _END_TO_END:
-            return False
-        rule = strategy(method)
-        return isinstance(rule, NWise) and rule.reduce == "last" and rule.n >= num_stages
+        Raises:
+            ValueError: a strategy is unknown, or a `Switch`.
+        """
+        drawn = {
+            (i, j)
+            for (i, method), (j, stages) in product(enumerate(self.methods), enumerate(self.stages))
+            if method in _END_TO_END or not same_gradients(known_method(method), EndToEnd(), stages)
+        }
+        sizes = (self.methods, self.stages, self.microbatches, self.costs, self.latency)
+        return [place for place in product(*(range(len(values)) for values in sizes)) if place[:2] in drawn]
 
     def time(self, place: Place) -> Timed:
         """Time a combination."""
@@ -111,13 +104,15 @@ class Choices:
         return timed_method(method, num_stages=size, num_ranks=stages, num_microbatches=m, costs=parts)
 
 
-def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def explore(
+    choices: Choices, path: Path, progress: Callable[[list[Place]], Iterable[Place]] = iter
+) -> list[dict[str, Any]]:
     """Time every combination and write the page.
 
     Args:
         choices: the choices on the page.
         path: path of the page.
-        on_schedule: function to call after each schedule, with the numbers of schedules done and in all.
+        progress: wraps the list of combinations, for a progress bar; default: none.
 
     Returns:
         The page's numbers of every combination.
@@ -126,11 +121,8 @@ def explore(choices: Choices, path: Path, on_schedule: Callable[[int, int], None
         ImportError: plotly is missing.
     """
     choices.check()
-    places = choices.combinations()
-    entries: dict[Place, Any] = {}
-    for done, place in enumerate(places, start=1):
-        entries[place] = _make_entry(Picture("", choices.time(place)))
-        on_schedule(done, len(places))
+    places = progress(choices.combinations())
+    entries: dict[Place, Any] = {place: _make_entry(Picture("", choices.time(place))) for place in places}
     dimensions = {
         "method": choices.methods,
         "stages": choices.stages,
@@ -162,8 +154,11 @@ def _write(
     path: Path, title: str, dimensions: dict[str, Any], entries: dict[Place, Any], *, compared: bool = True
 ) -> None:
     """Write the page; `compared` says whether it names the best schedule."""
-    own = [name for name in dimensions["method"] if compared and name not in _END_TO_END]
-    local = [name for name in own if is_late(strategy(name)) or _is_local(name, max(dimensions["stages"]))]
+    own = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
+    # No gradient crosses a boundary, or some are late; the page does not compare such steps with others.
+    local = [
+        name for name, rule in own.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
+    ]
     numbers = [name for name, values in dimensions.items() if not isinstance(values[0], str)]
     data = {
         "dimensions": dimensions,
@@ -177,18 +172,6 @@ def _write(
     write_page(path, title, _BODY.format(title=title), "explore.js", {"schedules": data})
 
 
-def _is_local(method: str, num_stages: int) -> bool:
-    """Return whether no gradient crosses a boundary; the page does not compare such steps with others."""
-    credit = _credit(method, num_stages)
-    return bool(credit.count_nonzero() == credit.diagonal().count_nonzero())
-
-
-def _credit(method: str, num_stages: int) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about an N above A, which the page explains itself
-        return strategy(method).credit(num_stages)
-
-
 def _make_entry(picture: Picture) -> dict[str, Any]:
     """Collect the page's data of a schedule; numbers have six digits."""
     timed = picture.timed
@@ -199,21 +182,10 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
         "order": timed.order,
         "in_flight": list(timed.in_flight),
         "rows": picture.rows,
-        "utilisation": [_round(share) for share in steady_utilisation(picture)],
+        # A picture's simulation has too few mini-batches for this: the pipeline fills in the first, and empties in the last.
+        "utilisation": [_round(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
         "events": [_describe(picture, event) for event in picture.events],
     }
-
-
-def steady_utilisation(picture: Picture) -> list[float]:
-    """Return the share of a steady mini-batch that each rank computes."""
-    # The simulation of a picture has too few mini-batches for this: the pipeline fills in the first and empties in the last.
-    schedule, costs = picture.timed.schedule, picture.timed.costs
-    price, flows = prices(costs, schedule.num_stages), schedule.flows
-    work = [0.0] * schedule.num_ranks
-    for rank, word in enumerate(schedule.words):
-        for a in word:
-            work[rank] += price[a.stage].time(a, flows[a.turn][a.microbatch].stages[a.stage]) / len(flows)
-    return [each / picture.timed.period if picture.timed.period else 0.0 for each in work]
 
 
 def _describe(picture: Picture, event: Event) -> list[Any]:

@@ -175,13 +175,17 @@ def time_methods(
 
 def _methods(strategies: Sequence[str], num_stages: int) -> list[str]:
     """Return the baselines, the best order of all for end-to-end, and the strategies that are not end-to-end at this depth."""
-    rules = [rule for rule in map(parse, strategies) if not _computes(rule, EndToEnd(), num_stages)]
-    names = ["local" if _computes(rule, Local(), num_stages) else rule.name for rule in rules]
+    rules = [rule for rule in map(parse, strategies) if not same_gradients(rule, EndToEnd(), num_stages)]
+    names = ["local" if same_gradients(rule, Local(), num_stages) else rule.name for rule in rules]
     return list(dict.fromkeys([*BASELINES, "end-to-end", *names]))
 
 
-def _computes(rule: Strategy, other: Strategy, num_stages: int) -> bool:
-    """Tell whether two strategies have the same credit at this number of stages."""
+def same_gradients(rule: Strategy, other: Strategy, num_stages: int) -> bool:
+    """Tell whether a strategy computes the same gradients as another one at this number of stages, and none of them late.
+
+    Raises:
+        ValueError: the strategy is a `Switch`, or its credit has another size.
+    """
     if isinstance(rule, Switch):
         raise ValueError(
             f"`strategies` should each be the same at every step. Found {rule.name!r}, which switches; pass its parts one by "

@@ -69,6 +69,13 @@ class Timed:
         """Peak memory of every rank (`nwise.schedule.memory`)."""
         return peak_bytes(self.schedule, self.costs)
 
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time per mini-batch that every rank computes."""
+        graph = event_graph(self.schedule, self.costs)
+        ranks = graph.words[: graph.num_ranks]
+        return tuple(sum(graph.duration[node] for node in word) / len(self.schedule.flows) for word in ranks)
+
     @property
     def rank(self) -> tuple[float, int, bool, int]:
         """Sort key, smallest for the best schedule: period, micro-batches in flight, message order, number of actions."""
