@@ -42,31 +42,24 @@ def process_events(
         {"name": "thread_name", "ph": "M", "pid": process, "tid": rank, "args": {"name": name}}
         for rank, name in enumerate(row_names(placement))
     ]
-    trace += [_slice(process, placement[event.action.stage], event) for event in events]
-    for number, message in enumerate(messages):
-        trace += _arrow(process, number, placement, message)
-    return trace
-
-
-def _slice(process: int, rank: int, event: Event) -> dict[str, Any]:
-    action = event.action
-    return {
-        "name": str(action),
-        "cat": action.kind.name.lower(),
-        "ph": "X",
-        "pid": process,
-        "tid": rank,
-        "ts": _UNIT * event.start,
-        "dur": _UNIT * (event.end - event.start),
-        "args": {"micro-batch": action.microbatch, "pass": event.cycle, "mini-batch": event.batch},
-    }
-
-
-def _arrow(process: int, number: int, placement: Placement, message: Message) -> list[dict[str, Any]]:
-    """Make both ends of an arrow, just inside the actions that the viewer attaches them to."""
-    common = {"name": "message", "cat": "message", "pid": process, "id": f"{process}.{number}"}
-    inside = 1e-3
-    return [
-        {**common, "ph": "s", "tid": placement[message.sender], "ts": _UNIT * message.sent - inside},
-        {**common, "ph": "f", "bp": "e", "tid": placement[message.receiver], "ts": _UNIT * message.used + inside},
+    trace += [
+        {
+            "name": str(e.action),
+            "cat": e.action.kind.name.lower(),
+            "ph": "X",
+            "pid": process,
+            "tid": placement[e.action.stage],
+            "ts": _UNIT * e.start,
+            "dur": _UNIT * (e.end - e.start),
+            "args": {"micro-batch": e.action.microbatch, "pass": e.cycle, "mini-batch": e.batch},
+        }
+        for e in events
     ]
+    inside = 1e-3  # both ends of an arrow are just inside the actions that the viewer attaches them to
+    for number, message in enumerate(messages):
+        common = {"name": "message", "cat": "message", "pid": process, "id": f"{process}.{number}"}
+        trace += [
+            {**common, "ph": "s", "tid": placement[message.sender], "ts": _UNIT * message.sent - inside},
+            {**common, "ph": "f", "bp": "e", "tid": placement[message.receiver], "ts": _UNIT * message.used + inside},
+        ]
+    return trace
