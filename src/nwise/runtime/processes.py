@@ -21,7 +21,7 @@ from nwise.schedule.placement import Placement
 
 
 class Processes(ABC):
-    """The processes of a pipeline.
+    """The processes of a pipeline. By default a method does what a single process needs.
 
     Attributes:
         placement: place of every stage's rank among the ranks of a replica.
@@ -100,16 +100,15 @@ class Processes(ABC):
         """
         raise AssertionError("one process has no other to hand a value to")
 
-    @abstractmethod
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
         """Gather the values of all stages, ``[A, ...]``; a call for all ranks, which waits for all.
 
         Args:
             rows: values of this rank's stages, on the CPU; the replicas' values are averaged.
         """
+        return torch.stack([rows[k] for k in self.here])
 
-    @abstractmethod
-    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
+    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:  # noqa: B027 - nothing to do for one process
         """Prepare `sums` over sets of stages, in the same order on all ranks.
 
         Args:
@@ -117,7 +116,6 @@ class Processes(ABC):
             replicas: whether to sum over all replicas of the stages, too; default: False.
         """
 
-    @abstractmethod
     def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
         """Sum values over the ranks of several sets of stages at once.
 
@@ -128,8 +126,8 @@ class Processes(ABC):
         Returns:
             The sums, one for each row.
         """
+        return [values for _, values in rows]
 
-    @abstractmethod
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Collect the tensors of all stages on rank 0; a call for all ranks.
 
@@ -139,6 +137,7 @@ class Processes(ABC):
         Returns:
             On rank 0 all tensors; nothing on other ranks.
         """
+        return tensors
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of the process of this replica that holds a stage."""
@@ -152,13 +151,13 @@ class Processes(ABC):
         """Receive what another process sends, on the CPU."""
         raise AssertionError("one process has no other to receive from")
 
-    @abstractmethod
     def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         """Return the channels to and from other ranks, by place; all ranks make the first call together, to connect."""
+        return {}, {}
 
-    @abstractmethod
     def new_group(self) -> ProcessGroup | None:
         """Make a group of all ranks for CPU tensors; None for one process. A call for all ranks."""
+        return None
 
     def replicas_group(self) -> ProcessGroup | None:
         """Return the group of the ranks that hold the same stages; None without replicas."""
@@ -212,24 +211,6 @@ class Alone(Processes):
 
     def everyone(self, name: str, value: Any) -> list[Any]:
         return [value]
-
-    def table(self, rows: Mapping[int, Tensor]) -> Tensor:
-        return torch.stack([rows[k] for k in self.here])
-
-    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
-        pass
-
-    def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
-        return [values for _, values in rows]
-
-    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors
-
-    def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
-        return {}, {}
-
-    def new_group(self) -> ProcessGroup | None:
-        return None
 
 
 class RemoteModule(nn.Module):
