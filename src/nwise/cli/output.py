@@ -1,4 +1,4 @@
-"""Parts that all commands share: exit codes, the console, JSON, options without prefixes."""
+"""Parts that all commands share: exit codes, the console, JSON, settings of tyro."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ OK, FAILED, BAD_INPUT = 0, 1, 2
 INTERRUPTED, CLOSED = 130, 141  # 128 plus the signal's number, as in a shell
 UNWRITTEN, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h
 
-# `--lr`, not `--config.lr`.
-FLAT = tyro.conf.arg(name="")
 # tyro's settings for every command.
 PARSING = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
 

@@ -17,8 +17,9 @@ import tyro
 from rich.table import Table
 
 from nwise._records import json_line, write_text
-from nwise.cli.output import FAILED, FLAT, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
+from nwise.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
 from nwise.recipes import RECIPES, Recipe, to_json
+from nwise.recipes.config import FLAT
 from nwise.report import compare as comparison
 from nwise.report.card import card_files
 from nwise.report.display import display_for, head_name, number, numbers_table, quality_on, score_cells

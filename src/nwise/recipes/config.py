@@ -203,8 +203,8 @@ Data = Digits | ImageSource | Text
 Model = Mlp | ConvNet | ResNet | Gpt
 Optimizer = Sgd | Adam
 
-# The command line has `--lr`, not `--optimizer.lr`.
-_FLAT = tyro.conf.arg(name="")
+# For options without a prefix: the command line has `--lr`, not `--optimizer.lr`.
+FLAT = tyro.conf.arg(name="")
 
 _STRATEGY_HELP = (
     f"Which loss trains which stage: {', '.join(example_names())}. credit- has the rows of a custom matrix. "
@@ -218,13 +218,13 @@ class Recipe:
 
     name: tyro.conf.Suppress[str] = "custom"
     """Name of the recipe that this configuration derives from."""
-    data: Annotated[Data, _FLAT] = field(default_factory=Digits)
+    data: Annotated[Data, FLAT] = field(default_factory=Digits)
     """Training and test data."""
-    model: Annotated[Model, _FLAT] = field(default_factory=ConvNet)
+    model: Annotated[Model, FLAT] = field(default_factory=ConvNet)
     """The network."""
     cut: tuple[int, ...] = ()
     """Numbers of the network's own stages to merge into each stage, separated by spaces, e.g. 2 2; empty: no merging."""
-    optimizer: Annotated[Optimizer, _FLAT] = field(default_factory=Adam)
+    optimizer: Annotated[Optimizer, FLAT] = field(default_factory=Adam)
     """Optimizer of every stage and head."""
     then: Optimizer | None = None
     """Settings of the new optimizer after a switch of strategy; None keeps the settings of `optimizer`."""
