@@ -37,6 +37,7 @@ RANKS = [
     ["strategies", "_snapshot", "models"],
     ["flow"],
     ["kept", "schedule", "_summary"],
+    ["versions"],
     ["stage"],
     ["runtime", "data"],
     ["planning"],

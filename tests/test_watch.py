@@ -168,3 +168,26 @@ def test_rank_may_be_ahead_with_a_change() -> None:
     call(one, A)
     ranks.tick()
     assert not ranks.error()
+
+
+def test_rank_that_drains_alone_ends_all() -> None:
+    """Regression: after `pending_gradients` on rank 0 only, rank 1 paired activations with the targets of the step after."""
+    ranks = Ranks(2)
+    zero, one = ranks.watches
+    for watch in ranks.watches:
+        watch.train("2-wise-delay-1 with M = 2", 7)
+        call(watch)
+    for watch in ranks.watches:  # a checkpoint, on all ranks
+        watch.count_drain()
+        call(watch)
+        call(watch)
+        ranks.tick()
+    assert not ranks.error()
+    zero.count_drain()
+    call(zero)
+    ranks.tick()
+    assert not ranks.error(), "rank 1 may drain, too"
+    call(one)
+    ranks.tick()
+    assert "Found 2-wise-delay-1 with M = 2 after 2 calls of `drain` or `pending_gradients` here" in ranks.error()
+    assert "and 2-wise-delay-1 with M = 2 after 1 calls" in ranks.error()

@@ -136,8 +136,8 @@ def _takes(module: nn.Module, inputs: Tensors) -> bool:
         outer = module
         if type(module) is nn.Sequential:
             module = next(iter(module), nn.Identity())
-        elif hasattr(type(module), "entry"):  # a chain (`nwise.models.chain`)
-            module = cast(Any, module).entry(by_name=bool(names(inputs)))
+        elif hasattr(type(module), "entry_module"):  # a chain (`nwise.models.chain`)
+            module = cast(Any, module).entry_module(by_name=bool(names(inputs)))
     try:
         call(inspect.signature(module.forward).bind, inputs)
     except (TypeError, ValueError):

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+Modes = Mapping[nn.Module, bool]
+
+
+def modes_in(*modules: nn.Module) -> dict[nn.Module, bool]:
+    """Return whether each module, and each module inside it, is in training mode."""
+    return {inner: inner.training for module in modules for inner in module.modules()}
+
+
+@contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Run the body with modules in these modes, then restore each module's mode."""
+    before = {module: module.training for module in modes}
+    _set(modes)
+    try:
+        yield
+    finally:
+        _set(before)
 
 
 @contextmanager
@@ -20,12 +38,16 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
     >>> layer[0].training
     True
     """
-    modes = {inner: inner.training for module in modules for inner in module.modules()}
+    before = modes_in(*modules)
     for module in modules:
-        module.eval()
+        module.eval()  # not by the flags: a module's `eval` may do more
     try:
         with torch.no_grad():
             yield
     finally:
-        for inner, mode in modes.items():
-            inner.training = mode
+        _set(before)
+
+
+def _set(modes: Modes) -> None:
+    for module, training in modes.items():
+        module.training = training

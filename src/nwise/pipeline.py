@@ -30,6 +30,7 @@ from nwise.runtime.processes import build_modules
 from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.named import Order, check_order
+from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
@@ -270,9 +271,7 @@ class Pipeline(OldNames, nn.Module):
         )
         self._compared = self._compared or arguments.check_same_target(processes, target)
         modules = self._survey()
-        now = self.strategy.in_force(self.steps)
-        schedule = self._program.schedule(now, self.num_microbatches, self.heads, self._order)
-        engine = self._connected(batch.inputs[0])
+        schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
         with restored_on_error(modules, learns), preserved(engine.device):
@@ -289,12 +288,9 @@ class Pipeline(OldNames, nn.Module):
         return result
 
     def drain(self) -> bool:
-        """Run a call without a new mini-batch, which adds gradients that are due under a delay to ``.grad``.
+        """Run a call without a new mini-batch, which adds gradients that are due under a delay; return whether any were due.
 
         After the last step, call it and update until it returns False. All processes call it equally often.
-
-        Returns:
-            Whether such gradients were due; otherwise nothing has been added.
         """
         with preserved(self._device()):
             return self._engine is not None and self._engine.drain()
@@ -305,13 +301,19 @@ class Pipeline(OldNames, nn.Module):
         Returns:
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
         """
+        self._survey()
         with preserved(self._device()):
             return [] if self._engine is None else self._engine.complete()
 
-    def restore_pending(self, gradients: Sequence[Gradients]) -> None:
-        """Let the next steps add the result of `pending_gradients` at this step; all processes call it."""
-        if gradients:
-            self._connected(()).restore(self.steps, gradients)
+    def restore_pending(self, gradients: Sequence[Gradients]) -> bool:
+        """Let the next steps add the result of `pending_gradients` at this step; all processes call it, after loading weights.
+
+        Returns:
+            Whether they do: not if there are none, or if the delay is shorter now. A later change drops them with a warning.
+        """
+        self.forget_pending()
+        self._survey()
+        return bool(gradients) and self._connected(()).restore(self._next_schedule(), self.steps, gradients)
 
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
@@ -363,6 +365,9 @@ class Pipeline(OldNames, nn.Module):
         allow_several_passes(modules)
         return modules
 
+    def _next_schedule(self) -> Schedule:
+        return self._program.schedule(self.strategy, self.steps, self.num_microbatches, self.heads, self._order)
+
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
 
@@ -376,10 +381,13 @@ class Pipeline(OldNames, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; gradients of another kind are not due any more."""
-        self.forget_pending()
-        if self.processes.size == 1:
-            self._engine = None
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        before = [(p.device, p.dtype) for p in self.parameters()]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before != [(p.device, p.dtype) for p in self.parameters()]:
+            self.forget_pending("the pipeline was moved or cast")
+            if self.processes.size == 1:
+                self._engine = None
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
@@ -388,4 +396,4 @@ class Pipeline(OldNames, nn.Module):
 
 def _forget(pipe: Pipeline, keys: object) -> None:
     del keys
-    pipe.forget_pending()
+    pipe.forget_pending("other weights were loaded")

@@ -61,12 +61,13 @@ class Program:
             for flows in self.flows(strategy.in_force(first), num_microbatches, heads):
                 yield from flows
 
-    def schedule(self, now: Strategy, num_microbatches: int, heads: HeadDict, order: Order) -> Schedule:
-        """Return the schedule of a strategy's cycle of mini-batches, that of the last step if nothing has changed.
+    def schedule(self, strategy: Strategy, step: int, num_microbatches: int, heads: HeadDict, order: Order) -> Schedule:
+        """Return the schedule of the strategy that is in force at a step, that of the step before if nothing has changed.
 
         Raises:
             ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
         """
+        now = strategy.in_force(step)
         flows = self.flows(now, num_microbatches, heads)
         key = order, flows, self._processes.placement, weight_ages(now, flows)
         if self._schedule is None or self._key != (key, tuple(heads)):

@@ -20,21 +20,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
-from torch.func import functional_call
 
+from nwise._modes import Modes, in_modes, modes_in
 from nwise.flow import StageFlow
-from nwise.kept import Kept, keep, leaves_first
+from nwise.kept import Kept, keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
 from nwise.randomness import derive
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.tensors import Tensors, as_argument, as_leaves, call, each, run_unchanged, unchanged
+from nwise.versions import check_names_used, copy_parameters, move_gradients, run_with, with_tensors
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -59,6 +61,7 @@ class Tape:
         messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
         outputs: outputs of the forward.
         buffers: buffers as the forward saw them, with `recompute`; otherwise None.
+        modes: training or evaluation mode of every module in the forward, if a pass may run parts of it in a later call.
         has_graph: whether `outputs` have their graph.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
@@ -75,6 +78,7 @@ class Tape:
     messages: dict[int, Cotangents] = field(default_factory=dict)
     outputs: Tensors = ()
     buffers: Mapping[str, Tensor] | None = None
+    modes: Modes | None = None
     has_graph: bool = False
     head_left: bool = False
     own: Cotangents = ()
@@ -84,7 +88,7 @@ class Tape:
         """Drop the tensors of the micro-batch once no action needs them."""
         if not self.passes_left and not self.head_left:
             self.inputs = self.outputs = self.own = ()
-            self.messages, self.buffers, self.kept, self.versions = {}, None, None, None
+            self.messages, self.buffers, self.modes, self.kept, self.versions = {}, None, None, None, None
 
 
 class Stage:
@@ -107,7 +111,7 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
-        self._checked: nn.Module | None = None  # the module that is known to use its parameters by name
+        self._checked: set[Tensor] = set()  # parameters that the module is known to use only by name
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
@@ -119,10 +123,6 @@ class Stage:
         side, self.head_learns = _walk(head)
         return main + side
 
-    def copy_parameters(self) -> dict[str, Tensor]:
-        """Return copies of the parameters by name, for passes that come after the next update."""
-        return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self.module.named_parameters()}
-
     def tapes(self, schedule: Schedule, turn: int, batch: Batch) -> list[Tape]:
         """Return an empty tape for every micro-batch of a mini-batch.
 
@@ -133,7 +133,7 @@ class Stage:
         """
         k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[turn]]
         # Passes that come after an update need the parameters of the forward.
-        versions = self.copy_parameters() if k in schedule.late_stages else None
+        versions = copy_parameters(self.module) if k in schedule.late_stages else None
         # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
         seeds = [
             (derive(batch.seed, "stage", k, m), derive(batch.seed, "head", k, m) if flow.head else 0)
@@ -156,7 +156,8 @@ class Stage:
         elif action.kind is Kind.HEAD:
             self._run_head(tape)
         else:
-            made = self._backward(tape, action.kind, action.message, continued)
+            with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
+                made = self._backward(tape, action.kind, action.message, continued)
         tape.release()
         return made
 
@@ -165,6 +166,8 @@ class Stage:
         tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
         if tape.passes_left and self.recompute:
             tape.buffers = _copies(self.module.named_buffers())
+        if tape.versions is not None:
+            tape.modes = modes_in(self.module)
         function = self._function(tape.versions)
         _draw_from(tape.seeds[0], tape.inputs[0].device)
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
@@ -186,30 +189,15 @@ class Stage:
         self._check_versions(tape, tape.outputs)
 
     def _check_versions(self, tape: Tape, outputs: Tensors) -> None:
-        """Raise ValueError if a graph uses a current parameter instead of its old version; check each module once."""
-        if tape.versions is None or self._checked is self.module or not tape.has_graph:
+        """Raise ValueError if a graph uses a present parameter instead of its old version; look once for each set of them."""
+        if tape.versions is None or not tape.has_graph or self._checked == set(self.learns):
             return
-        self._checked = self.module
-        present = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        for node in leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None]):
-            if (name := present.get(getattr(node, "variable", None))) is not None:  # type: ignore[arg-type]
-                raise ValueError(
-                    f"Stage {self.index} should use its parameters only by their names under a delay, which replaces them by "
-                    f"old versions. Found a use of {name!r} in another way, such as by a list of parameters; use an "
-                    "`nn.ParameterList`, or the attribute itself."
-                )
+        check_names_used(outputs, self.learns, self.module, self._name)
+        self._checked = set(self.learns)
 
     def _function(self, replaced: Mapping[str, Tensor] | None) -> Callable[..., Any]:
         """Return the module, or a function that uses these parameters and buffers instead of its own."""
-        if not replaced:
-            return self.module
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self.module.modules()):
-            raise ValueError(
-                f"Stage {self.index} should not be TorchScript when it runs with replaced parameters or buffers, as under "
-                "a delay or with `recompute`. Found a scripted module; pass the original module."
-            )
-        tensors = dict(replaced)
-        return lambda *inputs, **named: functional_call(self.module, tensors, inputs, named)
+        return with_tensors(self.module, replaced, self._name) if replaced else self.module
 
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
@@ -259,9 +247,10 @@ class Stage:
         tape.passes_left -= 1
         again = tape.passes_left > 0
         inputs, weights = kind is not Kind.WEIGHT_GRAD, kind is not Kind.INPUT_GRAD
+        walk = add_gradients if tape.versions is None else partial(run_with, self.module, tape.versions, add_gradients)
         if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
             for edges, cotangents, learns in tape.kept.parts:
-                add_gradients(edges, cotangents, learns, retain_graph=again)
+                walk(edges, cotangents, learns, retain_graph=again)
             tape.kept = None
         else:
             # An I and a later W that start from one cotangent share the walk.
@@ -274,16 +263,16 @@ class Stage:
             if pairs and keeps:
                 with keep(outputs, cotangents, leaves, learns) as tape.kept:
                     if leaves:
-                        add_gradients(outputs, cotangents, leaves, retain_graph=True)
+                        walk(outputs, cotangents, leaves, retain_graph=True)
             elif pairs and (learns or leaves):
-                add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
+                walk(outputs, cotangents, learns + leaves, retain_graph=again)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
             for x in tape.inputs:
                 x.grad = None
         if weights and tape.versions is not None:
-            self._move_gradients(tape.versions)
+            move_gradients(tape.versions, self.module, self._name)
         if again and tape.buffers is not None and not continued and tape.kept is None:
             tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
             tape.has_graph = False
@@ -294,21 +283,6 @@ class Stage:
         if tape.versions is None:
             return self.learns
         return [version for version in tape.versions.values() if version.requires_grad]
-
-    def _move_gradients(self, versions: Mapping[str, Tensor]) -> None:
-        """Move gradients from the old versions to the current parameters, where they are stale."""
-        parameters = dict(self.module.named_parameters())
-        if parameters.keys() != versions.keys():
-            changed = ", ".join(sorted(parameters.keys() ^ versions.keys()))
-            raise ValueError(
-                f"Stage {self.index} should keep its parameters while gradients are due. Found other ones ({changed}); before "
-                "the change, update while `pipe.drain()` returns True."
-            )
-        for name, parameter in parameters.items():
-            old = versions[name]
-            if old.grad is not None and parameter.requires_grad:
-                parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad
-                old.grad = None
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ class Carrier(Chain):
         """Make a head of other pieces, which ends where the network does."""
         return Carrier(pieces, (), begins=False, ends=True)
 
-    def entry(self, *, by_name: bool) -> nn.Module:
+    def entry_module(self, *, by_name: bool) -> nn.Module:
         return self if by_name else next(iter(self.pieces().values()))
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:

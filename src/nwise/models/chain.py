@@ -52,7 +52,7 @@ class Chain(nn.Module):
         """Make a chain of other pieces that runs them as this one does."""
         return Chain(pieces)
 
-    def entry(self, *, by_name: bool) -> nn.Module:
+    def entry_module(self, *, by_name: bool) -> nn.Module:
         """Return the module whose signature tells which inputs the chain takes: its first piece, or itself."""
         del by_name
         own = type(self).forward is not Chain.forward

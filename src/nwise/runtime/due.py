@@ -43,13 +43,18 @@ class DueGradients:
                 p.grad = gradient if p.grad is None else p.grad + gradient
 
     def replace(self, call: int, calls: Sequence[Gradients]) -> None:
-        """Replace all gradients by those of a call and of the calls after it."""
-        self._calls = dict(enumerate(calls, call))
+        """Replace all gradients by copies of those of a call and of the calls after it."""
+        self._calls = dict(enumerate(_copied(calls), call))
 
     def by_call(self) -> list[Gradients]:
-        """Return the gradients of the next calls, in order."""
-        return [self._calls[call] for call in sorted(self._calls)]
+        """Return copies of the gradients of the next calls, in order."""
+        return _copied(self._calls[call] for call in sorted(self._calls))
 
     def clear(self) -> None:
         """Drop all."""
         self._calls.clear()
+
+
+def _copied(calls: Iterable[Gradients]) -> list[Gradients]:
+    # A gradient becomes a parameter's `.grad`, which clipping and optimizers change in place.
+    return [{p: gradient.clone() for p, gradient in call.items()} for call in calls]

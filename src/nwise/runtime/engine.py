@@ -23,12 +23,12 @@ from nwise.runtime.due import DueGradients, Gradients
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Specs, Step
-from nwise.runtime.shapes import carrying, packed, unpacked
+from nwise.runtime.shapes import carrying, check_names, packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Cotangents, Stage, Tape
-from nwise.tensors import Tensors, names, with_names
+from nwise.stage import Stage, Tape
+from nwise.tensors import Tensors, with_names
 
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
@@ -99,10 +99,7 @@ class Engine:
         Raises:
             RankError: this or another rank failed.
         """
-        # After `restore` only the gradients are known, not their schedule. They are due over as many calls as the
-        # schedule's oldest gradient is late.
-        same = schedule == self._schedule if self._schedule else len(self._due) in (0, schedule.oldest)
-        if step != self._next or not same:
+        if step != self._next or (self._schedule is not None and schedule != self._schedule):
             self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
         if self._schedule is None:
             self._schedule, self._first = schedule, step
@@ -124,6 +121,7 @@ class Engine:
         if not self._tapes and not self._due:
             return False
         call = self._next
+        self._processes.count_drain()
         with restored_on_error((), self._learns()):
             if self._tapes:
                 self._call_without_batch()
@@ -133,8 +131,12 @@ class Engine:
 
     def complete(self) -> list[Gradients]:
         """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
+        if not self._tapes:
+            return self._due.by_call()
         call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
         before = [p.grad for p in learns]
+        recorder, self.recorder = self.recorder, None  # these passes are none of a step's
+        self._processes.count_drain()
         try:
             while self._tapes:
                 for p in learns:
@@ -145,17 +147,21 @@ class Engine:
         finally:
             for p, gradient in zip(learns, before, strict=True):
                 p.grad = gradient
+            self.recorder = recorder
         # As at the start of a schedule, except for the gradients: no earlier mini-batch has messages on their way.
         self._first = self._next = call
         self.bytes_of_last_step = sent
         self._drop_messages()
         return self._due.by_call()
 
-    def restore(self, step: int, calls: Sequence[Gradients]) -> None:
-        """Start with gradients that calls from `step` on leave, as `complete` returned them."""
-        self.forget()
-        self._next = step
+    def restore(self, schedule: Schedule, step: int, calls: Sequence[Gradients]) -> bool:
+        """Let calls from `step` on leave the gradients that `complete` returned; return False if the delay is too short."""
+        if len(calls) > schedule.oldest:
+            return False
+        self._schedule = schedule
+        self._first = self._next = step
         self._due.replace(step, calls)
+        return True
 
     def forget(self, because: str = "") -> int:
         """Drop the mini-batches that wait for their delay, and the errors of compressed messages.
@@ -177,6 +183,7 @@ class Engine:
         self._tapes.clear()
         self._due.clear()
         self._schedule = None
+        self._wire.errors.clear()
         self._drop_messages()
         return lost
 
@@ -202,7 +209,7 @@ class Engine:
                     specs = script.inputs[action.stage, 0][0]
                     hidden = with_names(self._receivers[entry.peer].take(key), spec_names(specs))
                 else:
-                    _check_names(action.stage, hidden, script.outputs[action.stage, 0][0])
+                    check_names(action.stage, hidden, script.outputs[action.stage, 0][0])
                     self._senders[entry.peer].send(key, self._apart(tuple(y.detach() for y in hidden)))
                     self._post()
 
@@ -217,18 +224,17 @@ class Engine:
         return [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
 
     def _drop_messages(self) -> None:
-        """Drop the messages that are on their way, and the errors of compressed ones."""
+        """Drop the messages that are on their way."""
         self._batch_shapes.clear()
-        self._wire.errors.clear()
         for receiver in self._receivers.values():
             receiver.forget()
 
     def _call_without_batch(self) -> None:
         """Run a call that has only passes of earlier mini-batches."""
         assert self._schedule is not None, "mini-batches wait for their passes"
-        # The shapes of messages, and forwards that run again, depend on autocast.
-        kind, dtype = self.device.type, self._autocast
-        with nullcontext() if dtype is None else torch.autocast(kind, dtype):
+        # The shapes of messages, and forwards that run again, depend on the modes of the last step.
+        dtype = self._autocast
+        with torch.inference_mode(False), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             self._call(self._schedule, self._next, (), None)
 
     def _call(
@@ -338,7 +344,7 @@ class Engine:
                     if k + 1 in tapes:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
-                        _check_names(k, made, script.outputs[k, age][m])
+                        check_names(k, made, script.outputs[k, age][m])
                         outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
                         self._post()  # the last stage sends nothing after a forward
@@ -389,12 +395,3 @@ class Engine:
                 outputs = script.outputs[k, age][m]
                 gradients = self._wire.restore(tensors, carrying(outputs))
                 tapes[k][m].messages[q] = unpacked(gradients, outputs)
-
-
-def _check_names(stage: int, made: Cotangents, specs: Specs) -> None:
-    """Raise ValueError unless a stage's outputs have the names that the next process expects."""
-    if names(cast(Tensors, made)) != spec_names(specs):
-        raise ValueError(
-            f"Stage {stage} should return the same names for equal shapes. Found {names(cast(Tensors, made))} after "
-            f"{spec_names(specs)}."
-        )

@@ -186,6 +186,9 @@ class Processes(ABC):
             facts: everything to compare, with a `repr` that is the same in every process.
         """
 
+    def count_drain(self) -> None:  # noqa: B027 - nothing to do for one process
+        """Count a call without a mini-batch; fail on all ranks, soon, unless they make equally many."""
+
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:  # noqa: B027 - nothing to do for one process
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nwise.randomness import seeded
 from nwise.runtime.channel import Spec, make_specs, spec_names
 from nwise.stage import Cotangents
-from nwise.tensors import Tensors, run_module, with_names
+from nwise.tensors import Tensors, names, run_module, with_names
 
 
 def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
@@ -45,6 +45,15 @@ def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.devi
 def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     """Select the tensors of an activation that can have a gradient; a message back has exactly these."""
     return tuple(s for s in specs if s.carries)
+
+
+def check_names(stage: int, made: Cotangents, specs: tuple[Spec, ...]) -> None:
+    """Raise ValueError unless a stage's outputs have the names that the next process expects."""
+    if names(cast(Tensors, made)) != spec_names(specs):
+        raise ValueError(
+            f"Stage {stage} should return the same names for equal shapes. Found {names(cast(Tensors, made))} after "
+            f"{spec_names(specs)}."
+        )
 
 
 def packed(message: Cotangents, inputs: tuple[Spec, ...], device: torch.device) -> tuple[Tensors, list[int]]:

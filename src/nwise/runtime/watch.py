@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from nwise._process import end_stalled, exit_at_once
+from nwise.randomness import derive
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind, describe
 
@@ -119,6 +120,7 @@ class Watchdog:
         self.on_beat: Callable[[Any], None] | None = None
         self.left: int | None = None
         self.runs: Runs | None = None
+        self._trains, self._drains = ("", 0), 0
         self._beats = itertools.count()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._listen, self._live)]
 
@@ -127,6 +129,17 @@ class Watchdog:
         self._beat()
         for thread in self._threads:
             thread.start()
+
+    def train(self, name: str, digest: int) -> None:
+        """Say what this rank trains with from its next call on; see `Runs`."""
+        self._trains = name, digest
+        drained = f" after {self._drains} calls of `drain` or `pending_gradients`" if self._drains else ""
+        self.runs = Runs(self.calls, name + drained, derive(digest, self._drains))
+
+    def count_drain(self) -> None:
+        """Say that this rank runs passes without a mini-batch, which all ranks must do between the same calls."""
+        self._drains += 1
+        self.train(*self._trains)
 
     @property
     def has_failed(self) -> bool:

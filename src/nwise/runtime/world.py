@@ -36,7 +36,7 @@ from nwise.randomness import derive
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_spec
 from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
-from nwise.runtime.watch import RankError, Runs, Watchdog
+from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
@@ -288,7 +288,10 @@ class World(Processes):
         self.watch.check()
 
     def compare(self, name: str, facts: Any) -> None:
-        self.watch.runs = Runs(self.watch.calls, name, derive(repr(facts)))
+        self.watch.train(name, derive(repr(facts)))
+
+    def count_drain(self) -> None:
+        self.watch.count_drain()
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         self.watch.on_beat = on_beat

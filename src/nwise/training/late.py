@@ -59,6 +59,7 @@ class MuonWithAdam(torch.optim.Optimizer):
             self._parts.append(torch.optim.Muon(muon, lr=muon_lr, weight_decay=weight_decay))
         if adam:
             self._parts.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._matrices = {p for group in muon for p in group["params"]}
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
@@ -72,6 +73,10 @@ class MuonWithAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
+
+    def trains_by_muon(self, parameter: Tensor) -> bool:
+        """Return whether Muon trains a parameter, not AdamW."""
+        return parameter in self._matrices
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

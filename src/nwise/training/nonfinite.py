@@ -87,16 +87,23 @@ class NonFiniteGuard:
         return self._skip(bad)
 
     def check_parameters(self) -> None:
-        """Check parameters before they are saved, if the policy is to stop: an update itself may overflow.
+        """Check what is saved, if the policy is to stop: an update may overflow, and late gradients are not checked yet.
+
+        All processes call it.
 
         Raises:
-            NotFiniteError: a parameter of this process is not finite.
+            NotFiniteError: a parameter of this process, or its gradient for a later step, is not finite.
         """
-        for name, p in self._pipe.named_parameters() if self._policy == "stop" else ():
-            if not bool(p.isfinite().all()):
+        if self._policy != "stop":
+            return
+        names: dict[Tensor, str] = {p: name for name, p in self._pipe.named_parameters()}
+        saved: list[tuple[str, Tensor, Tensor]] = [("parameter", p, p) for p in names]
+        saved += [("late gradient of", p, g) for call in self._pipe.pending_gradients() for p, g in call.items()]
+        for what, p, values in saved:
+            if not bool(values.isfinite().all()):
                 raise NotFiniteError(
-                    f"The parameter {name!r} should be finite to be saved. Found that it is not after step {self._pipe.steps}; "
-                    "lower the rate or clip, and resume from the checkpoint before."
+                    f"The {what} {names.get(p)!r} should be finite to be saved. Found that it is not after step "
+                    f"{self._pipe.steps}; lower the rate or clip, and resume from the checkpoint before."
                 )
 
     def _is_bad(self, module: nn.Module | None) -> bool:
@@ -137,8 +144,10 @@ class NonFiniteGuard:
                 buffer.copy_(self._buffers[buffer])
 
     def _stop(self, stage: int) -> None:
-        step, losses = self._pipe.steps - 1, self._pipe.microbatch_losses
-        wrong = self._wrong_losses(stage)
+        wrong, losses = self._wrong_losses(stage), self._pipe.microbatch_losses
+        # A bad gradient of a stage under a delay belongs to an earlier mini-batch; heads learn from the newest.
+        is_late = not wrong and self._is_bad(self._pipe.stages[stage])
+        step = self._pipe.steps - 1 - (int(self._pipe.staleness[stage].max()) if is_late else 0)
         microbatch = wrong[0] if wrong else None
         what = f"The loss of stage {stage}'s head" if wrong else f"The gradient of stage {stage} or its head"
         value = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "nan or infinite values"

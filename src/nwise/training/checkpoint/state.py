@@ -11,6 +11,7 @@ The data need no state: the seed and the step's number determine its samples (`n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
-from nwise.strategies import strategy as parse
 from nwise.training.checkpoint import files
+from nwise.training.late import MuonWithAdam
 from nwise.training.weights import local_weights, main_state, under
 
-# Types of the facts that every checkpoint has. Those of version 0.1 have neither "compress", which was "none", nor "due".
+# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", "due" and
+# "last_strategy".
 FACTS = {
     "step": int,
     "seed": int,
@@ -71,7 +73,15 @@ def collect_tensors(
                     f"{type(optimizer).__name__}, a {type(value).__name__}."
                 )
             tensors[f"optimizer.{names[parameter]}.{entry}"] = value
-    tensors |= {f"due.{n}.{names[p]}": g for n, gradients in enumerate(due) for p, g in gradients.items()}
+    for n, gradients in enumerate(due):
+        if unknown := gradients.keys() - names.keys():
+            warnings.warn(
+                f"The network should keep its parameters while gradients are due. Found {len(unknown)} gradients of parameters "
+                "that it no longer has, lost now; before such a change, update while `pipe.drain()` returns True.",
+                stacklevel=3,
+            )
+        named = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
+        tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in named.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -84,7 +94,7 @@ def collect_tensors(
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Return the facts `FACTS` of a pipeline; all processes call it."""
+    """Return the facts `FACTS` of a pipeline, and the strategy of its last step; all processes call it."""
     # A stage's end is the last name of the main network's state in it. So stages of two cuts that end at one place compare
     # equal, and the head of the one fits the other.
     last = {k: next(reversed(pipe.stages[k].state_dict()), "") for k in pipe.processes.here}
@@ -95,6 +105,7 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
         "step": pipe.steps,
         "seed": pipe.seed,
         "strategy": pipe.strategy.name,
+        "last_strategy": pipe.strategy.in_force(max(0, pipe.steps - 1)).name,
         "num_microbatches": pipe.num_microbatches,
         "ends": ends,
         "optimizer": _optimizer_kind(optimizer),
@@ -157,8 +168,8 @@ def restore(
     # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
     fresh.update({name: tensor for name, (_, _, tensor) in entries.items()})
-    due, waiting = _due_gradients(pipe, facts, layout)
-    fresh.update(waiting)
+    due = _due_gradients(pipe, facts, layout)
+    fresh |= {name: torch.empty_like(p.detach(), device=_read_device(p)) for call in due for p, name in call.items()}
     random = f"random.{pipe.processes.here[0]}"
     if random in sizes:
         fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
@@ -166,16 +177,19 @@ def restore(
     with torch.no_grad():
         for name, tensor in targets.items():
             tensor.copy_(fresh[name])
+    for parameter in parameter_names(pipe):
+        parameter.grad = None  # it belongs to steps that are undone now, and so does the state
+        if optimizer is not None and optimizer.state.get(parameter, {}).get("step") != 0:  # Adagrad begins with a state
+            optimizer.state.pop(parameter, None)
     for parameter, entry, tensor in entries.values():
         device = parameter.device if entry != "step" or parameter in counted_on_device else tensor.device
         optimizer.state[parameter][entry] = tensor.to(device)  # type: ignore[union-attr]
     if random in sizes:
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
-    pipe.forget_pending()
-    pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
+    kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
     changes = _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
-    lost = int(facts.get("due", 0)) - len(due)
+    lost = 0 if kept else int(facts.get("due", 0))
     return "; ".join([*([changes] if changes else []), *([f"dropped {lost} late gradients"] if lost else [])])
 
 
@@ -188,7 +202,8 @@ def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
 def _optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
     """Return the name of the class, with the options that add to its state."""
     options = {} if optimizer is None else optimizer.defaults
-    extra = [name for name in ("amsgrad", "centered") if options.get(name)]
+    names = ("amsgrad", "centered", *(["momentum"] if isinstance(optimizer, torch.optim.RMSprop) else []))
+    extra = [name for name in names if options.get(name)]
     return type(optimizer).__name__ + (f" with {', '.join(extra)}" if extra else "")
 
 
@@ -221,9 +236,13 @@ def _optimizer_entries(
         if name.startswith("optimizer."):
             parameter, _, entry = name.removeprefix("optimizer.").rpartition(".")
             by_parameter.setdefault(parameter, []).append(entry)
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
     for p, name in parameter_names(pipe).items():
         saved = renamed.get(name, name if name.startswith("model.") else "")
-        for entry in by_parameter.get(saved, ()):
+        present = by_parameter.get(saved, [])
+        # In another cut Muon may train a matrix that AdamW trained before, or the other way round.
+        changed = isinstance(optimizer, MuonWithAdam) and optimizer.trains_by_muon(p) == ("exp_avg" in present)
+        for entry in present if p in updated and not changed else ():
             full = f"optimizer.{saved}.{entry}"
             shape, dtype = layout[full].shape, layout[full].dtype
             if shape == p.shape and entry != "step":  # same strides as the parameter: fused optimizers go by memory
@@ -234,23 +253,18 @@ def _optimizer_entries(
     return entries
 
 
-def _due_gradients(
-    pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str, Tensor]
-) -> tuple[list[dict[Tensor, str]], dict[str, Tensor]]:
-    """Return the gradients that the next steps leave, as names in the checkpoint by parameter, and empty tensors for them.
+def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str, Tensor]) -> list[dict[Tensor, str]]:
+    """Return the gradients that the next steps leave, as names in the checkpoint by parameter.
 
-    There are none if the strategy has changed, for which they would come too late or too early.
+    There are none if the next step has another strategy than the last one, for which they would come too late or too early.
     """
-    step = int(facts["step"])
-    if parse(facts["strategy"]).in_force(step).name != pipe.strategy.in_force(step).name:
-        return [], {}
+    if facts.get("last_strategy") != pipe.strategy.in_force(int(facts["step"])).name:
+        return []
     parameters = parameter_names(pipe)
-    calls: list[dict[Tensor, str]] = [
+    return [
         {p: full for p, name in parameters.items() if (full := f"due.{n}.{name}") in layout}
         for n in range(int(facts.get("due", 0)))
     ]
-    empty = {name: torch.empty_like(p.detach(), device=_read_device(p)) for call in calls for p, name in call.items()}
-    return calls, empty
 
 
 def _differences(

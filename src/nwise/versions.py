@@ -1,0 +1,112 @@
+"""Old versions of a stage's parameters, for passes that come after an update.
+
+Under a delay the passes of a mini-batch come after later updates, but use the parameters of its forward. Here the delay is 1, and
+w[s] are the parameters in step s::
+
+    step        0        1        2
+    forward     F w[0]   F w[1]   F w[2]
+    passes               W w[0]   W w[1]    their gradient goes to the ``.grad`` of the present parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nwise.kept import leaves_first
+from nwise.tensors import Tensors
+
+Result = TypeVar("Result")
+
+
+def copy_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's parameters by name, for passes that come after the next update."""
+    return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Callable[..., Any]:
+    """Return a function that runs a module with these parameters and buffers instead of its own.
+
+    Args:
+        module: the module.
+        tensors: the parameters and buffers, by name.
+        name: the module's name, for errors.
+
+    Raises:
+        ValueError: the module is TorchScript, whose tensors cannot be replaced.
+    """
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise ValueError(
+            f"{name.capitalize()} should not be TorchScript when it runs with replaced parameters or buffers, as under a "
+            "delay or with `recompute`. Found a scripted module; pass the original module."
+        )
+    return lambda *inputs, **named: functional_call(module, dict(tensors), inputs, named)
+
+
+def run_with(
+    module: nn.Module, tensors: Mapping[str, Tensor], function: Callable[..., Result], *arguments: Any, **named: Any
+) -> Result:
+    """Call a function while a module holds these parameters instead of its own.
+
+    A backward pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> run_with(layer, {"weight": torch.ones(1, 1)}, layer, torch.full((1, 1), 3.0)).item()
+    3.0
+    """
+    replaced = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    return functional_call(_Around(module), replaced, (function, *arguments), named)
+
+
+def move_gradients(versions: Mapping[str, Tensor], module: nn.Module, name: str) -> None:
+    """Move gradients from old versions to the present parameters, where they are late.
+
+    Raises:
+        ValueError: the module has other parameters now.
+    """
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != versions.keys():
+        changed = ", ".join(sorted(parameters.keys() ^ versions.keys()))
+        raise ValueError(
+            f"{name.capitalize()} should keep its parameters while gradients are due. Found other ones ({changed}); before "
+            "the change, update while `pipe.drain()` returns True."
+        )
+    for key, parameter in parameters.items():
+        old = versions[key]
+        if old.grad is not None and parameter.requires_grad:
+            parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad
+            old.grad = None
+
+
+def check_names_used(outputs: Tensors, present: Sequence[Tensor], module: nn.Module, name: str) -> None:
+    """Raise ValueError if a graph uses a present parameter instead of its old version.
+
+    Args:
+        outputs: outputs of the graph.
+        present: the present trainable parameters of the module.
+        module, name: the module and its name.
+    """
+    wrong = set(present)
+    for node in leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None]):
+        if (leaf := getattr(node, "variable", None)) in wrong:
+            used = next(key for key, p in module.named_parameters() if p is leaf)
+            raise ValueError(
+                f"{name.capitalize()} should use its parameters only by their names under a delay, which replaces them by old "
+                f"versions. Found a use of {used!r} in another way, such as by a list of parameters; use an "
+                "`nn.ParameterList`, or the attribute itself."
+            )
+
+
+class _Around(nn.Module):
+    """Calls a function; holds a module so `functional_call` can replace the module's parameters meanwhile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
