@@ -163,7 +163,7 @@ def test_resume_undoes_gradients_and_optimizer_state(tmp_path: Path) -> None:
 
 
 def test_adagrad_resumes(tmp_path: Path) -> None:
-    """Its state begins when it is made, so a new one must keep it."""
+    """Its state begins when it is made, so a parameter without a saved state must get another one."""
     pipe = net("2-wise")
     Checkpoints(tmp_path, pipe, torch.optim.Adagrad(pipe.heads.parameters())).save()
     again = net("2-wise")
@@ -223,6 +223,17 @@ def test_resume_at_a_switch_drops_as_the_run_did(tmp_path: Path) -> None:
     assert resumed is not None
     assert resumed.changes == "dropped 1 late gradients"
     assert same(train(again, sgd(again), range(3, 6)), expected)
+
+
+def test_resume_inside_a_phase_keeps_late_gradients(tmp_path: Path) -> None:
+    pipe = net("2-wise-delay-1@3,end-to-end")
+    train(pipe, sgd(pipe), range(2))
+    Checkpoints(tmp_path, pipe).save()
+    again = net("2-wise-delay-1@3,end-to-end")
+    resumed = Checkpoints(tmp_path, again).resume()
+    assert resumed is not None
+    assert resumed.changes == ""
+    assert again.drain()
 
 
 def test_strategy_set_after_resume_drops_with_a_warning(tmp_path: Path) -> None:

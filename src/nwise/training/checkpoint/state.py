@@ -179,7 +179,7 @@ def restore(
             tensor.copy_(fresh[name])
     for parameter in parameter_names(pipe):
         parameter.grad = None  # it belongs to steps that are undone now, and so does the state
-        if optimizer is not None and optimizer.state.get(parameter, {}).get("step") != 0:  # Adagrad begins with a state
+        if optimizer is not None:
             optimizer.state.pop(parameter, None)
     for parameter, entry, tensor in entries.values():
         device = parameter.device if entry != "step" or parameter in counted_on_device else tensor.device
