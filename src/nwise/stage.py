@@ -173,7 +173,8 @@ class Stage:
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
         with _NOTHING_ELSE if tape.has_graph else torch.no_grad():
             outputs = run_unchanged(function, tape.inputs, self._name)
-        self._check_versions(tape, outputs)
+        if tape.versions is not None:
+            self._check_versions(tape, outputs)
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
@@ -186,14 +187,14 @@ class Stage:
         function = self._function({**(tape.versions or {}), **_copies(tape.buffers.items())})
         _draw_from(tape.seeds[0], tape.inputs[0].device)
         tape.outputs, tape.has_graph = run_unchanged(function, tape.inputs, self._name), True
-        self._check_versions(tape, tape.outputs)
+        if tape.versions is not None:
+            self._check_versions(tape, tape.outputs)
 
     def _check_versions(self, tape: Tape, outputs: Tensors) -> None:
         """Raise ValueError if a graph uses a present parameter instead of its old version; look once for each set of them."""
-        if tape.versions is None or not tape.has_graph or self._checked == set(self.learns):
-            return
-        check_names_used(outputs, self.learns, self.module, self._name)
-        self._checked = set(self.learns)
+        if tape.has_graph and self._checked != set(self.learns):
+            check_names_used(outputs, self.learns, self.module, self._name)
+            self._checked = set(self.learns)
 
     def _function(self, replaced: Mapping[str, Tensor] | None) -> Callable[..., Any]:
         """Return the module, or a function that uses these parameters and buffers instead of its own."""
