@@ -60,6 +60,21 @@ def sgd(pipe: nwise.Pipeline, lr: float = 0.5) -> torch.optim.Optimizer:
     return torch.optim.SGD(pipe.parameters(), lr)
 
 
+def saved(
+    folder: Path,
+    strategy: Any,
+    steps: int,
+    make: Callable[[nwise.Pipeline], torch.optim.Optimizer] = sgd,
+    cut: tuple[int, ...] = (1, 1),
+) -> nwise.Pipeline:
+    """A network after some steps, with a checkpoint."""
+    pipe = net(strategy, cut=cut)
+    optimizer = make(pipe)
+    train(pipe, optimizer, range(steps))
+    Checkpoints(folder, pipe, optimizer).save()
+    return pipe
+
+
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -138,9 +153,7 @@ ACTIONS: dict[str, tuple[Callable[[nwise.Pipeline], object], bool]] = {
 @pytest.mark.parametrize("action", ACTIONS)
 def test_late_gradients_stay_or_are_reported(action: str, tmp_path: Path) -> None:
     """Regression: each of these dropped them without a word, even those that `resume` had just restored."""
-    pipe = net("end-to-end-delay-2")
-    train(pipe, sgd(pipe), range(3))
-    Checkpoints(tmp_path, pipe).save()
+    pipe = saved(tmp_path, "end-to-end-delay-2", 3)
     resumed = net("end-to-end-delay-2")
     Checkpoints(tmp_path, resumed).resume()
     act, keeps = ACTIONS[action]
@@ -201,9 +214,7 @@ def test_pending_gradients_are_copies() -> None:
 )
 def test_hogwild_resumes_with_other_ages(cut: tuple[int, ...], m: int, tmp_path: Path) -> None:
     """Regression: the first step dropped them and advised to drain before the change."""
-    pipe = net("hogwild", cut=(1, 1, 1, 1))
-    train(pipe, sgd(pipe), range(5))
-    Checkpoints(tmp_path, pipe).save()
+    saved(tmp_path, "hogwild", 5, cut=(1, 1, 1, 1))
     other = net("hogwild", m, cut=cut)
     resumed = Checkpoints(tmp_path, other).resume()
     assert resumed is not None
@@ -213,9 +224,7 @@ def test_hogwild_resumes_with_other_ages(cut: tuple[int, ...], m: int, tmp_path:
 
 def test_resume_at_a_switch_drops_as_the_run_did(tmp_path: Path) -> None:
     name = "2-wise-delay-1@3,end-to-end-delay-1"
-    whole = net(name, cut=(1, 1, 1))
-    train(whole, sgd(whole), range(3))
-    Checkpoints(tmp_path, whole).save()
+    whole = saved(tmp_path, name, 3, cut=(1, 1, 1))
     with pytest.warns(UserWarning, match=DROPPED):
         expected = train(whole, sgd(whole), range(3, 6))
     again = net(name, cut=(1, 1, 1))
@@ -226,9 +235,7 @@ def test_resume_at_a_switch_drops_as_the_run_did(tmp_path: Path) -> None:
 
 
 def test_resume_inside_a_phase_keeps_late_gradients(tmp_path: Path) -> None:
-    pipe = net("2-wise-delay-1@3,end-to-end")
-    train(pipe, sgd(pipe), range(2))
-    Checkpoints(tmp_path, pipe).save()
+    saved(tmp_path, "2-wise-delay-1@3,end-to-end", 2)
     again = net("2-wise-delay-1@3,end-to-end")
     resumed = Checkpoints(tmp_path, again).resume()
     assert resumed is not None
@@ -237,9 +244,7 @@ def test_resume_inside_a_phase_keeps_late_gradients(tmp_path: Path) -> None:
 
 
 def test_strategy_set_after_resume_drops_with_a_warning(tmp_path: Path) -> None:
-    pipe = net("2-wise-delay-1", cut=(1, 1, 1))
-    train(pipe, sgd(pipe), range(2))
-    Checkpoints(tmp_path, pipe).save()
+    saved(tmp_path, "2-wise-delay-1", 2, cut=(1, 1, 1))
     again = net("2-wise-delay-1", cut=(1, 1, 1))
     Checkpoints(tmp_path, again).resume()
     again.strategy = nwise.strategy("3-wise-mean-delay-1")
@@ -260,9 +265,7 @@ class Odd(nwise.Strategy):
 )
 def test_strategy_that_no_name_stands_for_resumes(strategy: nwise.Strategy, tmp_path: Path) -> None:
     """Regression: `resume` parsed the saved name."""
-    pipe = net(strategy)
-    train(pipe, sgd(pipe), range(2))
-    Checkpoints(tmp_path, pipe).save()
+    saved(tmp_path, strategy, 2)
     for other in (net(strategy), net("2-wise")):
         assert Checkpoints(tmp_path, other).resume() is not None
         assert other.steps == 2
@@ -328,10 +331,7 @@ def test_report_names_the_mini_batch_of_a_late_gradient() -> None:
 
 def test_rmsprop_with_new_momentum_begins_anew(tmp_path: Path) -> None:
     """Regression: KeyError at the first update."""
-    pipe = net("2-wise")
-    optimizer = torch.optim.RMSprop(pipe.parameters(), 0.01)
-    train(pipe, optimizer, range(2))
-    Checkpoints(tmp_path, pipe, optimizer).save()
+    saved(tmp_path, "2-wise", 2, lambda pipe: torch.optim.RMSprop(pipe.parameters(), 0.01))
     again = net("2-wise")
     optimizer = torch.optim.RMSprop(again.parameters(), 0.01, momentum=0.9)
     resumed = Checkpoints(tmp_path, again, optimizer).resume()
@@ -342,10 +342,7 @@ def test_rmsprop_with_new_momentum_begins_anew(tmp_path: Path) -> None:
 
 def test_optimizer_of_fewer_parameters_resumes(tmp_path: Path) -> None:
     """Regression: state of a parameter that the optimizer does not have, so `state_dict` raised KeyError."""
-    pipe = net("2-wise")
-    optimizer = torch.optim.Adam(pipe.parameters(), 0.01)
-    train(pipe, optimizer, range(2))
-    Checkpoints(tmp_path, pipe, optimizer).save()
+    saved(tmp_path, "2-wise", 2, lambda pipe: torch.optim.Adam(pipe.parameters(), 0.01))
     again = net("2-wise")
     again.stages[0].requires_grad_(False)
     optimizer = torch.optim.Adam([p for p in again.parameters() if p.requires_grad], 0.01)

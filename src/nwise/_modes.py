@@ -38,14 +38,10 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
     >>> layer[0].training
     True
     """
-    before = modes_in(*modules)
-    for module in modules:
-        module.eval()  # not by the flags: a module's `eval` may do more
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        _set(before)
+    with in_modes(modes_in(*modules)), torch.no_grad():
+        for module in modules:
+            module.eval()  # not by the flags: a module's `eval` may do more
+        yield
 
 
 def _set(modes: Modes) -> None:

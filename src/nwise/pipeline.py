@@ -366,7 +366,7 @@ class Pipeline(OldNames, nn.Module):
         return modules
 
     def _next_schedule(self) -> Schedule:
-        return self._program.schedule(self.strategy, self.steps, self.num_microbatches, self.heads, self._order)
+        return self._program.schedule(self.steps, self.strategy, self.num_microbatches, self.heads, self._order)
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)

@@ -61,7 +61,7 @@ class Program:
             for flows in self.flows(strategy.in_force(first), num_microbatches, heads):
                 yield from flows
 
-    def schedule(self, strategy: Strategy, step: int, num_microbatches: int, heads: HeadDict, order: Order) -> Schedule:
+    def schedule(self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict, order: Order) -> Schedule:
         """Return the schedule of the strategy that is in force at a step, that of the step before if nothing has changed.
 
         Raises:
