@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 
 SHARED = Path(os.environ.get("NWISE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
+# torch looks up the name of every address that connects to a store. Where the hosts file has no "::1", a name server is asked,
+# and one that does not answer would hold a test up for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # The same examples in every run, on slow machines too.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

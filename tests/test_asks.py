@@ -88,7 +88,7 @@ for step, (x, y) in enumerate(data):
 raise SystemExit("nothing was noticed")
 """
     began = time.time()
-    done = forked(2, [script(tmp_path, body)], tmp_path, timeout=100, environment={"NWISE_TIMEOUT": "3"})
+    done = forked(2, [script(tmp_path, body)], tmp_path, timeout=100, environment={"NWISE_TIMEOUT": "2"})
     assert done.returncode != 0
     assert "nothing was noticed" not in done.stderr
     assert time.time() - began < 90
