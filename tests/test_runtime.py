@@ -104,19 +104,28 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
         assert seconds < 60, (kind, rank, after)
 
 
-# Eight processes on two cores take longer than all other tests of this file, and show nothing that four do not.
-@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow("eight processes on few cores"))])
-def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, tmp_path: Path) -> None:
+# Twelve steps have every size of a batch twice. Eight processes on two cores take longer than all other tests of this file.
+@pytest.mark.parametrize(
+    ("num_ranks", "num_steps"),
+    [
+        (2, 12),
+        (4, 12),
+        pytest.param(2, 20, marks=pytest.mark.slow("the same for longer")),
+        pytest.param(4, 20, marks=pytest.mark.slow("the same for longer")),
+        pytest.param(8, 20, marks=pytest.mark.slow("eight processes on few cores")),
+    ],
+)
+def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, num_steps: int, tmp_path: Path) -> None:
     """One process, or several stages on each of two, four or eight; gradients of any age, an order written by torch."""
     written("ScheduleZBVZeroBubble", 4, 4, tmp_path / "zbv.csv")
-    found = results(num_ranks, "placements.py", tmp_path, str(num_ranks), str(tmp_path / "zbv.csv"))
+    found = results(num_ranks, "placements.py", tmp_path, str(num_ranks), str(tmp_path / "zbv.csv"), str(num_steps))
     cases: list[Any] = [one for one in placements.CASES if one[0] == num_ranks]
     options: list[dict[str, Any]] = [{} for _ in cases]
     if num_ranks == 4:
         cases += placements.FROZEN
         options += [{"frozen": (1,) if i != 1 else (), "num_stages": 4} for i in range(len(placements.FROZEN))]
     for number, (settings, more) in enumerate(zip(cases, options, strict=True)):
-        expected: Any = placements.case(*(*settings[:5], "depth-first"), **more)
+        expected: Any = placements.case(*(*settings[:5], "depth-first"), num_steps=num_steps, **more)
         ranks = [one[number] for one in found]
         assert [one["drained"] for one in ranks] == [expected["drained"]] * num_ranks, settings
         together = {name: digest for one in ranks for name, digest in one["digests"].items()}

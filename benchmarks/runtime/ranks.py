@@ -1,8 +1,8 @@
 """One rank of the benchmark: nwise's runtime and torch.distributed.pipelining's on the same virtual devices, in turn.
 
-    python -m torch.distributed.run --nproc-per-node 4 benchmarks/runtime/ranks.py ROUNDS MIB[,MIB...]
+    python -m torch.distributed.run --nproc-per-node 4 benchmarks/runtime/ranks.py ROUNDS MIB[,MIB...] [METHOD...]
 
-prints a JSON line for every case and round on rank 0; `run.py` starts it.
+prints a JSON line for every case and round on rank 0, of these methods or of all; `run.py` starts it.
 """
 
 from __future__ import annotations
@@ -213,14 +213,16 @@ def best_m(method: str, stages: int) -> int:
     return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)
 
 
-def run(world: World, rounds: int, sizes: list[float]) -> None:
-    """Run all cases in turn; before the first round each library sends messages of every size, into fresh memory."""
+def run(world: World, rounds: int, sizes: list[float], methods: list[str]) -> None:
+    """Run the cases of some methods, or all, in turn; first each library sends messages of every size, into fresh memory."""
     for mib in sizes:
         warm = Case(method="gpipe", stages=world.size, microbatches=4, message_mib=mib, batches=4, rounds=1)
         measure_torch(world, warm)
         measure(world, warm)
     for number in range(rounds):
         for library, case in (pair for mib in sizes for pair in cases(world.size, mib)):
+            if methods and case.method not in methods:
+                continue
             result = measure_torch(world, case) if library == "torch" else asdict(measure(world, case))
             if world.rank == 0:
                 print(json.dumps({"library": library, "round": number, **asdict(case), **result}), flush=True)
@@ -228,5 +230,5 @@ def run(world: World, rounds: int, sizes: list[float]) -> None:
 
 if __name__ == "__main__":
     here = join(int(os.environ["WORLD_SIZE"]))
-    run(here, int(sys.argv[1]), [float(mib) for mib in sys.argv[2].split(",")])
+    run(here, int(sys.argv[1]), [float(mib) for mib in sys.argv[2].split(",")], sys.argv[3:])
     here.close()

@@ -4,7 +4,9 @@
     python benchmarks/runtime/run.py --stages --messages --gpt-rounds 8
 
 writes ``records/virtual-<A>.jsonl``, ``messages.jsonl`` and ``gpt.jsonl`` anew, as far as they are asked for, and ``tables.md``
-from all of them.
+from all of them. More rounds of a case that a few leave undecided are added to the records:
+
+    python benchmarks/runtime/run.py --stages 16 --mib 4 --methods gpipe --rounds 8 --add
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -56,15 +58,16 @@ def measure(script: str, processes: int, arguments: Sequence[str], progress: Pro
     return records
 
 
-def write(name: str, records: Sequence[Record]) -> None:
-    """Write records as JSON lines, with the machine."""
+def write(name: str, records: Sequence[Record], mode: Literal["w", "a"] = "w") -> None:
+    """Write records as JSON lines, with the machine; mode "a" keeps those of earlier runs."""
     machine = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": processor(),
         "cores": os.cpu_count(),
     }
-    (RECORDS / f"{name}.jsonl").write_text("".join(json.dumps({**machine, **record}) + "\n" for record in records))
+    with (RECORDS / f"{name}.jsonl").open(mode) as file:
+        file.writelines(json.dumps({**machine, **record}) + "\n" for record in records)
 
 
 def read(name: str) -> list[Record]:
@@ -202,6 +205,8 @@ def main(
     stages: tuple[int, ...] = (4, 8, 16),
     rounds: int = 3,
     mib: tuple[float, ...] = (0.0, 4.0),
+    methods: tuple[str, ...] = (),
+    add: bool = False,
     gpt_rounds: int = 0,
     messages: bool = False,
 ) -> None:
@@ -211,6 +216,8 @@ def main(
         stages: numbers of virtual devices, in turn; none for none.
         rounds: turns of every method.
         mib: sizes of messages.
+        methods: methods to run on virtual devices; none for all.
+        add: keep the records of earlier runs on virtual devices.
         messages: whether to time messages alone.
         gpt_rounds: turns of every method with real computation; 0 for none.
     """
@@ -218,8 +225,9 @@ def main(
     console = Console()
     with Progress(console=console) as progress:
         for count in stages:
-            arguments = [str(rounds), ",".join(map(str, mib))]
-            write(f"virtual-{count}", measure("ranks.py", count, arguments, progress, f"{count} virtual devices"))
+            arguments = [str(rounds), ",".join(map(str, mib)), *methods]
+            records = measure("ranks.py", count, arguments, progress, f"{count} virtual devices")
+            write(f"virtual-{count}", records, "a" if add else "w")
         if messages:
             sizes = ",".join(map(str, mib))
             batches = [measure("messages.py", count, [sizes], progress, f"messages of {count}") for count in (4, 8, 16)]

@@ -1,4 +1,4 @@
-"""Twelve steps with several stages on a rank, delays, strategies and optimizers; writes digests of all parameters."""
+"""Some steps with several stages on a rank, delays, strategies and optimizers; writes digests of all parameters."""
 
 from __future__ import annotations
 
@@ -61,10 +61,12 @@ def case(
     num_microbatches: int,
     optimizer: str,
     order: str,
+    *,
+    num_steps: int,
     frozen: Sequence[int] = (),
     num_stages: int = A,
 ) -> Any:
-    """Digests after twelve steps, some of whose batches are ragged, and after the last gradients.
+    """Digests after all steps, some of whose batches are ragged, and after the last gradients.
 
     The order "csv" is that of a file.
     """
@@ -72,7 +74,7 @@ def case(
     schedule: Order = read_csv(Path(sys.argv[3]).read_text()) if order == "csv" else order
     pipe = pipeline(num_stages, strategy, num_microbatches, schedule=schedule, placement=placement, frozen=frozen)
     update = make_optimizer(optimizer, pipe)
-    for x, y in batches(12, sizes=(8, 8, 7, 8, 9, 9)):
+    for x, y in batches(num_steps, sizes=(8, 8, 7, 8, 9, 9)):
         pipe.step(x, target=y)
         if pipe.processes.size > 1 and pipe.steps % 5 == 0:  # as a checkpoint does; it changes nothing
             pipe.pending_gradients()
@@ -88,7 +90,10 @@ def case(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = [case(*one) for one in CASES if one[0] == int(sys.argv[2])]
+    steps = int(sys.argv[4])
+    found = [case(*one, num_steps=steps) for one in CASES if one[0] == int(sys.argv[2])]
     if sys.argv[2] == "4":
-        found += [case(*one, frozen=(1,) if i != 1 else (), num_stages=4) for i, one in enumerate(FROZEN)]
+        found += [
+            case(*one, num_steps=steps, frozen=(1,) if i != 1 else (), num_stages=4) for i, one in enumerate(FROZEN)
+        ]
     write(found)
