@@ -45,12 +45,12 @@ def test_multi_process_matches_single_process_bitwise(tmp_path: Path) -> None:
 
 
 WHERE = r"(`on_action` of )?[A-Z]+{rank}[ (].*, stage {rank}, micro-batch [01]\) of step {step}"
-FAULTS = {  # which of the others finds out first that a rank was killed, or that they have left, is chance
+FAULTS = {  # which of its neighbours first misses a rank that was killed, or finds it different, is chance
     "raise": rf"Rank {{rank}} \(stage {{rank}}\) failed at {WHERE}: ValueError: the fault of this test",
-    "kill": r"Rank [0-3] .* lost rank [0-3] \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
+    "kill": r"Rank [0-3] .* lost rank {rank} \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
     "stall": rf"Rank {{rank}} \(stage {{rank}}\) has been at {WHERE} for more than 2 seconds",
     "stop": r"Rank {before} \(stage {before}\) has not heard of rank {rank} for 2 seconds; last seen ",
-    "differ": r"Rank [0-3] .* should train with the same as rank [0-3]. Found 2-wise(-mean)? with M = 2 here",
+    "differ": r"Rank ({rank} .* the same as rank [0-3]|[0-3] .* the same as rank {rank})\. Found 2-wise(-mean)? with M = 2 here",
 }
 
 
@@ -92,7 +92,7 @@ def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
     assert "waits for rank 1, which has left after 3 steps" in said[0]
 
 
-@pytest.mark.slow("two hundred starts, an hour")
+@pytest.mark.slow("two hundred starts, ten minutes")
 @pytest.mark.timeout(7200)
 def test_two_hundred_random_faults(tmp_path: Path) -> None:
     numbers = random.Random(0)
