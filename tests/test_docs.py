@@ -96,6 +96,19 @@ def test_documented_commands_are_collected() -> None:
     assert len(list(commands())) > 60
 
 
+def test_documented_benchmarks_start_from_the_root() -> None:
+    """Regression: `python benchmarks/runtime/run.py` could not import its neighbours; such a script needs `-m`."""
+    pattern = r"^(?:\$ |    )(?:\w+=\S+ )*python (?:-m (benchmarks\.[\w.]+)|(benchmarks/[\w/]+)\.py)"
+    number = 0
+    for page in [*(ROOT / "benchmarks").glob("*/README.md"), *(ROOT / "benchmarks").glob("*/*.py")]:
+        for module, path in re.findall(pattern, page.read_text(), re.M):
+            script = ROOT / f"{module.replace('.', '/') or path}.py"
+            assert script.exists(), (name(page), script)
+            assert module or not re.search(r"^(from|import) benchmarks\b", script.read_text(), re.M), (name(page), path)
+            number += 1
+    assert number > 40
+
+
 def anchors(page: Path) -> set[str]:
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}

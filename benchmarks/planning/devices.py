@@ -1,6 +1,6 @@
 """Unequal devices: the cut that `nwise.plan` finds, an equal one, and the best of all, by their exact periods and on processes.
 
-    python benchmarks/planning/devices.py [--networks 100] [--measured 4]
+    python -m benchmarks.planning.devices [--networks 100] [--measured 4]
 
 A network has 12 blocks of random costs; devices have speeds 1, 2 and 4. The search sees one order of the devices after the other
 and a few cuts of each. The best of all comes from a trial of every cut with every order. Some networks also run, on three

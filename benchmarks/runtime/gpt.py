@@ -1,6 +1,6 @@
 """One rank of real computation: the GPT of `benchmarks/step_cost` on two processes, a thread each, both libraries in turn.
 
-python -m torch.distributed.run --nproc-per-node 2 benchmarks/runtime/gpt.py ROUNDS
+python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.runtime.gpt ROUNDS
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of the limit: the time of gloo's messages alone, between as many neighbours at once as a pipeline has.
 
-    python -m torch.distributed.run --nproc-per-node 4 benchmarks/runtime/messages.py MIB[,MIB...]
+    python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.runtime.messages MIB[,MIB...]
 
 Pairs of neighbours send a tensor there and back, all at the same moments, with 20 ms of rest in between; prints a JSON line
 for each size with the median one-way time.

@@ -1,6 +1,6 @@
 """One rank of the benchmark: nwise's runtime and torch.distributed.pipelining's on the same virtual devices, in turn.
 
-    python -m torch.distributed.run --nproc-per-node 4 benchmarks/runtime/ranks.py ROUNDS MIB[,MIB...] [METHOD...]
+    python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.runtime.ranks ROUNDS MIB[,MIB...] [METHOD...]
 
 prints a JSON line for every case and round on rank 0, of these methods or of all; `run.py` starts it.
 """

@@ -1,12 +1,12 @@
 """The runtime against torch.distributed.pipelining, on virtual devices and with real computation.
 
-    python benchmarks/runtime/run.py --stages 4 8 16 --rounds 3
-    python benchmarks/runtime/run.py --stages --messages --gpt-rounds 8
+    python -m benchmarks.runtime.run --stages 4 8 16 --rounds 3
+    python -m benchmarks.runtime.run --stages --messages --gpt-rounds 8
 
 writes ``records/virtual-<A>.jsonl``, ``messages.jsonl`` and ``gpt.jsonl`` anew, as far as they are asked for, and ``tables.md``
 from all of them. More rounds of a case that a few leave undecided are added to the records:
 
-    python benchmarks/runtime/run.py --stages 16 --mib 4 --methods gpipe --rounds 8 --add
+    python -m benchmarks.runtime.run --stages 16 --mib 4 --methods gpipe --rounds 8 --add
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from nwise.cli.costs import costs_of_text
 from nwise.schedule.baselines import BASELINES, timed_method
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 RECORDS = HERE / "records"
 SLOT_MS = Case.slot_ms  # where every micro-batch has a slot
 Record = dict[str, Any]
@@ -46,14 +47,18 @@ def measure(script: str, processes: int, arguments: Sequence[str], progress: Pro
     task = progress.add_task(title, total=None)
     records = []
     with subprocess.Popen(
-        [*command, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, "-m", f"benchmarks.runtime.{script}", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     ) as process:
         for line in process.stdout or []:
             if line.startswith("{"):
                 records.append(json.loads(line))
                 progress.advance(task)
     if process.returncode:
-        raise SystemExit(f"{script} should measure on {processes} processes and end. Found that it failed.")
+        raise SystemExit(f"{script}.py should measure on {processes} processes and end. Found that it failed.")
     progress.remove_task(task)
     return records
 
@@ -226,14 +231,14 @@ def main(
     with Progress(console=console) as progress:
         for count in stages:
             arguments = [str(rounds), ",".join(map(str, mib)), *methods]
-            records = measure("ranks.py", count, arguments, progress, f"{count} virtual devices")
+            records = measure("ranks", count, arguments, progress, f"{count} virtual devices")
             write(f"virtual-{count}", records, "a" if add else "w")
         if messages:
             sizes = ",".join(map(str, mib))
-            batches = [measure("messages.py", count, [sizes], progress, f"messages of {count}") for count in (4, 8, 16)]
+            batches = [measure("messages", count, [sizes], progress, f"messages of {count}") for count in (4, 8, 16)]
             write("messages", [record for records in batches for record in records])
         if gpt_rounds:
-            write("gpt", measure("gpt.py", 2, [str(gpt_rounds)], progress, "GPT"))
+            write("gpt", measure("gpt", 2, [str(gpt_rounds)], progress, "GPT"))
     text = tables()
     (HERE / "tables.md").write_text(text)
     console.print(text, soft_wrap=True, highlight=False, markup=False)

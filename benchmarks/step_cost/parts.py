@@ -1,6 +1,6 @@
 """What the guards and conveniences of a step cost: each is left out in turn, where a network computes next to nothing.
 
-    python benchmarks/step_cost/parts.py --rounds 200
+    python -m benchmarks.step_cost.parts --rounds 200
 
 writes ``records/parts.jsonl`` and ``records/parts.md``. Beside it stands 2-wise training written by hand.
 """
