@@ -20,9 +20,9 @@ def overflow_everywhere(pipe: nwise.Pipeline) -> bool:
     """Return whether any rank's gradients are not finite; if so, leave such a gradient on every rank, so all scalers skip."""
     gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
     bad = torch.tensor([float(sum(bool((~g.isfinite()).any()) for g in gradients))])
-    everyone = tuple(range(pipe.num_stages))
-    pipe.processes.connect([everyone])
-    [count] = pipe.processes.sums([(everyone, bad)])
+    all_stages = tuple(range(pipe.num_stages))
+    pipe.processes.connect([all_stages])
+    [count] = pipe.processes.sums([(all_stages, bad)])
     if count:
         gradients[0].view(-1)[0] = float("inf")
     return bool(count)

@@ -147,9 +147,9 @@ def man(momentum: float = 0.99) -> Rule:
             # The next block may be on another rank, which sends its values.
             values = [p.detach() for p in blocks[k + 1].parameters()] if there else []
             if there and not here:
-                processes.send(values, processes.rank_of(k))
+                processes.send(values, processes.stage_rank(k))
             if here and not there:
-                values = list(processes.receive(processes.rank_of(k + 1)))
+                values = list(processes.receive(processes.stage_rank(k + 1)))
             if here:
                 for mean, value in zip(pipe.heads[k].get_submodule("average").parameters(), values, strict=True):
                     mean.data.lerp_(value, 1 - momentum)

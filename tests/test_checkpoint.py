@@ -435,7 +435,9 @@ def test_save_after_failed_async_save_warns_and_writes(tmp_path: Path, monkeypat
     while not checkpoints._writing.done():  # type: ignore[union-attr]
         pass
     monkeypatch.undo()
-    with pytest.warns(UserWarning, match="No space left It was to be written in the background; the next one is now"):
+    with pytest.warns(
+        UserWarning, match="No space left Writing it in the background failed; the next one is written now"
+    ):
         checkpoints.save()
     checkpoints.wait()
     assert checkpoints.newest() is not None

@@ -105,7 +105,7 @@ def test_train_command_on_full_disk_ends_in_one_sentence(
     )
     said = capsys.readouterr().err
     assert code == (75 if stop else 74)
-    assert "metrics.jsonl should be written. Found: [Errno 28] No space left on device. Training goes on." in said
+    assert "metrics.jsonl should be written. Found: [Errno 28] No space left on device. Training continues." in said
     assert (
         "Stopped at step 45, as asked. Not written:" in said
         if stop

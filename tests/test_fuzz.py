@@ -23,7 +23,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nwise import cli
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.recipes import RECIPES, Recipe, from_json, recipe, to_json
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
@@ -182,7 +182,7 @@ COSTS = st.one_of(
 def test_random_schedules_are_timed_or_raise(method: Any, stages: int, m: int, costs: str) -> None:
     text = method if isinstance(method, str) else "credit-" + ";".join(",".join(map(str, row)) for row in method)
     try:
-        timed = timed_method(text, num_stages=stages, num_microbatches=m, costs=costs_of_text(costs))
+        timed = timed_method(text, num_stages=stages, num_microbatches=m, costs=parse_costs(costs))
     except (ValueError, TypeError) as error:
         a_sentence(error)
         return
@@ -196,7 +196,7 @@ def test_random_schedules_are_timed_or_raise(method: Any, stages: int, m: int, c
 )
 def test_mutated_action_lists_validate_or_raise(changes: list[tuple[int, int, int, str]]) -> None:
     """Swap, remove or duplicate actions; the lists are valid or raise one sentence."""
-    schedule = timed_method("2-wise", num_stages=4, num_microbatches=2, costs=costs_of_text("paper")).schedule
+    schedule = timed_method("2-wise", num_stages=4, num_microbatches=2, costs=parse_costs("paper")).schedule
     words = [list(word) for word in schedule.words]
     for k, i, j, action in changes:
         word = words[k]

@@ -218,11 +218,11 @@ def test_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> No
     choose("stages", "2")
     choose("method", "2-wise")
     assert "is end-to-end training: N is not smaller than A" in driver.find_element("id", "absent").text
-    assert not driver.find_element("id", "found").is_displayed()
+    assert not driver.find_element("id", "result").is_displayed()
     choose("stages", "4")
     choose("microbatches", "2")
     choose("latency", "0")
-    assert driver.find_element("id", "found").is_displayed()
+    assert driver.find_element("id", "result").is_displayed()
     shot(driver, "explore")
     assert complaints(driver) == []
 

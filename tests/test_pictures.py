@@ -62,6 +62,33 @@ def test_schedule_command_lists_and_json(capsys: pytest.CaptureFixture[str]) -> 
     assert record["schedules"][3]["lists"][0][0] == "F0(0)"
 
 
+def test_schedule_draws_an_order_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: only pipelines could be drawn, so a new order had to pretend to be one."""
+    options = ["schedule", "--microbatches", "2", "--stages", "3", "--json", "--strategy"]
+    assert cli.run([*options, "end-to-end", "2-wise-delay-1", "--order", "phase"]) == 0
+    orders = json.loads(capsys.readouterr().out)["schedules"]
+    assert [one["order"] for one in orders] == ["phase", "phase"]
+    assert cli.run([*options, "gpipe"]) == 0
+    gpipe = json.loads(capsys.readouterr().out)["schedules"][0]
+    assert (orders[0]["period"], orders[0]["lists"]) == (gpipe["period"], gpipe["lists"])
+    assert cli.run([*options, "2-wise", "--order", "skewed"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedules"][0]["order"] == "skewed"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--order skwed", "`schedule` should be one of .* Found 'skwed'. Did you mean 'skewed'"),
+        ("--order phase --strategy gpipe", "`strategy` should be a strategy where an order is given. Found 'gpipe'"),
+        ("--order phase --strategy local@4,2-wise", "`strategy` should be the same at every step"),
+        ("--order phase --csv here.csv", "`order` should not be given with `csv`, whose file has one. Found 'phase'"),
+    ],
+)
+def test_schedule_with_bad_order(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["schedule", *options.split()]) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_schedule_figures_are_written(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["schedule", "--strategy", "3-wise", "hogwild", "rotating-2", "--costs", "transformer", "--out"]

@@ -15,7 +15,7 @@ import torch
 
 import nwise
 from nwise import cli
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.flow import StageFlow, find_flow
 from nwise.planning.profile import profile
 from nwise.recipes import Adam, Mlp, Recipe
@@ -341,20 +341,20 @@ def test_bad_plans_get_one_sentence(arguments: list[str], message: str, capsys: 
 
 
 def test_costs_as_text(tmp_path: Path) -> None:
-    found = costs_of_text("forward=1,head=0:0.5, input_grad=2,weight_grad=3,latency=0.1")
+    found = parse_costs("forward=1,head=0:0.5, input_grad=2,weight_grad=3,latency=0.1")
     assert found == Costs(1, (0, 0.5), 2, 3, latency=0.1)
-    assert costs_of_text("1,0:0.5,2,3") == Costs(1, (0, 0.5), 2, 3)
-    assert costs_of_text('{"forward": 1, "head": 0, "input_grad": [2, 1], "weight_grad": 3}') == Costs(1, 0, (2, 1), 3)
+    assert parse_costs("1,0:0.5,2,3") == Costs(1, (0, 0.5), 2, 3)
+    assert parse_costs('{"forward": 1, "head": 0, "input_grad": [2, 1], "weight_grad": 3}') == Costs(1, 0, (2, 1), 3)
     with pytest.raises(ValueError, match="Costs should have forward once. Found it twice"):
-        costs_of_text("forward=1,forward=2,head=0,input_grad=1,weight_grad=1")
+        parse_costs("forward=1,forward=2,head=0,input_grad=1,weight_grad=1")
     with pytest.raises(ValueError, match="Costs should be at most .* numbers. Found 40"):
-        costs_of_text(",".join("1" * 40))
+        parse_costs(",".join("1" * 40))
     with pytest.raises(ValueError, match="The text should contain JSON. Found"):
-        costs_of_text("{")
+        parse_costs("{")
     file = tmp_path / "costs.json"
     file.write_text('{"forward": [1, 2], "head": 0, "input_grad": 1, "weight_grad": 1}')
-    assert costs_of_text(str(file)).forward == (1, 2)
+    assert parse_costs(str(file)).forward == (1, 2)
     for text, message in (("[1]", "one JSON object of costs. Found list"), ("{", "should contain JSON. Found")):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
-            costs_of_text(str(file))
+            parse_costs(str(file))

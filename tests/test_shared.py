@@ -100,9 +100,7 @@ def test_sharing_that_would_be_ambiguous_is_refused() -> None:
         nwise.Pipeline(middle, [middle[1], nn.Linear(3, 3)], tied="sum")
     pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nn.functional.cross_entropy, "2-wise-delay-1", tied="sum")
     for _ in range(2):  # the second step used to train
-        with pytest.raises(
-            ValueError, match="under a delay. Found stages.0.0.weight again as .*; use heads of their own"
-        ):
+        with pytest.raises(ValueError, match="under a delay. Found stages.0.0.weight again as .*; use separate heads"):
             pipe.step(torch.zeros(4, dtype=torch.int64), target=torch.zeros(4, dtype=torch.int64))
 
 

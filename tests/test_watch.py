@@ -150,7 +150,7 @@ def test_ranks_that_train_with_different_things_end() -> None:
     call(one)
     ranks.tick()
     assert (
-        "(stage 0) should train with the same as rank 1. Found local with M = 2 here and 2-wise with M = 2"
+        "(stage 0) should train with the same settings as rank 1. Found local with M = 2 here and 2-wise with M = 2"
         in ranks.error()
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.world import World
@@ -45,7 +45,7 @@ class Case:
         microbatches: M.
         slot_ms: milliseconds of a slot.
         message_mib: MiB of every activation, and of every gradient.
-        costs: of one micro-batch in slots, see `nwise.cli.costs.costs_of_text`.
+        costs: of one micro-batch in slots, see `nwise.cli.costs.parse_costs`.
         batches: mini-batches of a round that are timed.
         rounds: number of rounds.
     """
@@ -77,7 +77,7 @@ class Case:
             num_stages=self.stages,
             num_ranks=self.num_ranks,
             num_microbatches=self.microbatches,
-            costs=costs_of_text(self.costs),
+            costs=parse_costs(self.costs),
         )
 
     @property
@@ -160,8 +160,8 @@ def measure(world: World, case: Case) -> Measured:
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
     engine.close()
-    every = world.everyone("periods", [periods, [total / step for total in sent]])
-    ceiling = median(world.everyone("ceiling", _ceiling(timed, price, device, slot, case.batches)))
+    every = world.gather("periods", [periods, [total / step for total in sent]])
+    ceiling = median(world.gather("ceiling", _ceiling(timed, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]
     actions = max(sum(a.kind not in _BOOKKEEPING for a in word) for word in timed.lists) / turns
     slots = median(by_round)

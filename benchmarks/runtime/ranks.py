@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.runtime.world import World
 from nwise.schedule.baselines import timed_method
 
@@ -158,7 +158,7 @@ def measure_torch(world: World, case: Case) -> dict[str, Any]:
         step()
     moments.append(time.perf_counter())
     mine = (moments[-1] - moments[case.settle]) / case.batches / slot
-    slots = max(world.everyone("torch", mine))
+    slots = max(world.gather("torch", mine))
     # A stage receives twice, computes twice and sends twice for every micro-batch.
     actions = 6 * case.microbatches * case.stages // case.num_ranks
     return {
@@ -207,7 +207,7 @@ def best_m(method: str, stages: int) -> int:
     """Return the M with the shortest predicted step."""
 
     def period(m: int) -> float:
-        costs = costs_of_text(cut(m))
+        costs = parse_costs(cut(m))
         return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs).period
 
     return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)

@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from benchmarks.runtime.bench import Case
 from nwise._machine import processor
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.schedule.baselines import BASELINES, timed_method
 
 HERE = Path(__file__).parent
@@ -129,7 +129,7 @@ def efficiencies(records: Sequence[Record]) -> list[str]:
 
 def limit(case: Record, travel: float) -> float:
     """Return the efficiency if nothing but messages took time, each so many milliseconds, on the best order for that."""
-    method, costs = case["method"], costs_of_text(case["costs"])
+    method, costs = case["method"], parse_costs(case["costs"])
     options: dict[str, Any] = {
         "num_stages": case["stages"],
         "num_ranks": case["devices"],

@@ -118,7 +118,7 @@ def check_same_target(processes: Processes, target: Input | Tensors | None) -> b
         sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         for t in (parts if processes.size > 1 else ())
     )
-    codes = [(rank, other) for rank, other in enumerate(processes.everyone("target", code)) if other]
+    codes = [(rank, other) for rank, other in enumerate(processes.gather("target", code)) if other]
     for rank, other in codes[1:]:
         if other != codes[0][1]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Tests for distributed tensors and modules that do not import them, which takes a second."""
+"""Checks for distributed tensors and modules, without importing torch's packages for them, which takes a second."""
 
 from __future__ import annotations
 

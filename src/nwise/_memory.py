@@ -33,7 +33,7 @@ class Allocated(Generic[T]):
 
 
 def allocated(run: Callable[[Any], T], device: torch.device, prepare: Callable[[], Any] = lambda: None) -> Allocated[T]:
-    """Run a function and count what it takes from the allocator of a device, the scratch space of its operations included.
+    """Run a function and count the memory that it takes from a device's allocator, the scratch space of its operations included.
 
     Args:
         run: the function, called with what `prepare` returns.
@@ -52,7 +52,7 @@ def allocated(run: Callable[[Any], T], device: torch.device, prepare: Callable[[
         now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return Allocated(result, now - before, most - before)
     # The allocator of the CPU has no statistics. The profiler sees every allocation, but starting it takes 20 milliseconds, and
-    # it misses the freeing of what was allocated before it started.
+    # it does not see older memory being freed.
     silence_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         given = prepare()

@@ -118,5 +118,5 @@ def keep_buffers() -> None:
 
 
 def ignore_no_dist() -> None:
-    """Ignore the warning by which torch announces every save of one process, for good, because a writer may be a thread."""
+    """Ignore for good torch's warning about saving in one process, because the writer may be a background thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -12,7 +12,7 @@ from rich.progress import track
 
 T = TypeVar("T")
 
-MANY = 5000  # small items; fewer are done before anyone could read a bar
+MANY = 5000  # small items; fewer are done before a bar could be read
 
 
 def with_progress_bar(items: Sequence[T], description: str, *, least: int = 1) -> Iterable[T]:

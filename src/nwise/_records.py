@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is never there by half.
+    """Write a text file atomically, so it is never incomplete.
 
     Raises:
         OSError: the disk does not take it; the earlier file stays.

@@ -100,7 +100,7 @@ def answer(
     for k in processes.here:
         if k and k - 1 not in processes.here:
             # Samples that have left are not sent. With none left the message is empty, and the stage does not run.
-            rows, *rest = processes.receive(processes.rank_of(k - 1))
+            rows, *rest = processes.receive(processes.stage_rank(k - 1))
             hidden = with_names((x.to(device) for x in rest[1:]), _from_bytes(rest[0])) if rest else ()
         if len(rows):
             hidden = run_module(stages[k], hidden, f"The output of stage {k}")
@@ -115,7 +115,7 @@ def answer(
                     hidden = _select(hidden, ~leaves, k)
         if k < last and k + 1 not in processes.here:
             known = _to_bytes(names(hidden))
-            processes.send((rows, known, *hidden) if len(rows) else (rows,), processes.rank_of(k + 1))
+            processes.send((rows, known, *hidden) if len(rows) else (rows,), processes.stage_rank(k + 1))
     return _together(parts, device, processes)
 
 

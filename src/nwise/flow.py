@@ -62,7 +62,7 @@ class Cotangent:
 
     @property
     def is_new(self) -> bool:
-        """Whether the sum is a tensor of its own; a single gradient of weight 1 is that gradient."""
+        """Whether the sum is a separate tensor; a single gradient of weight 1 is that gradient."""
         return [weight for weight in (self.own, *self.received) if weight] != [1]
 
 

@@ -8,7 +8,7 @@ of layers. While I walks, `keep` keeps the cotangent of every layer with weights
                      keep        keep        keep
     W                  +-> w3      +-> w2      +-> w1
 
-So I and W together cost what one pass for both gradients (B) costs. The price is memory: a cotangent for every such layer.
+So I and W together cost as much as one pass for both gradients (B). The price is memory: a cotangent for every such layer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Kept:
 def keep(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], learns: Sequence[Tensor]
 ) -> Iterator[Kept | None]:
-    """Keep what the gradients to the weights need, while the body computes those to the inputs.
+    """Keep the cotangents that the weight gradients need, while the body computes the input gradients.
 
     Args:
         outputs: outputs of the graph.
@@ -108,16 +108,16 @@ def _exits(
         The parameters beyond each of these nodes, or None if one is beyond several; and the parameters of every root from which
         no input can be reached.
     """
-    # Two layers, from the output to the leaves. Both products are exits: one way goes on to x, another ends at a parameter.
+    # Two layers, from the output to the leaves. Both products are exits: one path continues to x, another ends at a parameter.
     #
     #     output --> product 2 --> relu --> product 1 --> x
     #                    `--> w2                `--> w1
     #
     # The gradient of w2 depends only on the cotangent that arrives at product 2. A pass from there to w2 alone is short. But if
-    # w1 were w2, that pass would go on to product 1, and W would count product 1 twice. So shared parameters have
+    # w1 were w2, that pass would continue to product 1, and W would count product 1 twice. So shared parameters have
     # no exits.
     wanted, goals = set(learns), set(inputs)
-    reaches: dict[Node, bool] = {}  # whether the way goes on to an input
+    reaches: dict[Node, bool] = {}  # whether a path continues to an input
     beyond: dict[Node, dict[Tensor, None]] = {}  # the parameters that a node without such a way leads to
     exits: dict[Node, dict[Tensor, None]] = {}
     for node in leaves_first(roots):

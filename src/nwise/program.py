@@ -76,7 +76,7 @@ class Program:
             if self._shared is not None and schedule.late_stages:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
-                    f"{self._shared[1]}; use heads of their own, as `nwise.heads.copied` makes."
+                    f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
             self._key, self._schedule = (key, tuple(heads)), schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))

@@ -75,7 +75,7 @@ def scatter(tensors: Tensors, num_parts: int) -> list[Tensors]:
 
 
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
-    """Return detached tensors that record a graph of their own; with `tracked` they have gradients where they can."""
+    """Return detached tensors that record a separate graph; with `tracked` they have gradients where they can."""
     return each(tensors, lambda x: x.detach().requires_grad_(tracked and (x.is_floating_point() or x.is_complex())))
 
 

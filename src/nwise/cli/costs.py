@@ -14,7 +14,7 @@ from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
 PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
 
 
-def costs_of_text(text: str) -> Costs:
+def parse_costs(text: str) -> Costs:
     """Parse costs from a text, as on the command line.
 
     Args:
@@ -25,7 +25,7 @@ def costs_of_text(text: str) -> Costs:
     Raises:
         ValueError: the text is invalid.
 
-    >>> costs_of_text("forward=1:2,head=0.5,input_grad=1,weight_grad=1").forward
+    >>> parse_costs("forward=1:2,head=0.5,input_grad=1,weight_grad=1").forward
     (1.0, 2.0)
     """
     if text in PRESETS:

@@ -14,7 +14,7 @@ import tyro
 import nwise
 from nwise._progress import progress_bar
 from nwise._records import json_line
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.cli.output import OK, Output, print_json
 from nwise.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.report.figures import check_format, flow_figure
@@ -22,8 +22,9 @@ from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
 from nwise.report.html import check_page
 from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
-from nwise.schedule.baselines import BASELINES, timed_method
+from nwise.schedule.baselines import BASELINES, timed_method, timed_order
 from nwise.schedule.interchange import read_csv, write_csv
+from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
 from nwise.schedule.timed import timed
 
@@ -66,6 +67,7 @@ class ScheduleCommand:
     """Number of stages; several for several pictures."""
     microbatches: tuple[int, ...] = (2,)
     """Micro-batches in a mini-batch, M; several for several pictures."""
+    order: Annotated[str, tyro.conf.arg(help=f"Order of a strategy's work: {', '.join(ORDERS)}.")] = "best"
     costs: tuple[str, ...] = ("paper",)
     """Costs of one micro-batch: paper (a slot for a forward and for each loss's pass, heads free), transformer, a list like
     forward=1,head=0.5,input_grad=1,weight_grad=1,latency=0.1 (per stage: head=0:0.5:0.5:1), or a JSON file."""
@@ -130,17 +132,21 @@ class ScheduleCommand:
             options["placement"] = parse_placement(self.placement)
         ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
         for text, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
-            title = f"{name}, A = {stages}{ranks}, M = {m}"
-            costs = costs_of_text(text)
-            yield text, timed_method(name, num_stages=stages, num_microbatches=m, costs=costs, **options), title
+            numbers = {"num_stages": stages, "num_microbatches": m, "costs": parse_costs(text), **options}
+            schedule = (
+                timed_method(name, **numbers) if self.order == "best" else timed_order(self.order, name, **numbers)
+            )
+            yield text, schedule, f"{name}, A = {stages}{ranks}, M = {m}"
 
     def _from_csv(self, path: Path) -> Iterator[tuple[str, Timed, str]]:
+        if self.order != "best":
+            raise ValueError(f"`order` should not be given with `csv`, whose file has one. Found {self.order!r}.")
         if not path.is_file():
             raise ValueError(f"`csv` should be a file. Found none at {str(path)!r}.")
         schedule = read_csv(path.read_text(), path.stem)
         title = f"{path.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
         for text in self.costs:
-            yield text, timed(schedule, costs_of_text(text)), title
+            yield text, timed(schedule, parse_costs(text)), title
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +184,7 @@ class ExploreCommand:
 
     def run(self, console: Output) -> int:
         _check_values(self, "strategy", "stages", "microbatches", "costs", "latency")
-        costs = {text: costs_of_text(text) for text in self.costs}
+        costs = {text: parse_costs(text) for text in self.costs}
         choices = Choices(
             tuple(dict.fromkeys(self.strategy)),
             tuple(dict.fromkeys(self.stages)),

@@ -12,7 +12,7 @@ import tyro
 from rich.table import Table
 
 from nwise._progress import progress_bar
-from nwise.cli.costs import costs_of_text
+from nwise.cli.costs import parse_costs
 from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
 from nwise.flow import Flow
@@ -118,7 +118,7 @@ class PlanCommand:
 
     def _parse_costs(self) -> tuple[methods.CostsOf, None, int | None]:
         assert self.costs is not None
-        costs = costs_of_text(self.costs)
+        costs = parse_costs(self.costs)
         costs = dataclasses.replace(costs, **self._links())
         if self.memory is not None and costs.activation_bytes == Costs(0, 0, 0, 0).activation_bytes:
             raise ValueError(

@@ -6,8 +6,8 @@ A U-Net in three stages; ``half`` passes through the middle one::
             `--> half ------------------- half ------^
          stage 0              stage 1                stage 2
 
-What crosses a boundary is a message, and its gradient comes back as the strategy says: the gradient of loss 2 reaches `down`
-through ``half`` only if loss 2 trains stage 0.
+A tensor that crosses a boundary is a message, and its gradient comes back as the strategy says: the gradient of loss 2 reaches
+`down` through ``half`` only if loss 2 trains stage 0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Carrier(Chain):
         super().__init__(pieces)
         self._begins, self._ends = begins, ends
         self._reads = [_reads(name, piece) for name, piece in pieces.items()]
-        # What is still read after each piece, by the pieces behind it and by later stages. Everything else is freed.
+        # The names that are still read after each piece, by later pieces and later stages. Everything else is freed.
         names = None if later is None else frozenset(later)
         self._needed = [_union(names, *self._reads[i + 1 :]) for i in range(len(self._reads))]
 
@@ -203,7 +203,7 @@ def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor
     given = {key: x for key, x in known.items() if key != HIDDEN and (reads.all or key in reads.names)}
     if missing := [key for key in reads.required if key not in given]:
         raise TypeError(
-            f"{name!r} should read names of the network's inputs, or of what pieces before it return. Found {', '.join(known)}: "
-            f"missing a required argument: {missing[0]!r}."
+            f"{name!r} should read names of the network's inputs, or of tensors that earlier pieces return. Found "
+            f"{', '.join(known)}: missing a required argument: {missing[0]!r}."
         )
     return piece(known[HIDDEN], **given) if reads.by_position else piece(**given, **{HIDDEN: known[HIDDEN]})

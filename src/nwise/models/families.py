@@ -1,7 +1,7 @@
 """Families of Hugging Face networks: the modules of a class in the order they run, and how its forward calls each.
 
-To add a class, list its modules. What a forward does between them, such as a mean over tokens, goes into the function that calls
-the next module.
+To add a class, list its modules. Operations that a forward performs between them, such as a mean over tokens, go into the
+function that calls the next module.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class CallContext:
 
     Args:
         config: the model's configuration.
-        given: the model's inputs that this stage has, by name, and what its modules add for later ones.
+        given: the model's inputs that this stage has, by name, and the values that its modules add for later ones.
         shared: the stage's copies of modules without weights, by the last part of their names.
     """
 

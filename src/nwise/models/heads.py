@@ -175,7 +175,7 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
 
 
 class OnFirstOutput(nn.Sequential):
-    """Layers on the first of a stage's outputs, or on the hidden state of named ones; they ignore what travels along."""
+    """Layers on the first of a stage's outputs, or on the hidden state of named ones; they ignore the other tensors."""
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         x = main_tensor(Named(named) if named else inputs)

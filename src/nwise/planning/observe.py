@@ -60,9 +60,9 @@ class Observer:
         steps = sorted(self._begins)[_WARMUP:]
         seconds = median(self._begins[after] - self._begins[before] for before, after in pairwise(steps))
         busy = median(self._busy[step] for step in steps[:-1])
-        everyone = self._processes.by_place("the first steps", [seconds, busy])
+        per_rank = self._processes.by_place("the first steps", [seconds, busy])
         if self._plan.report is not None and self._processes.is_first:
-            self._plan.report(compared(self._plan, everyone[0][0], [one[1] for one in everyone]))
+            self._plan.report(compared(self._plan, per_rank[0][0], [one[1] for one in per_rank]))
         self._plan = None
 
 

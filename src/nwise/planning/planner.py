@@ -23,7 +23,7 @@ from nwise.planning.prepare import (
     agree,
     batch_size,
     check_functions,
-    everyone,
+    gather,
     message_latency,
     network_in_pieces,
     numbers_to_try,
@@ -166,7 +166,7 @@ def _exchange(
 ) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
     """Return the facts that all processes use: the first one's profile, overhead and latency of links, all speeds."""
     facts = measured.seconds, measured.spread, overhead, message_latency(device), measured.as_json()
-    first, *_ = reports = everyone(facts)
+    first, *_ = reports = gather(facts)
     links = {"overhead": max(one[2] for one in reports), "latency": first[3]}
     devices = tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in reports]))
     return Profile.from_json(first[4]), links, devices

@@ -214,7 +214,7 @@ def speeds(measured: Sequence[tuple[float, float]]) -> list[float]:
     return [round(seconds[0] / one, 3) for one in seconds]
 
 
-def everyone(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Exchange a value between all processes, before there is a pipeline; a call for all of them."""
     start()
     key = f"nwise/plan/{next(_numbers)}"
@@ -223,7 +223,7 @@ def everyone(value: Any) -> list[Any]:
 
 def agree(**values: Any) -> None:
     """Raise ValueError unless all processes have the same values; a call for all of them, which waits for the last."""
-    first, *others = everyone(values)
+    first, *others = gather(values)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:

@@ -358,7 +358,7 @@ def to_json(config: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Rebuild what `to_json` made; unknown names and values of the wrong type are errors."""
+    """Rebuild the object from the result of `to_json`; unknown names and values of the wrong type are errors."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, dict):

@@ -46,7 +46,7 @@ Data = tuple[Images, Images] | tuple[Tokens, Tokens]
 
 
 def check(recipe: Recipe, strategies: Sequence[str], data: Data) -> None:
-    """Raise what training would raise, before anything is written.
+    """Raise the errors that training would raise, before anything is written.
 
     Raises:
         ValueError: there is no strategy, or one that does not suit the network or the recipe.

@@ -31,7 +31,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def quality_on(data: object) -> Quality:
-    """Return what heads are scored by on some data, beside the loss."""
+    """Return the name of the heads' score on some data, besides the loss."""
     return "perplexity" if isinstance(data, Tokens) else "accuracy"
 
 

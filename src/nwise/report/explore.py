@@ -205,7 +205,7 @@ gradient comes from; every other mini-batch is hatched. nwise found every schedu
 <div class="choices" id="choices" role="group" aria-label="What to show"></div>
 <p id="answer" class="answer" aria-live="polite"></p>
 <p id="absent" class="note" hidden></p>
-<div id="found">
+<div id="result">
 <div id="grid" class="chart" role="img" aria-label="When each stage does what"></div>
 <div class="wide" tabindex="0"><table class="words"><tbody>
 <tr><th scope="row">time of a mini-batch, steady</th><td id="period"></td></tr>

@@ -53,12 +53,12 @@ class Comparison:
                 if action.stage == k:
                     times[action.kind].append(_MS * (end - begin))
             middle = {kind: median(values) for kind, values in times.items()}
-            # A B measures only the sum of I and W. I is known where another loss has an I of its own; else it is half.
+            # A B measures only the sum of I and W. I is known where another loss has a separate I; otherwise it is half.
             both = middle.get(Kind.BOTH, 0.0)
             back = middle.get(Kind.INPUT_GRAD, both / 2)
             weights = max(both - back, 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
             rows.append((middle.get(Kind.FORWARD, 0.0), middle.get(Kind.HEAD, 0.0), back, weights))
-        # A message may lie in its buffer until its receiver is free. That time is no latency, so only awaited messages count.
+        # A message may lie in its buffer until its receiver is free. That time is not latency, so only awaited messages count.
         latency = median([_MS * travel for travel, waited in self._travels if waited > 0] or [0.0])
         forward, head, input_grad, weight_grad = zip(*rows, strict=True)
         return Costs(forward, head, input_grad, weight_grad, chain_share=0.0, latency=latency)

@@ -175,5 +175,5 @@ def _configuration(runs: Sequence[Summary]) -> str:
         values = [column.get(name, "–") for column in columns]
         differs = len(set(values)) > 1
         rows.append([name, *(HtmlCell(f'<td class="other">{html.escape(v)}</td>') if differs else v for v in values)])
-    note = '<p class="note">What differs is bold.</p>' if len(runs) > 1 else ""
+    note = '<p class="note">Differences are bold.</p>' if len(runs) > 1 else ""
     return note + table(["", *(run.name for run in runs)], rows, kind="words")

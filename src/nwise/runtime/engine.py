@@ -135,7 +135,7 @@ class Engine:
             return self._due.by_call()
         call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
         before = [p.grad for p in learns]
-        recorder, self.recorder = self.recorder, None  # these passes are none of a step's
+        recorder, self.recorder = self.recorder, None  # these passes belong to no step
         self._processes.count_drain()
         try:
             while self._tapes:

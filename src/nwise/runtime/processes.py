@@ -57,7 +57,7 @@ class Processes(ABC):
         return self.rank == 0
 
     @abstractmethod
-    def everyone(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any) -> list[Any]:
         """Exchange a value between all ranks.
 
         Args:
@@ -71,7 +71,7 @@ class Processes(ABC):
     def agree(self, **values: Any) -> None:
         """Raise ValueError unless all ranks have the same values."""
         for name, value in values.items():
-            [first, *others] = self.everyone(name, value)
+            [first, *others] = self.gather(name, value)
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise ValueError(
@@ -80,12 +80,12 @@ class Processes(ABC):
 
     def by_place(self, name: str, value: Any) -> list[Any]:
         """Exchange a value between the ranks of this replica; return the values in order of their places."""
-        values = self.everyone(name, value)
+        values = self.gather(name, value)
         return [values[rank] for rank in self.ranks]
 
     def by_stage(self, values: Mapping[int, Any]) -> list[Any]:
         """Exchange a value of every stage; return them in order of the stages."""
-        parts = self.everyone("stages", sorted(values.items()))
+        parts = self.gather("stages", sorted(values.items()))
         all_values = {k: value for part in parts for k, value in part}
         return [all_values[k] for k in range(len(self.placement))]
 
@@ -139,7 +139,7 @@ class Processes(ABC):
         """
         return tensors
 
-    def rank_of(self, stage: int) -> int:
+    def stage_rank(self, stage: int) -> int:
         """Return the rank of the process of this replica that holds a stage."""
         return self.ranks[self.placement[stage]]
 
@@ -148,7 +148,7 @@ class Processes(ABC):
         raise AssertionError("one process has no other to send to")
 
     def receive(self, rank: int) -> tuple[Tensor, ...]:
-        """Receive what another process sends, on the CPU."""
+        """Receive the tensors that another process sends, on the CPU."""
         raise AssertionError("one process has no other to receive from")
 
     def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
@@ -179,7 +179,7 @@ class Processes(ABC):
         """Raise the first error of another rank, if there has been one."""
 
     def compare(self, name: str, facts: Any) -> None:  # noqa: B027 - nothing to do for one process
-        """End all ranks soon if one trains differently from its next call on; wait for no rank.
+        """Check that all ranks train alike from the next call on; wait for none, and end all soon if they differ.
 
         Args:
             name: strategy and M of this rank, for the error message.
@@ -187,7 +187,7 @@ class Processes(ABC):
         """
 
     def count_drain(self) -> None:  # noqa: B027 - nothing to do for one process
-        """Count a call without a mini-batch; fail on all ranks, soon, unless they make equally many."""
+        """Count a call without a mini-batch; soon fail on all ranks unless all make the same number of such calls."""
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:  # noqa: B027 - nothing to do for one process
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
@@ -212,7 +212,7 @@ class Alone(Processes):
     def __init__(self, num_stages: int) -> None:
         self.placement = (0,) * num_stages
 
-    def everyone(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any) -> list[Any]:
         return [value]
 
 
@@ -247,7 +247,7 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            modules.append(RemoteModule(f"{what} {k}", processes.rank_of(k)))
+            modules.append(RemoteModule(f"{what} {k}", processes.stage_rank(k)))
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())

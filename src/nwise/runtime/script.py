@@ -67,7 +67,7 @@ class ScriptWriter:
     Args:
         processes: the processes.
         stages: this rank's stages, by index.
-        wire: function from the shapes of a training step's message to those of what travels instead.
+        wire: function from the shapes of a training step's message to those of the tensors that travel instead.
         device: device of the stages' tensors.
         replicated: whether gradients are summed over replicas.
     """

@@ -131,7 +131,7 @@ class Watchdog:
             thread.start()
 
     def train(self, name: str, digest: int) -> None:
-        """Say what this rank trains with from its next call on; see `Runs`."""
+        """Publish the strategy and schedule of this rank from its next call on; see `Runs`."""
         self._trains = name, digest
         drained = f" after {self._drains} calls of `drain` or `pending_gradients`" if self._drains else ""
         self.runs = Runs(self.calls, name + drained, derive(digest, self._drains))
@@ -275,8 +275,8 @@ class Watchdog:
             )
         elif mine and theirs and _differ(mine, calls, Runs(*theirs), beat["calls"]):
             self._tell(
-                f"should train with the same as rank {other}. Found {mine.name} here and {theirs[1]} there; give all ranks the "
-                "same strategy, number of micro-batches, order and trainable stages",
+                f"should train with the same settings as rank {other}. Found {mine.name} here and {theirs[1]} there; give all "
+                "ranks the same strategy, number of micro-batches, order and trainable stages",
                 store=self._store,
             )
         elif beat != self._heard[0]:

@@ -191,7 +191,7 @@ class World(Processes):
     def _places(self, stages: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted({self.placement[k] for k in stages}))
 
-    def everyone(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any) -> list[Any]:
         return exchange(self.store, self._key(name), self.rank, self.size, value)
 
     def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
@@ -232,7 +232,7 @@ class World(Processes):
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
-        names = self.everyone("names", list(whole))
+        names = self.gather("names", list(whole))
         assert self.control  # also on ranks that send nothing: all ranks make the group
         if self.rank:
             if 0 in self.ranks:  # one rank of every place sends
@@ -306,12 +306,12 @@ class World(Processes):
         # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
         calls = self.watch.left = self.watch.calls
         with self.telling():
-            steps = self.everyone("calls", calls)
+            steps = self.gather("calls", calls)
         if len(set(steps)) > 1:
             raise self.watch.failed(ValueError(f"All ranks should make the same number of steps. Found {steps}."))
         for action in self._on_close:
             action()
-        self.everyone("closed", None)
+        self.gather("closed", None)
         self.watch.close()
         while self._made:
             dist.destroy_process_group(self._made.pop())

@@ -1,7 +1,7 @@
 """Ages: how many mini-batches old the gradients are that update a stage.
 
 An action of age a in call s of `Pipeline.step` works on mini-batch s - a. Synchronous training has age 0 everywhere. A delay
-d gives every weight gradient the age d. Under Hogwild, stages have ages of their own: as many mini-batches as a gradient needs to
+d gives every weight gradient the age d. Under Hogwild, each stage has its own age: as many mini-batches as a gradient needs to
 come back if no stage ever waits. With the paper's costs (a forward takes one slot, each loss's pass through a stage takes one
 slot, heads are free), 3 stages and the digit being the mini-batch::
 

@@ -10,13 +10,13 @@ from nwise._errors import check_at_least, hint
 from nwise._renamed import current_name
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
-from nwise.schedule.best import best, fastest, place
+from nwise.schedule.best import arrange, best, fastest, place
 from nwise.schedule.costs import Costs
-from nwise.schedule.named import RULES, named_schedule
+from nwise.schedule.named import RULES, check_order, choose, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timed import Timed, check_memory
+from nwise.schedule.timed import Timed, check_memory, timed
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as parse
 
@@ -91,6 +91,43 @@ def timed_method(name: str, **options: Any) -> Timed:
     if name in BASELINES:
         return baseline(name, **options)
     return best(known_method(name), **options)
+
+
+def timed_order(
+    order: str,
+    strategy: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    costs: Costs,
+    placement: str | Sequence[int] = "contiguous",
+    num_ranks: int | None = None,
+) -> Timed:
+    """Return the schedule of a strategy in one of `ORDERS`, which a pipeline runs under that name.
+
+    Args:
+        order: one of `ORDERS`.
+        strategy: name of the strategy.
+        num_stages: number of stages, A.
+        num_microbatches: number of micro-batches, M.
+        costs: costs of one micro-batch.
+        placement: rank of every stage; default: neighbouring stages share a rank.
+        num_ranks: number of ranks; default: one for each stage, or the placement's.
+
+    Raises:
+        ValueError: a name is unknown, or a number is out of range.
+
+    >>> timed_order("phase", "2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
+    18.0
+    """
+    check_order(order)
+    if current_name(strategy) in BASELINES:
+        raise ValueError(
+            f"`strategy` should be a strategy where an order is given. Found {strategy!r}, which is an order itself; take "
+            "'end-to-end'."
+        )
+    flows, ranks, ages = arrange(known_method(strategy), num_stages, num_microbatches, costs, placement, num_ranks)
+    return timed(choose(order, flows, ranks, ages, costs), costs)
 
 
 def known_method(name: str) -> Strategy:

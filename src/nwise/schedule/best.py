@@ -78,8 +78,21 @@ def best(
     >>> result.period, result.lower_bound, result.order, max(result.in_flight)
     (18.0, 18.0, 'skewed', 2)
     """
-    check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
     check_memory(memory)
+    flows, ranks, ages = arrange(strategy, num_stages, num_microbatches, costs, placement, num_ranks)
+    return best_order(flows, costs, ranks, ages, memory=memory)
+
+
+def arrange(
+    strategy: str | Strategy,
+    num_stages: int,
+    num_microbatches: int,
+    costs: Costs,
+    placement: str | Sequence[int],
+    num_ranks: int | None,
+) -> tuple[Flows, Placement, tuple[int, ...]]:
+    """Return the flow of every micro-batch, the rank of every stage and the age of its gradients; see `best`."""
+    check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
     if not isinstance(costs, Costs):
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
     rule = parse(strategy)
@@ -89,8 +102,7 @@ def best(
             "`strategy.in_force(step)`."
         )
     flows = flows_for(rule, num_stages, num_microbatches)
-    ranks = place(placement, num_ranks, flows, costs)
-    return best_order(flows, costs, ranks, weight_ages(rule, flows), memory=memory)
+    return flows, place(placement, num_ranks, flows, costs), weight_ages(rule, flows)
 
 
 def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, costs: Costs) -> Placement:

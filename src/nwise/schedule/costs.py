@@ -184,7 +184,7 @@ class Prices:
         """Return the time of a computation or an update."""
         #     I               output --> layer 3 --> layer 2 --> layer 1 --> input
         #     W after its I                |           |           |                `weight_grad` alone
-        #     W of its own    output --> layer 3 --> layer 2 --> layer 1            and the arrows: + `chain`
+        #     separate W      output --> layer 3 --> layer 2 --> layer 1            and the arrows: + `chain`
         kind = action.kind
         if kind is Kind.FORWARD:
             return self.forward + self.overhead

@@ -60,7 +60,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         graphs = _graphs(schedule, word, places, recompute)
         reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
         news = {i for i, _ in _gradients(schedule, word)}
-        # In the steady state a span that ends some cycles later is live as often when the word begins.
+        # In the steady state, a span that ends n cycles later is live n times when the word begins.
         for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, places, graphs):
             live += num_bytes * cycles
             begins[first] += num_bytes

@@ -204,7 +204,7 @@ def _forward_peak(pieces: Sequence[Piece]) -> float:
 
 
 def _kept_inside(pieces: Sequence[Piece]) -> list[float]:
-    """Return the bytes of every piece's output but the last one's that this piece or the next one keeps for its passes."""
+    """Return, for every piece but the last, the bytes of its output that it or the next piece keeps for its passes."""
     return [
         piece.message_bytes - min(after.released_bytes, piece.message_bytes - piece.held_bytes)
         for piece, after in pairwise(pieces)

@@ -94,7 +94,7 @@ class Schedule:
 
     @cached_property
     def continued(self) -> frozenset[Action]:
-        """The computations that a pass of the same stage and micro-batch follows, with no other work of the rank between them."""
+        """The computations that are followed by a pass of the same stage and micro-batch, with no other work in between."""
         result: set[Action] = set()
         for word in self.words:
             for _, run in groupby(word, key=_work):
@@ -267,7 +267,7 @@ class Deadlock(ValueError):
     """Lists in which actions wait for each other.
 
     Args:
-        stuck: the next action of every list that cannot go on.
+        stuck: the next action of every list that cannot proceed.
     """
 
     def __init__(self, stuck: Sequence[Action]) -> None:

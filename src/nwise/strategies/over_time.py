@@ -48,7 +48,7 @@ class _Late(Strategy):
 
 @dataclass(frozen=True)
 class Hogwild(_Late):
-    """Greedy asynchronous updates (section 3): no stage waits, so each has gradients of an age of its own.
+    """Greedy asynchronous updates (section 3): no stage waits, so the age of the gradients differs from stage to stage.
 
     The training loop stays the same, `Pipeline.step` and then the optimizer's step. But `step` leaves on stage ``k`` the
     gradients of an earlier mini-batch, at the parameters of its forward, which have been updated `nwise.staleness` times since.

@@ -87,7 +87,7 @@ class NonFiniteGuard:
         return self._skip(bad)
 
     def check_parameters(self) -> None:
-        """Check what is saved, if the policy is to stop: an update may overflow, and late gradients are not checked yet.
+        """Check the values to be saved, if the policy is to stop: an update may overflow, and late gradients are not checked yet.
 
         All processes call it.
 

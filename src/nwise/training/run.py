@@ -133,7 +133,7 @@ class Run:
         except OSError as error:
             reason = str(error.__cause__ or error)
             if path not in self.unwritten:
-                warnings.warn(f"{path} should be written. Found: {reason}. Training goes on.", stacklevel=2)
+                warnings.warn(f"{path} should be written. Found: {reason}. Training continues.", stacklevel=2)
             self.unwritten[path] = reason
         else:
             self.unwritten.pop(path, None)

@@ -185,7 +185,7 @@ class Trainer:
     def _open(self, policy: CheckpointPolicy | None, resume: bool, allow_restart: bool) -> CheckpointInfo | None:
         """Agree on the folder with all processes; return the checkpoint to resume from."""
         shared: list[Any] = [None if self.run is None else str(self.run.folder.resolve()), resume, allow_restart]
-        self._folder, resume, allow_restart = self.pipe.processes.everyone("run", shared)[0]  # rank 0 decides
+        self._folder, resume, allow_restart = self.pipe.processes.gather("run", shared)[0]  # rank 0 decides
         self._is_ready = not resume  # until then the run's folder must not change
         if self._folder is not None and (policy is not None or resume):
             policy = policy or CheckpointPolicy(checkpoint_minutes=0)

@@ -21,7 +21,7 @@ function draw() {
   const entry = at({});
   const message = document.getElementById("answer");
   document.getElementById("absent").hidden = Boolean(entry);
-  document.getElementById("found").hidden = !entry;
+  document.getElementById("result").hidden = !entry;
   message.textContent = compared ? verdict().text : "";
   message.hidden = !compared;
   table();

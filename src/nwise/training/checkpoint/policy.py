@@ -143,7 +143,9 @@ class Checkpoints:
             self.wait()
         except OSError as error:
             if self._processes.is_first:
-                warnings.warn(f"{error} It was to be written in the background; the next one is now.", stacklevel=2)
+                warnings.warn(
+                    f"{error} Writing it in the background failed; the next one is written now.", stacklevel=2
+                )
         with self._processes.telling():
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
@@ -195,7 +197,7 @@ class Checkpoints:
             OSError: a checkpoint cannot be read at present; nothing has been changed.
         """
         names, damaged = self._names(), sorted(p.name for p in self.folder.glob("step-*.damaged*"))
-        names, damaged = self._processes.everyone("checkpoints", [names, damaged])[0]
+        names, damaged = self._processes.gather("checkpoints", [names, damaged])[0]
         problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
         for name in reversed(names):
             folder = self.folder / name
@@ -343,7 +345,7 @@ class Saver:
             self._written = -1
             self.unwritten = str(error)
             if self._pipe.processes.is_first:
-                warnings.warn(f"{error} Training goes on; the checkpoint before it stays.", stacklevel=2)
+                warnings.warn(f"{error} Training continues; the previous checkpoint stays.", stacklevel=2)
         else:
             self.unwritten = ""
 

@@ -1,4 +1,4 @@
-"""The state that a run needs to resume: whatever a step changes, under names that do not depend on the cut.
+"""The state that a run needs to resume: everything that a step changes, under names that do not depend on the cut.
 
     model.<name>                   parameters and buffers of the main network, named as in the unsplit network
     heads.<stage>.<name>           parameters and buffers of the heads
