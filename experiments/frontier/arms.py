@@ -163,6 +163,7 @@ ARMS: tuple[Arm, ...] = (
 # Peak rates, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
 RATES: dict[str, float] = {
     "muon end-to-end": 0.02,
+    "muon end-to-end-delay-1": 0.02,
     "muon rotating-2, all heads": 0.04,
     "muon end-to-end-delay-1, extrapolated": 0.02,
     "muon local": 0.02,
