@@ -25,6 +25,7 @@ dummy messages and discarded:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class MessagePlan:
 
     Args:
         keys: name of every message.
-        calls: call of the cycle that sends it.
+        calls: call of the cycle that sends it, in order.
         specs: shapes and dtypes of its tensors.
         travel: largest number of calls between a send and its receive; default: 0.
     """
@@ -112,7 +113,8 @@ class MessagePlan:
 
     def first_place(self, call: int) -> int:
         """Return the place of the first message of a call, or of a later one."""
-        return next((i for i, one in enumerate(self.calls) if one >= call), 0)
+        place = bisect_left(self.calls, call)
+        return place if place < len(self.calls) else 0
 
 
 NOTHING = MessagePlan()
@@ -240,13 +242,12 @@ class Receiver:
             self.flush()
             self._plan, self._place = plan, plan.first_place(call)
             self.post()
-        self._missing += sum(one == call for one in plan.calls)
+        self._missing += plan.calls.count(call)
 
     def post(self, count: int = _AHEAD) -> None:
         """Post the next receives until `count` are posted."""
-        if self._link.early and self._plan.keys:
-            while len(self._posted) < count:
-                self._posted.append(self._post())
+        while len(self._posted) < count and self._plan.keys and self._link.early:
+            self._posted.append(self._post())
 
     def _post(self) -> tuple[Tensors, list[Any]]:
         link, specs = self._link, self._plan.specs

@@ -217,7 +217,7 @@ class Engine:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
         with self._processes.watched(closing=True):
             self.forget()
-            self._start(Script((), {}, {}, {}, {}), 0, ())
+            self._start(Script((), {}, {}, {}, {}, ()), 0, ())
 
     def _learns(self) -> list[Tensor]:
         """Return the trainable parameters of this rank."""
@@ -262,9 +262,8 @@ class Engine:
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
             del self._tapes[number]
-        predicted = [sum(plan.num_bytes(turn, kind) for plan in script.outgoing.values()) for kind in SENDS.values()]
         sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
-        self.bytes_of_last_step = {"measured": sent, "predicted": predicted}
+        self.bytes_of_last_step = {"measured": sent, "predicted": list(script.num_bytes)}
 
     def _window(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> list[tuple[Specs, ...]]:
         """Return the shapes of the newest mini-batch, and of the older ones that the call works on, by age."""
@@ -323,7 +322,7 @@ class Engine:
         # no such mini-batch: then nothing is computed, and its messages are zeros.
         processes, placement, wire = self._processes, self._processes.placement, self._wire
         compressed = wire.compression is not None
-        outbox: dict[Action, Tensors] = {}
+        outbox: dict[tuple[object, ...], Tensors] = {}
         for entry in script.steps:
             action = entry.action
             kind, k, m, q, _, age = action
@@ -345,7 +344,7 @@ class Engine:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
                         check_names(k, made, script.outputs[k, age][m])
-                        outbox[action] = self._apart(wire.compress(None, cast(Tensors, made)))
+                        outbox[action[1:]] = self._apart(wire.compress(None, cast(Tensors, made)))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
@@ -355,7 +354,7 @@ class Engine:
                     else:
                         specs = script.inputs[k, age][m]
                         gradients, absent = packed(made, specs, self.device)
-                        outbox[action] = wire.compress(action, gradients, absent)
+                        outbox[action[1:]] = wire.compress(action, gradients, absent)
             if tapes is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
@@ -370,7 +369,7 @@ class Engine:
         step: int,
         tapes: Mapping[int, Sequence[Tape]] | None,
         script: Script,
-        outbox: dict[Action, Tensors],
+        outbox: dict[tuple[object, ...], Tensors],
     ) -> None:
         """Send or receive a message."""
         kind, k, m, q, _, age = action = entry.action
@@ -379,11 +378,8 @@ class Engine:
             sender = self._senders[entry.peer]
             if tapes is None:
                 sender.send_nothing()
-            elif kind is Kind.SEND_ACTIVATION:
-                sender.send(key, outbox.pop(action._replace(kind=Kind.FORWARD)))
             else:
-                made = action._replace(kind=Kind.INPUT_GRAD)
-                sender.send(key, outbox.pop(made if made in outbox else action._replace(kind=Kind.BOTH)))
+                sender.send(key, outbox.pop(action[1:]))  # its computation differs only in the kind
             self._post()  # now that the other rank has its message
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
             tensors = self._receivers[entry.peer].take(key)

@@ -52,6 +52,7 @@ class Script:
         steps: the rank's actions, in order.
         outgoing, incoming: plans of the channels to and from other ranks.
         inputs, outputs: shapes of the inputs and outputs of this rank's stages, by (stage, age), per micro-batch.
+        num_bytes: bytes that the rank sends, as activations and as gradients.
     """
 
     steps: tuple[Step, ...]
@@ -59,6 +60,7 @@ class Script:
     incoming: Mapping[int, MessagePlan]
     inputs: StageShapes
     outputs: StageShapes
+    num_bytes: Sequence[int]
 
 
 class ScriptWriter:
@@ -139,7 +141,8 @@ class ScriptWriter:
         steps = [
             self._step(a, schedule, last=i in last) for i, a in enumerate(word) if not (alone and a.kind is Kind.UPDATE)
         ]
-        return Script(tuple(steps), outgoing, incoming, inputs, outputs)
+        num_bytes = [sum(p.num_bytes(turn, kind) for p in outgoing.values()) for kind in SENDS.values()]
+        return Script(tuple(steps), outgoing, incoming, inputs, outputs, num_bytes)
 
     def _step(self, action: Action, schedule: Schedule | None, *, last: bool) -> Step:
         placement = self._processes.placement
