@@ -365,6 +365,14 @@ def test_delay_of_one_leaves_no_bubble(num_stages: int) -> None:
     assert found.period == found.lower_bound == num_stages * 3.5
 
 
+@pytest.mark.parametrize(("delay", "num_stages"), [(1, 4), (1, 8), (2, 4)])
+def test_delay_keeps_its_mini_batches_and_one_micro_batch(delay: int, num_stages: int) -> None:
+    """The memory of activations without a bubble: the search once took the first such order, with d + 1 whole mini-batches."""
+    result = of(f"end-to-end-delay-{delay}", num_stages, num_stages)
+    assert result.period == num_stages * 3.5
+    assert max(result.in_flight) == delay * num_stages + 1
+
+
 def test_latency_is_hidden_by_a_delay() -> None:
     """A = 8, M = 8, latency of three forwards: the period stays that of the busiest stage, where zero-bubble takes 77."""
     late = Costs(1, 0.5, 1, 1, latency=3)

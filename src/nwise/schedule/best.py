@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 from nwise._errors import check_at_least
 from nwise.flow import Flow, flows_for
@@ -20,6 +21,7 @@ from nwise.schedule.timed import CLOSE, Limit, Timed, check_memory, excess, roun
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 
+_Candidate = tuple[str, Rule, int | None]  # name of an order, its rule, and the cap of list scheduling
 _OTHER_AGES: tuple[When, ...] = ("early", 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 
 
@@ -182,16 +184,18 @@ def _candidates(
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
     choices = dict.fromkeys((message_ages(flows, weights), *(message_ages(flows, weights, w) for w in _OTHER_AGES)))
-    for ages in choices:
-        for name, rule, cap in _rules(flows, small=small):
-            # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
-            for fuse in (True, False):
-                split_or_not: Rule = partial(rule, fuse=fuse)  # type: ignore[call-arg]
-                with suppress(Deadlock):
-                    yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, cap=cap)
+    # Under a delay of d, old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps d
+    # mini-batches and one micro-batch, where other orders keep up to d + 1 mini-batches.
+    lean: list[_Candidate] = [("nearest-first-1", orders.depth_first, 1)] if any(weights) and len(flows[0]) > 1 else []
+    for ages, (name, rule, cap) in [*product(choices, lean), *product(choices, _rules(flows, small=small))]:
+        # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
+        for fuse in (True, False):
+            split_or_not: Rule = partial(rule, fuse=fuse)
+            with suppress(Deadlock):
+                yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, cap=cap)
 
 
-def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[tuple[str, Rule, int | None]]:
+def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[_Candidate]:
     """Iterate over rules with their names and, for list schedules, caps; `small`: whether memory is limited."""
     size = len(flows[0])
     # In the skewed order with stride 1 or 2, reach + 1 or 2 reach + 1 micro-batches are in flight: these caps give list
