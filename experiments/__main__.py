@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import isnan
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -99,8 +102,10 @@ class Reproduce:
             ]
             print_json({"claims": rows})
         else:
-            if claims:
-                console.print(_table(claims))
+            for name, group in groupby(claims, key=itemgetter(0)):
+                console.print(_table(name, [claim for _, claim in group]))
+            if any(seeds_text(claim) for _, claim in claims):
+                console.print(NOTE.replace("*", ""), soft_wrap=True, highlight=False)
             console.print(
                 f"Tables and figures: {self.folder}; all results: {self.folder / 'README.md'}",
                 soft_wrap=True,
@@ -121,19 +126,20 @@ def _reproduce(name: str, job: Job, *, alone: bool) -> bool:
     return True
 
 
-def _table(claims: list[tuple[str, Claim]]) -> Table:
-    note = NOTE.replace("*", "") if any(seeds_text(claim) for _, claim in claims) else None
-    table = Table(title="Claims", title_justify="left", caption=note, caption_justify="left")
-    for heading in ("", "claim", "effect", "95 % interval", "verdict"):
-        table.add_column(heading, overflow="fold")
+def _table(name: str, claims: Sequence[Claim]) -> Table:
+    table = Table(title=f"Claims of {name}", title_justify="left")
+    table.add_column("claim", overflow="fold")
+    table.add_column("effect", no_wrap=True)
+    table.add_column("95 % interval", no_wrap=True)
+    table.add_column("verdict")
     colours = {"holds": "green", "exact": "green", "does not hold": "red", "undecided": "yellow"}
-    for name, claim in claims:
+    for claim in claims:
         if isnan(claim.effect):
-            table.add_row(name, claim.text, "not run", "", "")
+            table.add_row(claim.text, "not run", "", "")
             continue
         between = f"{claim.low:+.3g} to {claim.high:+.3g}" if claim.seeds > 1 else ""
         verdict = f"[{colours[claim.verdict]}]{claim.verdict}[/]{seeds_text(claim)}"
-        table.add_row(name, claim.text, f"{claim.effect:+.3g} {claim.unit}", between, verdict)
+        table.add_row(claim.text, f"{claim.effect:+.3g} {claim.unit}", between, verdict)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
-from experiments.frontier import clock, experiment, plots
+from experiments.frontier import clock, experiment, memory, plots
 from experiments.frontier.arms import ARMS, STEPS, Arm, arm
 from experiments.harness.cell import Record
 from experiments.harness.claims import Claim
@@ -18,7 +19,9 @@ from experiments.harness.runs import Runs
 from experiments.harness.search import TRIAL_SEED, Search
 from experiments.index import EXPERIMENTS
 from nwise import cli
+from nwise.planning.profile import Profile
 from nwise.recipes import ImageSource
+from nwise.schedule.partition import Piece
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 
@@ -52,6 +55,21 @@ def test_rates_are_those_that_the_search_chose() -> None:
     for one in search.SEARCHES:
         assert one.best(runs) == one.chosen, one.title
         assert [b / a for a, b in pairwise(one.grid)] == pytest.approx([2] * 4)
+
+
+def test_less_memory_takes_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage keeps the activations of one micro-batch in local training; a second one costs two more actions of 0.02 slots."""
+    monkeypatch.setattr(clock, "COUNTS", (1, 2, 4))
+    piece = Piece("block", forward=9, input_grad=9, weight_grad=9, chain=9, head=9)  # the times are the clock's
+    pieces = {m: [replace(piece, activation_bytes=8 / m)] * 8 for m in clock.COUNTS}
+    sizes = Profile(pieces, "cpu", 16, tuple(range(8)), 0.0)
+    local = arm("muon local")
+    assert memory.fastest(local, 0.0, sizes) == pytest.approx((3.59, 8))
+    assert memory.fastest(local, 0.0, sizes, limit=7.9) == pytest.approx((3.63, 4))
+    assert memory.fastest(local, 0.0, sizes, limit=2.0) == pytest.approx((3.71, 2))
+    assert memory.fastest(local, 0.0, sizes, limit=1.9) is None
+    late = arm("muon end-to-end-delay-2, extrapolated")
+    assert memory.fastest(late, 0.0, sizes, limit=8.0) is None, "it keeps the activations of two mini-batches and more"
 
 
 def test_a_trial_is_the_beginning_of_a_run() -> None:
@@ -128,7 +146,7 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     runs = Runs([r for one in few for r in records(one.name, 1.0 + len(one.name) / 100, 1 / STEPS)], "medium")
     text = experiment.tables(runs)
     assert "| muon local | " in text
-    assert "–" not in text
+    assert "| –" not in text
     experiment.draw(runs, tmp_path / "medium")
     for optimizer in ("muon", "adam"):
         assert (tmp_path / f"medium-{optimizer}.png").stat().st_size > 10_000

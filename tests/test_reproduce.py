@@ -703,7 +703,7 @@ def test_index_shows_all_sixteen_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_claim_is_in_a_row_of_the_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: claims about the work of Transformers were in no row."""
-    monkeypatch.setattr("experiments.frontier.clock._COUNTS", (1,))  # M changes numbers, and no claim's source
+    monkeypatch.setattr("experiments.frontier.clock.COUNTS", (1,))  # M changes numbers, and no claim's source
     frontier_clock._fastest.cache_clear()
     experiment, folder = EXPERIMENTS[name], Path(__file__).parents[1] / "experiments"
     sources = [result.source for result in experiment.results]

@@ -12,7 +12,7 @@ from nwise.schedule import Costs, Timed
 from nwise.schedule.best import best
 from nwise.strategies import Strategy
 
-_COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
+COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
 OVERHEAD = 0.02  # of an action, in forwards of a stage
 
 
@@ -31,13 +31,13 @@ def costs(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> Costs:
 def _fastest(strategy: Strategy, num_stages: int, microbatches: int | None, price: Costs) -> tuple[Timed, int]:
     options = [
         (best(strategy, num_stages=num_stages, num_microbatches=m, costs=price.split_in(m)), m)
-        for m in ([microbatches] if microbatches else _COUNTS)
+        for m in ([microbatches] if microbatches else COUNTS)
     ]
     return min(options, key=lambda option: (round(option[0].period, 9), option[1]))
 
 
 def _phases(one: Arm) -> Iterator[tuple[int, Strategy]]:
-    """Steps of every phase of a run, and the strategy in force."""
+    """Yield the steps of every phase of a run, and the strategy in force."""
     whole = one.strategy_for(STEPS)
     return ((stop - first, whole.in_force(first)) for first, stop in whole.phases(0, STEPS))
 

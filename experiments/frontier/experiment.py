@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from experiments.frontier import clock
+from experiments.frontier import clock, memory
 from experiments.frontier.arms import ARMS, RATES, STAGES, STEPS, Arm, arm
 from experiments.frontier.plots import draw_frontier
 from experiments.harness import markdown
@@ -117,6 +117,8 @@ def tables(runs: Runs) -> str:
             _compared(runs, four),
             "An end-to-end run is the same for every cut, so these are the runs with eight stages. A slot is a forward of two "
             "blocks.",
+            "## Memory",
+            memory.tables(runs),
             "## Steps with more accelerators",
             _deeper(),
         ]

@@ -1,0 +1,154 @@
+"""The memory of the busiest accelerator, and what a step takes if there is no more of it than local training needs.
+
+    python -m experiments.frontier.memory
+
+measures the sizes of every arm's network piece by piece with torch's allocator, and follows them along the schedules that nwise
+runs (`nwise.schedule.memory`). The records in ``memory.jsonl`` replace the older ones; the page of results has a table of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import tyro
+from rich.progress import track
+
+from experiments.frontier import clock
+from experiments.frontier.arms import ARMS, RATES, STAGES, STEPS, Arm, arm
+from experiments.harness import markdown
+from experiments.harness.cell import Record, revision
+from experiments.harness.runs import Runs, loss_at
+from experiments.harness.store import Store
+from nwise._machine import machine
+from nwise._records import json_line, write_text
+from nwise.flow import flows_for
+from nwise.planning.profile import Profile, profile
+from nwise.schedule import Costs
+from nwise.schedule.best import DoesNotFit, best
+from nwise.schedule.partition import stage_costs
+from nwise.strategies import Strategy
+from nwise.training.build import measurable
+
+RECORDS = Path(__file__).parent / "memory.jsonl"
+_LATENCIES = (0.0, 1.0)
+_MIB = 2**20
+_TIMES = ("forward", "head", "input_grad", "weight_grad", "chain_share")
+
+
+def compared() -> list[Arm]:
+    """Return the arms with Muon and eight stages that have runs, but for those that switch strategies."""
+    arms = [one for one in ARMS if one.name in RATES and one.optimizer == "muon" and "@" not in one.strategy]
+    return [one for one in arms if one.num_stages == one.blocks == STAGES]
+
+
+def measure_sizes(one: Arm) -> Profile:
+    """Measure an arm's network for every M that the clock tries."""
+    recipe = one.run(0.02, seed=0)  # sizes depend on neither
+    network = measurable(recipe, recipe.load()[0], torch.device("cpu"))
+    return profile(network, clock.COUNTS, rounds=1)
+
+
+def fastest(one: Arm, latency: float, sizes: Profile, limit: float | None = None) -> tuple[float, float] | None:
+    """Return the slots of an arm's fastest step, and the bytes of the accelerator that needs most; None if nothing fits.
+
+    Args:
+        one: the arm.
+        latency: of a message, in slots.
+        sizes: of its network.
+        limit: bytes of each accelerator; default: any.
+    """
+    strategy, options = one.strategy_for(STEPS), []
+    for m in [one.microbatches] if one.microbatches else clock.COUNTS:
+        costs = _costs(one, strategy, latency, sizes, m)
+        with suppress(DoesNotFit):
+            timed = best(strategy, num_stages=one.num_stages, num_microbatches=m, costs=costs, memory=limit)
+            options.append((round(timed.period, 9), max(timed.peak_bytes)))
+    return min(options, default=None)
+
+
+def _costs(one: Arm, strategy: Strategy, latency: float, sizes: Profile, m: int) -> Costs:
+    """Return costs with measured sizes, and the times of all other tables."""
+    price = clock.costs(one, latency).split_in(m)
+    turns = [flows[0] for flows in flows_for(strategy, one.num_stages, m)]
+    costs = stage_costs(sizes.pieces[m], sizes.starts, turns)
+    times = {name: getattr(price, name) for name in (*_TIMES, "latency", "overhead")}
+    return replace(costs, **times, update=0.0)
+
+
+def main() -> None:
+    """Measure, and write all records."""
+    torch.set_num_threads(1)
+    known: dict[tuple[int, bool], Profile] = {}
+    records: list[Record] = []
+    local, arms = arm("muon local"), compared()
+    limits: list[float] = []
+    for one in track([local, *(other for other in arms if other != local)], "memory"):
+        if (key := (one.head_blocks, one.extrapolate)) not in known:
+            known[key] = measure_sizes(one)
+        for latency in _LATENCIES:
+            free = fastest(one, latency, known[key])
+            assert free is not None, "nothing is limited"
+            slots, size = free
+            limits = limits or [size, 2 * size]
+            within = [fastest(one, latency, known[key], limit) for limit in limits]
+            records.append(
+                {
+                    "arm": one.name,
+                    "latency": latency,
+                    "slots": round(slots, 6),
+                    "mib": round(size / _MIB, 2),
+                    "limits_mib": [round(limit / _MIB, 2) for limit in limits],
+                    "slots_within": [None if step is None else round(step[0], 6) for step in within],
+                    "revision": revision(),
+                    "machine": machine(),
+                }
+            )
+    write_text(RECORDS, "".join(map(json_line, records)))
+
+
+def tables(runs: Runs) -> str:
+    """Return what a step needs and takes, and losses at equal time and equal memory, by arm that has runs."""
+    records = {(record["arm"], record["latency"]): record for record in Store(RECORDS).read()}
+    arms = [one for one in compared() if (one.name, 0.0) in records and runs.records_for(one.name)]
+    limits = next(iter(records.values()))["limits_mib"]
+    end = clock.total(arm("muon local"))
+    steps, losses = [], []
+    for one in arms:
+        pair = [records[one.name, latency] for latency in _LATENCIES]
+        within = [record["slots_within"][i] for i in range(len(limits)) for record in pair]
+        steps.append(
+            [
+                one.name,
+                *(f"{record['mib']:.1f}" for record in pair),
+                *("–" if slots is None else f"{slots:.2f}" for slots in within),
+            ]
+        )
+        losses.append(
+            [
+                one.name,
+                *(
+                    "–" if slots is None else runs.shown(loss_at(min(STEPS, end / slots)), one.name, digits=3)
+                    for slots in within
+                ),
+            ]
+        )
+    columns = [f"{limit:.1f} MiB, latency {n}" for limit in limits for n in (0, 1)]
+    needs = [f"MiB, latency {n}" for n in (0, 1)]
+    return "\n\n".join(
+        [
+            markdown.table(["arm", *needs, *(f"slots within {column}" for column in columns)], steps),
+            "MiB: with the fastest schedule, on the accelerator that needs most: parameters, optimizer state, gradients, "
+            "activations, messages and old parameters. Sizes were measured with torch's allocator and are followed along the "
+            f"schedule. Local training needs {limits[0]:.1f} MiB; within this limit and within twice as much "
+            "the fastest schedule that fits counts. –: none fits.",
+            markdown.table(["arm", *(f"loss within {column}" for column in columns)], losses),
+            "Test loss at equal time and equal memory. Nobody claimed anything about it before the runs.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
