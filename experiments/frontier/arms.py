@@ -176,6 +176,8 @@ RATES: dict[str, float] = {
     "muon local@half,end-to-end": 0.02,
     "muon 2-wise-mean-delay-1, extrapolated": 0.04,
     "adam end-to-end": 0.008,
+    "adam local": 0.004,
+    "adam end-to-end-delay-1": 0.0005,
     "adam end-to-end, 1 block": 0.004,
     "adam end-to-end-delay-1, extrapolated": 0.0005,
 }
