@@ -18,6 +18,7 @@ from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
 from nwise.schedule.partition import stage_costs
+from nwise.schedule.schedule import Schedule
 from nwise.strategies import strategy as parse
 from nwise.training.build import make_pipeline, measurable
 
@@ -86,6 +87,13 @@ def profiles() -> dict[str, Profile]:
     }
 
 
+def planned(sizes: Profile, strategy: str, m: int, order: str) -> tuple[Schedule, Costs]:
+    """The schedule and the costs of a strategy in one process."""
+    flows = method_flows(strategy, len(sizes.starts), m)
+    costs = stage_costs(sizes.pieces[m], sizes.starts, [turn[0] for turn in flows])
+    return choose(order, flows, (0,) * len(sizes.starts), weight_ages(parse(strategy), flows)), costs
+
+
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("m", [1, 4])
@@ -102,10 +110,7 @@ def test_predicted_peak_is_that_of_a_step(
     pipe.zero_grad()
     measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
 
-    sizes = profiles[network]
-    flows = method_flows(strategy, len(sizes.starts), m)
-    costs = stage_costs(sizes.pieces[m], sizes.starts, [turn[0] for turn in flows])
-    schedule = choose("depth-first", flows, (0,) * len(sizes.starts), weight_ages(parse(strategy), flows))
+    schedule, costs = planned(profiles[network], strategy, m, "depth-first")
     predicted = peak_bytes(schedule, costs, recompute=recompute)[0] - fixed_bytes(schedule, costs)[0]
 
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -121,8 +126,6 @@ def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dic
     )
     data, sizes = config.load()[0], profiles[network]
     x, y = data.batch(torch.arange(config.batch_size))
-    flows, late = method_flows(strategy, len(sizes.starts), 4), parse(strategy)
-    costs = stage_costs(sizes.pieces[4], sizes.starts, [turn[0] for turn in flows])
 
     def compare(order: str) -> tuple[float, int]:
         pipe = make_pipeline(config, data, 1)
@@ -133,7 +136,7 @@ def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dic
                 pipe.step(x, target=y)
                 pipe.zero_grad()
 
-        schedule = choose(order, flows, (0,) * len(sizes.starts), weight_ages(late, flows))
+        schedule, costs = planned(sizes, strategy, 4, order)
         predicted = peak_bytes(schedule, costs)[0] - sum(costs.per_stage("fixed_bytes", len(sizes.starts)))
         return predicted, allocated(steps, CPU).peak
 

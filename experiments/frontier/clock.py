@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -13,6 +13,7 @@ from nwise.schedule.best import best
 from nwise.strategies import Strategy
 
 COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
+LATENCIES = (0.0, 1.0)  # of a message, in forwards of a stage: none, and a slow link
 OVERHEAD = 0.02  # of an action, in forwards of a stage
 
 
@@ -29,11 +30,32 @@ def costs(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> Costs:
 
 @cache
 def _fastest(strategy: Strategy, num_stages: int, microbatches: int | None, price: Costs) -> tuple[Timed, int]:
-    options = [
-        (best(strategy, num_stages=num_stages, num_microbatches=m, costs=price.split_in(m)), m)
-        for m in ([microbatches] if microbatches else COUNTS)
-    ]
-    return min(options, key=lambda option: (round(option[0].period, 9), option[1]))
+    result = fastest(strategy, num_stages, microbatches, price.split_in)
+    assert result is not None, "nothing is limited"
+    return result
+
+
+def fastest(
+    strategy: Strategy,
+    num_stages: int,
+    microbatches: int | None,
+    costs: Callable[[int], Costs],
+    memory: float | None = None,
+) -> tuple[Timed, int] | None:
+    """Return the fastest schedule that nwise runs, and its M; None if none fits the memory.
+
+    Args:
+        strategy: the strategy.
+        num_stages: A.
+        microbatches: M, or None for the best.
+        costs: function from M to the costs of a micro-batch.
+        memory: bytes of each accelerator; default: any.
+    """
+
+    def find(m: int) -> Timed:
+        return best(strategy, num_stages=num_stages, num_microbatches=m, costs=costs(m), memory=memory)
+
+    return clock.fastest(find, [microbatches] if microbatches else COUNTS)
 
 
 def _phases(one: Arm) -> Iterator[tuple[int, Strategy]]:

@@ -18,7 +18,6 @@ from experiments.harness.runs import Runs, loss, loss_at
 from experiments.harness.trained import Parts, Trained
 
 _SMALL = 0.03  # nats; the loss falls by as much in the last tenth of an end-to-end run
-_LATENCY = 1.0  # of a slow link, in forwards of a stage
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
@@ -44,7 +43,7 @@ def claims(runs: Runs) -> list[Claim]:
     claims = [claim for optimizer in ("muon", "adam") for claim in _at_equal_steps(runs, optimizer)]
     prices = [difference(_end(runs, f"{o} {LATE}"), _end(runs, f"{o} {PROMPT}")) for o in ("adam", "muon")]
     claims.append(greater("delay 1 costs Muon less than Adam", "delay", *prices, unit="nats"))
-    return claims + [claim for latency in (0.0, _LATENCY) for claim in _at_equal_time(runs, latency)]
+    return claims + [claim for latency in clock.LATENCIES for claim in _at_equal_time(runs, latency)]
 
 
 def _end(runs: Runs, name: str) -> Seeds:
@@ -135,12 +134,12 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     rows = []
     for one in arms:
         row: list[object] = [one.name, runs.shown(loss, name := _equal_arm(one), digits=3)]
-        for latency in (0.0, _LATENCY):
+        for latency in clock.LATENCIES:
             end = clock.total(replace(arm("muon local"), num_stages=one.num_stages))
             row.append(runs.shown(loss_at(clock.steps_done(one, end, latency)), name, digits=3))
-        row += [f"{clock.total(one, latency) / STEPS:.2f}" for latency in (0.0, _LATENCY)]
+        row += [f"{clock.total(one, latency) / STEPS:.2f}" for latency in clock.LATENCIES]
         rows.append([*row, f"{clock.work(one):.1f}"])
-    moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in (0, 1)]
+    moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in clock.LATENCIES]
     return markdown.table(["arm", "equal steps", *moments, "work a step"], rows)
 
 
@@ -151,12 +150,12 @@ def _equal_arm(one: Arm) -> str:
 
 def _deeper() -> str:
     counts = (4, STAGES, 16, 32)
-    headings = [f"A = {count}, latency {latency:g}" for latency in (0, 1) for count in counts]
+    headings = [f"A = {count}, latency {latency:g}" for latency in clock.LATENCIES for count in counts]
     rows = []
     for name in COMPARED:
         arms = [replace(arm(f"muon {name}"), num_stages=count, blocks=count) for count in counts]
         rows.append(
-            [name, *(f"{clock.total(one, latency) / STEPS:.2f}" for latency in (0.0, _LATENCY) for one in arms)]
+            [name, *(f"{clock.total(one, latency) / STEPS:.2f}" for latency in clock.LATENCIES for one in arms)]
         )
     return markdown.table(["slots a step", *headings], rows)
 

@@ -8,7 +8,6 @@ runs (`nwise.schedule.memory`). The records in ``memory.jsonl`` replace the olde
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +26,11 @@ from nwise._records import json_line, write_text
 from nwise.flow import flows_for
 from nwise.planning.profile import Profile, profile
 from nwise.schedule import Costs
-from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.partition import stage_costs
 from nwise.strategies import Strategy
 from nwise.training.build import measurable
 
 RECORDS = Path(__file__).parent / "memory.jsonl"
-_LATENCIES = (0.0, 1.0)
 _MIB = 2**20
 _TIMES = ("forward", "head", "input_grad", "weight_grad", "chain_share")
 
@@ -60,13 +57,11 @@ def fastest(one: Arm, latency: float, sizes: Profile, limit: float | None = None
         sizes: of its network.
         limit: bytes of each accelerator; default: any.
     """
-    strategy, options = one.strategy_for(STEPS), []
-    for m in [one.microbatches] if one.microbatches else clock.COUNTS:
-        costs = _costs(one, strategy, latency, sizes, m)
-        with suppress(DoesNotFit):
-            timed = best(strategy, num_stages=one.num_stages, num_microbatches=m, costs=costs, memory=limit)
-            options.append((round(timed.period, 9), max(timed.peak_bytes)))
-    return min(options, default=None)
+    strategy = one.strategy_for(STEPS)
+    result = clock.fastest(
+        strategy, one.num_stages, one.microbatches, lambda m: _costs(one, strategy, latency, sizes, m), limit
+    )
+    return None if result is None else (result[0].period, max(result[0].peak_bytes))
 
 
 def _costs(one: Arm, strategy: Strategy, latency: float, sizes: Profile, m: int) -> Costs:
@@ -88,7 +83,7 @@ def main() -> None:
     for one in track([local, *(other for other in arms if other != local)], "memory"):
         if (key := (one.head_blocks, one.extrapolate)) not in known:
             known[key] = measure_sizes(one)
-        for latency in _LATENCIES:
+        for latency in clock.LATENCIES:
             free = fastest(one, latency, known[key])
             assert free is not None, "nothing is limited"
             slots, size = free
@@ -117,7 +112,7 @@ def tables(runs: Runs) -> str:
     end = clock.total(arm("muon local"))
     steps, losses = [], []
     for one in arms:
-        pair = [records[one.name, latency] for latency in _LATENCIES]
+        pair = [records[one.name, latency] for latency in clock.LATENCIES]
         within = [record["slots_within"][i] for i in range(len(limits)) for record in pair]
         steps.append(
             [
@@ -135,17 +130,17 @@ def tables(runs: Runs) -> str:
                 ),
             ]
         )
-    columns = [f"{limit:.1f} MiB, latency {n}" for limit in limits for n in (0, 1)]
-    needs = [f"MiB, latency {n}" for n in (0, 1)]
+    columns = [f"{limit:.1f} MiB, latency {n:g}" for limit in limits for n in clock.LATENCIES]
+    needs = [f"MiB, latency {n:g}" for n in clock.LATENCIES]
     return "\n\n".join(
         [
             markdown.table(["arm", *needs, *(f"slots within {column}" for column in columns)], steps),
             "MiB: with the fastest schedule, on the accelerator that needs most: parameters, optimizer state, gradients, "
             "activations, messages and old parameters. Sizes were measured with torch's allocator and are followed along the "
             f"schedule. Local training needs {limits[0]:.1f} MiB; within this limit and within twice as much "
-            "the fastest schedule that fits counts. –: none fits.",
+            "the fastest schedule that fits counts. A dash: none fits.",
             markdown.table(["arm", *(f"loss within {column}" for column in columns)], losses),
-            "Test loss at equal time and equal memory. Nobody claimed anything about it before the runs.",
+            "Test loss at equal time and equal memory. The protocol makes no claim about it.",
         ]
     )
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nwise import models
 from nwise.recipes import Gpt, ResNet
-from nwise.schedule import PAPER, Costs, Schedule
+from nwise.schedule import PAPER, Costs, Schedule, Timed
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER, prices
@@ -107,21 +108,30 @@ def step_time(method: str, num_stages: int, costs: Costs, memory: float | None =
     if costs == PAPER:
         timed = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs)
         return StepTime(timed.period, 1, max(timed.in_flight))
-    options = []
     name = "zero-bubble" if method == "end-to-end" else method
-    for m in _SIZES:
-        with suppress(DoesNotFit):
-            timed = timed_method(
-                name,
-                num_stages=num_stages,
-                num_microbatches=m,
-                costs=costs.split_in(m),
-                memory=memory,
-            )
-            options.append(StepTime(timed.period, m, max(timed.peak_bytes)))
-    if not options:
+
+    def find(m: int) -> Timed:
+        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
+
+    result = fastest(find, _SIZES)
+    if result is None:
         raise DoesNotFit(method, 1.0, memory or 0.0)
-    return min(options, key=lambda option: (round(option.slots, 9), option.num_microbatches))
+    timed, m = result
+    return StepTime(timed.period, m, max(timed.peak_bytes))
+
+
+def fastest(find: Callable[[int], Timed], counts: Iterable[int]) -> tuple[Timed, int] | None:
+    """Return the fastest schedule over numbers of micro-batches, and its M, the smallest of equals; None if nothing fits.
+
+    Args:
+        find: function from M to the schedule; raises `DoesNotFit` if it has none within the memory.
+        counts: numbers of micro-batches to try.
+    """
+    options = []
+    for m in counts:
+        with suppress(DoesNotFit):
+            options.append((find(m), m))
+    return min(options, key=lambda option: (round(option[0].period, 9), option[1]), default=None)
 
 
 def slots_text(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> str:
