@@ -23,7 +23,7 @@ _SMALL = recipe("cifar10-convnet-small")
 _IMAGES = ImageSource(source="cifar10", hub="uoft-cs/cifar10")
 _BASES = {
     "small": _SMALL,
-    "medium": replace(_SMALL, name="cifar10-convnet-medium", data=_IMAGES, epochs=6),
+    "medium": replace(_SMALL, name="cifar10-convnet-medium", data=_IMAGES, epochs=6, channels_last=True),
     "full": on_a_gpu(recipe("cifar10-convnet")),
 }
 

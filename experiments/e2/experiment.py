@@ -32,7 +32,9 @@ _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 _SMALL = recipe("cifar10-resnet-small")
 _IMAGES = ImageSource(source="cifar10", hub="uoft-cs/cifar10", augmentation="crop-flip", shrink=2)
 _QUARTER = ResNet(variant="18", width_factor=1 / 4)
-_MEDIUM = replace(_SMALL, name="cifar10-resnet-medium", data=_IMAGES, model=_QUARTER, epochs=20, eval_every=4)
+_MEDIUM = replace(
+    _SMALL, name="cifar10-resnet-medium", data=_IMAGES, model=_QUARTER, epochs=20, eval_every=4, channels_last=True
+)
 
 # Of medium size, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
 RATES: dict[str, float] = {}
