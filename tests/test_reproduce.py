@@ -326,6 +326,9 @@ def test_holm_corrects_for_the_number_of_tested_claims() -> None:
     assert holm(claims) == [True, False, True, True]
     assert holm([*claims, dataclasses.replace(claim, p=0.0125)]) == [False] * 5, "0.011 is above 0.05 / 5"
     assert holm([exact("", "", 1.0, holds=True, wanted="", unit=""), claims[0]]) == [False, True]
+    # Claims without runs were left out once. So more decisions stayed, the fewer of the committed claims had been run.
+    not_run = greater("", "", {}, {})
+    assert holm([*claims, not_run]) == [False] * 5, "0.011 is above 0.05 / 5"
 
 
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=2, max_size=8), st.floats(-20, 20))

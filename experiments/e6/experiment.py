@@ -92,7 +92,8 @@ def _about_time(runs: Runs) -> list[Claim]:
         ]
         ratio = times[0] / times[1]
         text = f"2-wise takes less than half the step time of end-to-end, M = 1, {name}"
-        claims.append(exact(text, "figure 7", ratio, holds=ratio < 0.5, wanted="< 0.5", unit="of it"))
+        # Ours: it tests the costs that we assume, not what the paper measured.
+        claims.append(exact(text, "ours", ratio, holds=ratio < 0.5, wanted="< 0.5", unit="of it"))
     for clock, costs in clocks(runs).items():
         cost = step_time("2-wise-mean", _FOUR, costs).slots / step_time("2-wise", _FOUR, costs).slots - 1
         text = f"the mean variant costs no step time, {clock} costs"

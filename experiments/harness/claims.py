@@ -139,16 +139,16 @@ def _level(first: Seeds, second: Seeds, bound: float) -> float:
 def holm(claims: Sequence[Claim], level: float = 0.05) -> list[bool]:
     """Tell which claims stay decided if all decisions together should be right with a probability of 95 % (Holm 1979).
 
-    Claims in which nothing was drawn at random do not count.
+    Claims in which nothing was drawn at random do not count. Claims that were written down but have too few runs do.
 
     >>> a, b, c = (Claim("", "", 1.0, 0.5, 1.5, "", 3, "holds", "> 0", p) for p in (0.01, 0.04, 0.03))
     >>> holm([a, b, c])
     [True, False, False]
     """
-    tested = sorted((i for i, claim in enumerate(claims) if claim.seeds > 1), key=lambda i: claims[i].p)
+    counted = [i for i, claim in enumerate(claims) if claim.seeds > 1 or claim.verdict == "undecided"]
     decided = [False] * len(claims)
-    for rank, i in enumerate(tested):
-        if claims[i].p * (len(tested) - rank) > level:
+    for rank, i in enumerate(sorted(counted, key=lambda i: claims[i].p)):
+        if claims[i].p * (len(counted) - rank) > level:
             break
         decided[i] = True
     return decided

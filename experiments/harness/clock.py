@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import mean
 
 import torch
@@ -21,8 +21,9 @@ from nwise import models
 from nwise.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, Costs, Schedule, Timed
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.best import DoesNotFit
+from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import TRANSFORMER, prices
+from nwise.strategies import Strategy
 
 _SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
 
@@ -93,7 +94,7 @@ def _multiplications(network: models.StagedModel) -> tuple[list[int], list[int]]
 
 
 @cache
-def step_time(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> StepTime:
+def step_time(method: str | Strategy, num_stages: int, costs: Costs, memory: float | None = None) -> StepTime:
     """Return the step time of a method, run in its fastest way.
 
     Args:
@@ -105,17 +106,19 @@ def step_time(method: str, num_stages: int, costs: Costs, memory: float | None =
     Raises:
         DoesNotFit: no M fits the memory.
     """
+    find_any = partial(best, method) if isinstance(method, Strategy) else partial(timed_method, method)
     if costs == PAPER:
-        timed = timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs)
+        timed = find_any(num_stages=num_stages, num_microbatches=1, costs=costs)
         return StepTime(timed.period, 1, max(timed.in_flight))
-    name = "zero-bubble" if method == "end-to-end" else method
+    if method == "end-to-end":
+        find_any = partial(timed_method, "zero-bubble")
 
     def find(m: int) -> Timed:
-        return timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
+        return find_any(num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
 
     result = fastest(find, _SIZES)
     if result is None:
-        raise DoesNotFit(method, 1.0, memory or 0.0)
+        raise DoesNotFit(str(method), 1.0, memory or 0.0)
     timed, m = result
     return StepTime(timed.period, m, max(timed.peak_bytes))
 
@@ -134,7 +137,7 @@ def fastest(find: Callable[[int], Timed], counts: Iterable[int]) -> tuple[Timed,
     return min(options, key=lambda option: (round(option[0].period, 9), option[1]), default=None)
 
 
-def slots_text(method: str, num_stages: int, costs: Costs, memory: float | None = None) -> str:
+def slots_text(method: str | Strategy, num_stages: int, costs: Costs, memory: float | None = None) -> str:
     """Return slots a step by honest costs and M, as text; – if nothing fits."""
     try:
         step = step_time(method, num_stages, costs, memory)

@@ -113,18 +113,18 @@ def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list
 
 
 @styled
-def accuracy_and_step_time(runs: Runs, methods: Sequence[str], stages: int, costs: Costs, path: Path) -> None:
-    """Draw accuracy against steps, and at the end against the slots that a step takes."""
+def accuracy_and_step_time(runs: Runs, slots: Mapping[str, float], stages: int, path: Path) -> None:
+    """Draw accuracy against steps, and at the end against the slots that a step takes, for each method that has them."""
     figure, (left, right) = make_panels(2, share=True)
-    for method in methods:
+    for method, each in slots.items():
         steps, values = _mean_curve(runs, method, stages, "accuracy")
         left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
         column = [list(runs.scores(accuracy, method, stages).values())]
-        _error_bars(right, [step_time(method, stages, costs).slots], column, {**style(method), "markersize": 6})
+        _error_bars(right, [each], column, {**style(method), "markersize": 6})
     left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
     right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
     if runs.records:
-        last = [100 * value for method in methods for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
+        last = [100 * value for method in slots for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
         left.set_ylim(min(last) - 8, max(last) + 4)
     legend(left, 7)
     figure.savefig(path, dpi=150)

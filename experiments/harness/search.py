@@ -55,14 +55,14 @@ class Search:
         return rates
 
     def table(self, runs: Runs) -> str:
-        """Return the withheld loss by method and rate; the best rate of a method is bold."""
+        """Return the withheld loss by method and rate; the best rate is bold, with a star at an end of the grid."""
         best, rows = self.best(runs), []
         for method in self.trials:
             texts = [shown(self._losses(runs, method, rate), 3) for rate in self.grid]
-            bold = (
-                f"**{text}**" if best.get(method) == rate else text for rate, text in zip(self.grid, texts, strict=True)
-            )
-            rows.append([method, *bold])
+            if method in best:
+                i = self.grid.index(best[method])
+                texts[i] = f"**{texts[i]}**" + (r" \*" if i in (0, len(self.grid) - 1) else "")
+            rows.append([method, *texts])
         return markdown.table([f"{self.title}: withheld loss, nats; peak rate", *map("{:g}".format, self.grid)], rows)
 
     def _losses(self, runs: Runs, method: str, rate: float) -> list[float]:

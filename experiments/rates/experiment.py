@@ -30,7 +30,10 @@ def _searched(runs: Runs) -> list[Search]:
 def tables(runs: Runs) -> str:
     """Return the withheld loss by method and rate, for each search."""
     return "\n\n".join(
-        [*(search.table(runs) for search in _searched(runs)), "Bold: the rate of the method's reported runs."]
+        [
+            *(search.table(runs) for search in _searched(runs)),
+            "Bold: the rate of the method's reported runs. A star: it is the first or the last of the five.",
+        ]
     )
 
 
