@@ -109,7 +109,8 @@ def tables(runs: Runs) -> str:
             _compared(runs, deep),
             f"Test loss in nats a byte. Equal time is {clock.total(arm('muon local')):,.0f} slots, in which local training does "
             "all its steps. A slot is a forward of a stage for a mini-batch. A message arrives 1 slot late with latency 1. Work "
-            f"is counted in slots over all stages; overheads are not in it. {_COSTS}",
+            "is counted in slots over all stages; overheads are not in it. Equal work is that of an end-to-end run. "
+            f"{_COSTS}",
             "## One block",
             markdown.table(["arm", "test loss, equal steps"], shallow),
             "## Four stages of two blocks",
@@ -126,7 +127,7 @@ def tables(runs: Runs) -> str:
 
 _COSTS = (
     f"Costs: F = I = W = 1, heads with their backward for what they multiply, {clock.OVERHEAD:g} an action; the fastest order "
-    "that nwise runs, best M up to 16."
+    "that nwise finds, best M up to 16."
 )
 
 
@@ -134,13 +135,19 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     rows = []
     for one in arms:
         row: list[object] = [one.name, runs.shown(loss, name := _equal_arm(one), digits=3)]
+        least = clock.work(replace(arm(f"muon {PROMPT}"), num_stages=one.num_stages))
+        row.append(runs.shown(loss_at(STEPS * least / clock.work(one)), name, digits=3))
         for latency in clock.LATENCIES:
             end = clock.total(replace(arm("muon local"), num_stages=one.num_stages))
             row.append(runs.shown(loss_at(clock.steps_done(one, end, latency)), name, digits=3))
-        row += [f"{clock.total(one, latency) / STEPS:.2f}" for latency in clock.LATENCIES]
+        row += [_slots(one, latency) for latency in clock.LATENCIES]
         rows.append([*row, f"{clock.work(one):.1f}"])
     moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in clock.LATENCIES]
-    return markdown.table(["arm", "equal steps", *moments, "work a step"], rows)
+    return markdown.table(["arm", "equal steps", "equal work", *moments, "work a step"], rows)
+
+
+def _slots(one: Arm, latency: float) -> str:
+    return f"{round(clock.total(one, latency) / STEPS, 6):.2f}"  # without the sum's rounding, which moves 5.575
 
 
 def _equal_arm(one: Arm) -> str:
@@ -154,9 +161,7 @@ def _deeper() -> str:
     rows = []
     for name in COMPARED:
         arms = [replace(arm(f"muon {name}"), num_stages=count, blocks=count) for count in counts]
-        rows.append(
-            [name, *(f"{clock.total(one, latency) / STEPS:.2f}" for latency in clock.LATENCIES for one in arms)]
-        )
+        rows.append([name, *(_slots(one, latency) for latency in clock.LATENCIES for one in arms)])
     return markdown.table(["slots a step", *headings], rows)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
 
 import numpy as np
 
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STEPS, Arm, Optimizer
+from experiments.harness.claims import interval
 from experiments.harness.plots import make_panels, styled
 from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
@@ -60,7 +60,7 @@ _AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float
 
 @styled
 def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
-    """Draw test loss against steps, work, and time at both latencies, with the deviation over seeds.
+    """Draw test loss against steps, work, and time at both latencies: mean and 95 % interval over seeds.
 
     Args:
         runs: the records.
@@ -73,13 +73,14 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
         stop = min(end(one) for one in arms)
         for one in arms:
             xs = np.linspace(stop / 20, stop, _POINTS)
-            columns = [list(runs.scores(loss_at(steps_done(one, x)), one.name).values()) for x in xs]
-            ys = [mean(column) for column in columns]
+            scores = [runs.scores(loss_at(steps_done(one, x)), one.name) for x in xs]
+            ys, low, high, seeds = zip(
+                *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
+            )
             colour, line = _LOOKS[_label(one)]
             axes.plot(xs, ys, color=colour, linestyle=line, label=_label(one), lw=1.6)
-            spread = [stdev(column) if len(column) > 1 else 0.0 for column in columns]
-            low, high = np.subtract(ys, spread), np.add(ys, spread)
-            axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+            if min(seeds) > 1:
+                axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
         axes.set(title=title, xlabel=unit)
     best = min(min(runs.scores(loss, one.name).values()) for one in arms)
     panels[0].set_ylim(best - 0.03, best + 0.8)
@@ -87,7 +88,7 @@ def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
         axes.set_ylabel("test loss, nats a byte")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"Eight stages, {optimizer.capitalize()}: mean and one standard deviation over seeds")
+    figure.suptitle(f"Eight stages, {optimizer.capitalize()}: mean and 95 % interval over seeds")
     figure.savefig(path, dpi=150)
 
 
