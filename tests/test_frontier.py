@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,39 @@ def test_less_memory_takes_more_microbatches(monkeypatch: pytest.MonkeyPatch) ->
     assert memory.fastest(local, 0.0, sizes, limit=1.9) is None
     late = arm("muon end-to-end-delay-2, extrapolated")
     assert memory.fastest(late, 0.0, sizes, limit=8.0) is None, "it keeps the activations of two mini-batches and more"
+
+
+def test_memory_is_that_of_the_leanest_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search returns the first of the fastest schedules. A page once said 63 MiB for 2-wise-mean with a delay; 37 suffice."""
+    steps = [(4.0, 63.0), (4.0 + 1e-12, 37.0), (4.1, 30.0)]
+
+    def search(one: Arm, latency: float, sizes: Profile, limit: float = inf) -> tuple[float, float] | None:
+        return next((step for step in steps if step[1] <= limit), None)
+
+    monkeypatch.setattr(memory, "fastest", search)
+    sizes = Profile({}, "cpu", 16, (), 0.0)
+    assert memory.leanest(arm("muon local"), 0.0, sizes) == pytest.approx((4.0, 37))
+    del steps[2]
+    assert memory.leanest(arm("muon local"), 0.0, sizes) == pytest.approx((4.0, 37)), "nothing leaner fits"
+
+
+def test_best_rate_at_an_end_of_the_grid_has_a_star() -> None:
+    losses = {"inside": (3.0, 1.0, 2.0), "at the end": (3.0, 2.0, 1.0), "not tried with all": (1.0, 2.0)}
+    runs = Runs(
+        [
+            {"method": method, "part": f"rate {rate:g}", "seed": TRIAL_SEED, "stages": 8, "tests": [{"loss": [loss]}]}
+            for method, column in losses.items()
+            for rate, loss in zip((1, 2, 4), column, strict=False)
+        ]
+    )
+    search = Search(
+        title="Ours", grid=(1, 2, 4), trials={m: lambda rate: arm("muon local").trial(rate) for m in losses}, chosen={}
+    )
+    assert search.best(runs) == {"inside": 2, "at the end": 4}
+    rows = search.table(runs).splitlines()[2:]
+    assert rows[0] == "| inside | 3.000 | **1.000** | 2.000 |"
+    assert rows[1] == r"| at the end | 3.000 | 2.000 | **1.000** \* |"
+    assert rows[2] == "| not tried with all | 1.000 | 2.000 | – |"
 
 
 def test_a_trial_is_the_beginning_of_a_run() -> None:
