@@ -106,15 +106,14 @@ def step_time(method: str | Strategy, num_stages: int, costs: Costs, memory: flo
     Raises:
         DoesNotFit: no M fits the memory.
     """
-    find_any = partial(best, method) if isinstance(method, Strategy) else partial(timed_method, method)
+    name = "zero-bubble" if method == "end-to-end" and costs != PAPER else method
+    search = partial(best, name) if isinstance(name, Strategy) else partial(timed_method, name)
     if costs == PAPER:
-        timed = find_any(num_stages=num_stages, num_microbatches=1, costs=costs)
+        timed = search(num_stages=num_stages, num_microbatches=1, costs=costs)
         return StepTime(timed.period, 1, max(timed.in_flight))
-    if method == "end-to-end":
-        find_any = partial(timed_method, "zero-bubble")
 
     def find(m: int) -> Timed:
-        return find_any(num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
+        return search(num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
 
     result = fastest(find, _SIZES)
     if result is None:
