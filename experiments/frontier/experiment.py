@@ -134,14 +134,12 @@ _COSTS = (
 def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     rows = []
     for one in arms:
-        row: list[object] = [one.name, runs.shown(loss, name := _equal_arm(one), digits=3)]
-        least = clock.work(replace(arm(f"muon {PROMPT}"), num_stages=one.num_stages))
-        row.append(runs.shown(loss_at(STEPS * least / clock.work(one)), name, digits=3))
-        for latency in clock.LATENCIES:
-            end = clock.total(replace(arm("muon local"), num_stages=one.num_stages))
-            row.append(runs.shown(loss_at(clock.steps_done(one, end, latency)), name, digits=3))
-        row += [_slots(one, latency) for latency in clock.LATENCIES]
-        rows.append([*row, f"{clock.work(one):.1f}"])
+        prompt, local = (replace(arm(f"muon {name}"), num_stages=one.num_stages) for name in (PROMPT, LOCAL))
+        work, end = clock.work(one), clock.total(local)
+        steps = [STEPS, STEPS * clock.work(prompt) / work]
+        steps += [clock.steps_done(one, end, latency) for latency in clock.LATENCIES]
+        losses = [runs.shown(loss_at(each), _equal_arm(one), digits=3) for each in steps]
+        rows.append([one.name, *losses, *(_slots(one, latency) for latency in clock.LATENCIES), f"{work:.1f}"])
     moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in clock.LATENCIES]
     return markdown.table(["arm", "equal steps", "equal work", *moments, "work a step"], rows)
 
