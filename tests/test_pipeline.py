@@ -8,7 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -546,6 +546,24 @@ def test_pipeline_recompiles_graphs_with_donated_buffers(backend: str, monkeypat
     compiled.step(x, target=y)
     assert_same(gradients(compiled), wanted, 1e-5)
     torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
+def test_every_module_is_compiled_and_equal_ones_once() -> None:
+    """Regression: torch compiled eight modules; all others ran uncompiled, after no more than a line of its log."""
+    numbers = count()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        next(numbers)
+        return graph.forward
+
+    torch.compiler.reset()
+    for depth in (*range(1, 11), 5, 5):
+        module = nn.Sequential(*[nn.ReLU()] * depth)
+        nwise.compile_module(module, backend)
+        assert torch.equal(module(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+    torch.compiler.reset()
+    assert next(numbers) == 10
 
 
 # Randomness

@@ -14,6 +14,8 @@ from torch import nn
 
 from nwise._process import keep_buffers
 
+_MAX_VARIANTS = 256  # of all compiled modules, for training and for tests; torch's own bound for one function
+
 
 def allow_several_passes(modules: Iterable[nn.Module]) -> None:
     """Call `keep_buffers` if a module is compiled."""
@@ -30,7 +32,7 @@ def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "induc
     """Compile a module in place.
 
     ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers: the compiler does not
-    trace calls that begin in torch's files. So the call begins here.
+    trace calls that begin in torch's files. So the call begins here. Modules of equal structure share their compiled code.
 
     Args:
         module: block of a stage, or a head.
@@ -40,4 +42,5 @@ def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "induc
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    module._compiled_call_impl = torch.compile(call, backend=backend)
+    # All modules share this function, and torch stops compiling a function after 8 variants: a ninth module would run uncompiled.
+    module._compiled_call_impl = torch.compile(call, backend=backend, recompile_limit=_MAX_VARIANTS)
