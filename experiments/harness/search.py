@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from statistics import fmean
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.runs import Runs, loss, shown
 from nwise.recipes import Recipe
 
-TRIAL_SEED = 100  # of trials; no reported run has it
+TRIAL_SEED = 100  # of trials, and those that follow; no reported run has them
 
 
 def with_rate(recipe: Recipe, rate: float) -> Recipe:
@@ -29,6 +29,7 @@ class Search:
         trials: function from a rate to the short run that tries it, by method.
         chosen: rates that reported runs use, by method; a test compares them with the records.
         prefix: text before each method's name in the records; default: none.
+        seeds: seeds of the trials, none of them of a reported run; default: one.
     """
 
     title: str
@@ -36,22 +37,24 @@ class Search:
     trials: Mapping[str, Callable[[float], Recipe]]
     chosen: Mapping[str, float]
     prefix: str = ""
+    seeds: Sequence[int] = (TRIAL_SEED,)
 
     def cells(self) -> list[Cell]:
-        """Return the cells: every method with every rate."""
+        """Return the cells: every method with every rate and seed."""
         return [
-            Cell(method=self.prefix + method, part=_part(rate), recipe=trial(rate))
+            Cell(method=self.prefix + method, part=_part(rate), recipe=replace(trial(rate), seed=seed))
+            for seed in self.seeds
             for method, trial in self.trials.items()
             for rate in self.grid
         ]
 
     def best(self, runs: Runs) -> dict[str, float]:
-        """Return the rate with the lowest withheld loss, for every method that was tried with all rates."""
+        """Return the rate with the lowest mean of withheld losses, for every method that was tried with all rates and seeds."""
         rates = {}
         for method in self.trials:
             losses = {rate: self._losses(runs, method, rate) for rate in self.grid}
-            if all(losses.values()):
-                rates[method] = min(losses, key=lambda rate: min(losses[rate], default=inf))
+            if all(len(values) == len(self.seeds) for values in losses.values()):
+                rates[method] = min(losses, key=lambda rate: fmean(losses[rate]))
         return rates
 
     def table(self, runs: Runs) -> str:

@@ -1,4 +1,4 @@
-"""The learning rates of all experiments of medium size: short runs of one seed, tested on withheld data."""
+"""The learning rates of all experiments of medium size: short runs with seeds of their own, tested on withheld data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEARCHES = (*arms.SEARCHES, e1.SEARCH, e2.SEARCH)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: every method with every rate, one seed."""
+    """Return the cells: every method with every rate, with the seeds of its search."""
     del size, seeds
     return [cell for search in SEARCHES for cell in search.cells()]
 
@@ -32,7 +32,7 @@ def tables(runs: Runs) -> str:
     return "\n\n".join(
         [
             *(search.table(runs) for search in _searched(runs)),
-            "Bold: the rate of the method's reported runs. A star: it is the first or the last of the five.",
+            "Bold: the rate of the method's reported runs. A star: it is the first or the last of the grid.",
         ]
     )
 
@@ -40,7 +40,7 @@ def tables(runs: Runs) -> str:
 def claims(runs: Runs) -> list[Claim]:
     """Test whether the grids are wide enough."""
     inside = [rate in search.grid[1:-1] for search in _searched(runs) for rate in search.best(runs).values()]
-    text = f"the best of five rates lies inside the grid, of {len(inside)} methods"
+    text = f"the best rate lies inside the grid, of {len(inside)} methods"
     return [measured(text, "ours", sum(inside), holds=all(inside), wanted="all", unit="methods")] if inside else []
 
 
