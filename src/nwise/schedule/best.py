@@ -59,8 +59,9 @@ def best(
 ) -> Timed:
     """Find the schedule with the shortest period.
 
-    The candidates are the orders of `nwise.schedule.orders` and list schedules. Of equal periods the one with fewer
-    micro-batches in flight is better, then the one with first-in-first-out messages.
+    The candidates are the orders of `nwise.schedule.orders` and list schedules. The search ends at the first one that meets the
+    lower bound. Otherwise, of equal periods, the one with fewer micro-batches in flight is better, then the one with
+    first-in-first-out messages. A `memory` limit also tries leaner orders.
 
     Args:
         strategy: a strategy or its name.
@@ -141,7 +142,7 @@ def best_order(
     """
     bound = resource_bound(flows, costs, placement) / len(flows)
     schedules = _candidates(flows, costs, placement, ages, small=memory is not None)
-    # The first candidates have the least memory, and first-in-first-out messages, so the first that meets the bound will do.
+    # The first candidates have little memory, and first-in-first-out messages, so the first that meets the bound will do.
     return fastest(schedules, costs, "the smallest order of this strategy", memory=memory, enough=bound * (1 + CLOSE))
 
 
