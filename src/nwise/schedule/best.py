@@ -208,6 +208,10 @@ def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[_Candida
     for cap in sorted({min(size, cap) for cap in (reach + 1, 2 * reach + 1, size)}):
         yield f"nearest-first-{cap}", orders.depth_first, cap
     yield "phase", orders.phase, None
+    # A long stride gives messages more time to arrive, at the price of more micro-batches in flight. With M - 1 the passes of a
+    # loss begin when the last forward of the mini-batch has begun.
+    for stride in sorted({3, size // 2, size - 1} & {*range(3, size)}):
+        yield f"skewed-{stride}", partial(orders.skewed, stride=stride), None
     if small:
         yield "depth-first", orders.depth_first, None
         for cap in range(1, size + 1):
