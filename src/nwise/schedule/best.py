@@ -59,9 +59,9 @@ def best(
 ) -> Timed:
     """Find the schedule with the shortest period.
 
-    The candidates are the orders of `nwise.schedule.orders` and list schedules. The search ends at the first one that meets the
-    lower bound. Otherwise, of equal periods, the one with fewer micro-batches in flight is better, then the one with
-    first-in-first-out messages. A `memory` limit also tries leaner orders.
+    The candidates are the orders of `nwise.schedule.orders` and list schedules, roughly by memory. The search ends at the first
+    one that meets the lower bound. Otherwise, of equal periods, the one with fewer micro-batches in flight is better, then the
+    one with first-in-first-out messages. A `memory` limit adds leaner candidates.
 
     Args:
         strategy: a strategy or its name.
@@ -142,7 +142,7 @@ def best_order(
     """
     bound = resource_bound(flows, costs, placement) / len(flows)
     schedules = _candidates(flows, costs, placement, ages, small=memory is not None)
-    # The first candidates have little memory, and first-in-first-out messages, so the first that meets the bound will do.
+    # The first candidates need little memory, so the first that meets the bound will do.
     return fastest(schedules, costs, "the smallest order of this strategy", memory=memory, enough=bound * (1 + CLOSE))
 
 
@@ -187,7 +187,7 @@ def _candidates(
     choices = dict.fromkeys((message_ages(flows, weights), *(message_ages(flows, weights, w) for w in _OTHER_AGES)))
     # Under a delay of d, old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps d
     # mini-batches and one micro-batch, where other orders keep up to d + 1 mini-batches.
-    lean: list[_Candidate] = [("nearest-first-1", orders.depth_first, 1)] if any(weights) and len(flows[0]) > 1 else []
+    lean: list[_Candidate] = [_nearest_first(1)] if any(weights) and len(flows[0]) > 1 else []
     for ages, (name, rule, cap) in [*product(choices, lean), *product(choices, _rules(flows, small=small))]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
         for fuse in (True, False):
@@ -196,23 +196,28 @@ def _candidates(
                 yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, cap=cap)
 
 
-def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> Iterator[_Candidate]:
-    """Iterate over rules with their names and, for list schedules, caps; `small`: whether memory is limited."""
+def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> list[_Candidate]:
+    """Return rules with their names and, for list schedules, caps; `small`: whether memory is limited."""
+    # The search ends at the first schedule that meets the lower bound, so rules with few micro-batches in flight come first: with
+    # stride s the skewed order has up to s reach + 1, and a list schedule its cap. A long stride gives messages more time to
+    # arrive. With M - 1 the passes of a loss begin when the last forward of the mini-batch has begun.
     size = len(flows[0])
-    # In the skewed order with stride 1 or 2, reach + 1 or 2 reach + 1 micro-batches are in flight: these caps give list
-    # schedules with the same memory.
     reach = max(map(orders.reach, counted(flows)))
-    yield "skewed", orders.skewed, None
-    yield "skewed-2", partial(orders.skewed, stride=2), None
-    yield "1f1b", orders.one_forward_one_backward, None
-    for cap in sorted({min(size, cap) for cap in (reach + 1, 2 * reach + 1, size)}):
-        yield f"nearest-first-{cap}", orders.depth_first, cap
-    yield "phase", orders.phase, None
-    # A long stride gives messages more time to arrive, at the price of more micro-batches in flight. With M - 1 the passes of a
-    # loss begin when the last forward of the mini-batch has begun.
-    for stride in sorted({3, size // 2, size - 1} & {*range(3, size)}):
-        yield f"skewed-{stride}", partial(orders.skewed, stride=stride), None
+    long = sorted({3, size // 2, size - 1} & {*range(3, size)})
+    rules: list[_Candidate] = [
+        ("skewed", orders.skewed, None),
+        ("1f1b", orders.one_forward_one_backward, None),
+        _nearest_first(min(size, reach + 1)),
+        ("skewed-2", partial(orders.skewed, stride=2), None),
+        _nearest_first(min(size, 2 * reach + 1)),
+        *((f"skewed-{stride}", partial(orders.skewed, stride=stride), None) for stride in long),
+        _nearest_first(size),
+        ("phase", orders.phase, None),
+    ]
     if small:
-        yield "depth-first", orders.depth_first, None
-        for cap in range(1, size + 1):
-            yield f"nearest-first-{cap}", orders.depth_first, cap
+        rules += [("depth-first", orders.depth_first, None), *map(_nearest_first, range(1, size + 1))]
+    return list({rule[0]: rule for rule in rules}.values())  # each once
+
+
+def _nearest_first(cap: int) -> _Candidate:
+    return f"nearest-first-{cap}", orders.depth_first, cap
