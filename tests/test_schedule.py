@@ -239,7 +239,7 @@ def test_wide_window_schedules_are_near_the_bound() -> None:
 
 
 def test_n_wise_is_optimal_on_slow_links() -> None:
-    """A message takes as long as the forward of a mini-batch, or three. Strides of 1 and 2 alone were up to 8 % slower."""
+    """A message takes as long as the forward of a mini-batch, or three. Strides of 1 and 2 alone were up to 7 % slower."""
     for name, (a, m), times in itertools.product(("2-wise", "3-wise-mean", "4-wise"), ((5, 8), (8, 4)), (1, 3)):
         found = of(name, a, m, Costs(1, 0.5, 1, 1, latency=times * m, overhead=0.08))
         assert found.period == pytest.approx(found.lower_bound, rel=1e-9), (name, a, m, times)
