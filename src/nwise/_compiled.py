@@ -43,4 +43,5 @@ def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "induc
         return module._call_impl(*args, **kwargs)
 
     # All modules share this function, and torch stops compiling a function after 8 variants: a ninth module would run uncompiled.
-    module._compiled_call_impl = torch.compile(call, backend=backend, recompile_limit=_MAX_VARIANTS)
+    options: dict[str, Any] = {"backend": backend, "recompile_limit": _MAX_VARIANTS}  # torch's overloads lack the limit
+    module._compiled_call_impl = torch.compile(call, **options)
