@@ -34,6 +34,7 @@ RATES: dict[str, float] = {
     "3-wise": 0.0000625,
     "4-wise": 0.00025,
     "end-to-end": 0.0000625,
+    "1-wise double size": 0.000125,
 }
 
 
