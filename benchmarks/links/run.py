@@ -158,7 +158,7 @@ def _row(row: dict[str, Any], more: list[str]) -> str:
     return "| " + " | ".join([*cells, *more]) + " |"
 
 
-def _case(row: dict[str, Any]) -> tuple[int, str, str]:
+def _key(row: dict[str, Any]) -> tuple[int, str, str]:
     return row["devices"], row["network"]["name"], row["method"]
 
 
@@ -187,16 +187,14 @@ def main(devices: tuple[int, ...] = (4, 8), methods: tuple[str, ...] = (), again
         rows = kept + measure(count, SLOT_MS, wanted)
         _write(path, sorted(rows, key=lambda row: order.index(row["network"]["name"])))
     records = _read(sorted(RECORDS.glob("[0-9]*.jsonl"), key=lambda path: int(path.stem)))
-    off = [row for row in records if row["measured_slots"] > 1.05 * row["planned_slots"]]
+    off = {_key(row) for row in records if row["measured_slots"] > 1.05 * row["planned_slots"]}
     path = RECORDS / "again.jsonl"
     if again:
         repeated = []
-        for count in sorted({row["devices"] for row in off}):
-            wanted = {(row["network"]["name"], row["method"]) for row in off if row["devices"] == count}
-            repeated += measure(count, 4 * SLOT_MS, wanted)
+        for count in sorted({key[0] for key in off}):
+            repeated += measure(count, 4 * SLOT_MS, {key[1:] for key in off if key[0] == count})
         _write(path, repeated)
-    cases = [_case(row) for row in off]
-    longer = [row for row in _read([path] if path.exists() else []) if _case(row) in cases]
+    longer = [row for row in _read([path] if path.exists() else []) if _key(row) in off]
     (HERE / "tables.md").write_text(tables(records, longer))
 
 

@@ -26,7 +26,7 @@ class Search:
     Args:
         title: of its table, such as ``"E1, Adam"``.
         grid: rates, a factor of 2 apart.
-        trials: function from a rate to the short run that tries it, by method.
+        trials: function from a rate to the short run that tries it, by method; the search sets its seed.
         chosen: rates that reported runs use, by method; a test compares them with the records.
         prefix: text before each method's name in the records; default: none.
         seeds: seeds of the trials, none of them of a reported run; default: one.
