@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,12 @@ from nwise.flow import find_flow, flows_for
 from nwise.recipes.config import Recipe, from_json, to_json
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages, weight_ages
+from nwise.schedule.bounds import lower_bound
 from nwise.schedule.event_graph import EventGraph, event_graph
 from nwise.schedule.named import choose
-from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, phase, skewed
+from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
 from nwise.schedule.period import period
-from nwise.schedule.schedule import merge, needs, product
+from nwise.schedule.schedule import Deadlock, merge, needs, product
 from timelines import in_flight, waiting
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
@@ -160,6 +162,54 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     ends = [max(run.end) for run in line.runs]
     assert (ends[120] - ends[60]) / 60 == pytest.approx(found, rel=0.02)
     assert timed(schedule, costs).lower_bound <= found * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_paced_schedules_are_valid_and_no_shorter_than_the_bound(seed: int) -> None:
+    """Whatever cycle of calls list scheduling stops at; ages that a neighbour's call could not keep were seen without a check."""
+    numbers = random.Random(seed)
+    a, m = numbers.randint(2, 6), numbers.randint(1, 4)
+    name = numbers.choice(["end-to-end", "3-wise-mean", "rotating-2", "rotating-2-microbatch", "deep-supervision"])
+    strategy = nwise.strategy(name + numbers.choice(["-delay-1", "-delay-3", "-hogwild"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of more stages in a window than there are
+        flows = flows_for(strategy, a, m)
+    weights = weight_ages(strategy, flows)
+    factors = [numbers.uniform(0.5, 2) for _ in range(a)]
+    costs = Costs(factors, 0.5, factors, 1, update=0.1, latency=numbers.choice([0, 0.3, 3]))
+    placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
+    bound = lower_bound(flows, costs, placement, weights)
+    pace, cap = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5]), numbers.choice([1, m])
+    schedules = []
+    with suppress(Deadlock):
+        schedules = paced(flows, placement, weights, costs, cap=cap, pace=pace)
+    for schedule in schedules:
+        validate(schedule)
+        assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)
+
+
+def test_bound_under_a_delay_by_hand() -> None:
+    """Two stages, two micro-batches, a delay of one: a gradient has two calls.
+
+    Between the first forward of stage 0 and its update lie the forward (1), a message (10), both forwards and input gradients of
+    stage 1 (4), a message (10), and a weight gradient that goes through all layers for itself (2). The path of one micro-batch,
+    which was the bound once, takes 2 less.
+    """
+    found = of("end-to-end-delay-1", 2, 2, Costs(1, 0, 1, 1, latency=10))
+    assert found.period == found.lower_bound == (1 + 10 + 4 + 10 + 2) / 2
+
+
+def test_schedules_under_a_delay_are_near_the_bound() -> None:
+    """Ages of whole messages, in proportion to their distance, left 10 to 46 % with two mini-batches of delay."""
+    for name, (a, m), latency, most in (
+        ("end-to-end-delay-1", (8, 4), 4, 0.002),
+        ("end-to-end-delay-1", (4, 2), 0, 0.012),
+        ("end-to-end-delay-2", (8, 4), 4, 0.03),
+        ("end-to-end-delay-2", (16, 2), 2, 0.02),
+        ("rotating-2-delay-1", (8, 2), 2, 0.007),
+    ):
+        found = of(name, a, m, Costs(1, 0.5, 1, 1, latency=latency, overhead=0.02 * m))
+        assert found.period <= found.lower_bound * (1 + most), (name, a, m)
 
 
 def test_best_order_of_two_stages_is_optimal() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import nwise
+from nwise.schedule import best
 from nwise.schedule.interchange import read_csv
 from nwise.schedule.named import Order
+from nwise.schedule.orders import TYPICAL
 from ranks.common import batches, closed, digests, make_optimizer, pipeline, write
 
 A = 8
@@ -37,6 +40,7 @@ CASES: list[tuple[int, str | tuple[int, ...], str, int, str, str]] = [
     (4, "interleaved", "2-wise-delay-1", 2, "adam", "best"),
     (4, "interleaved", "end-to-end-delay-2", 1, "adam", "best"),
     (4, "interleaved", "3-wise-mean-hogwild", 4, "sgd", "best"),
+    (4, "contiguous", "end-to-end-delay-2", 4, "sgd", "slow links"),
     (4, (3, 2, 1, 0, 0, 1, 2, 3), "local-delay-1", 1, "adam", "best"),
     (4, (2, 0, 1, 1, 3, 0, 2, 3), "3-wise-mean", 4, "adam", "best"),
     (4, (0, 3, 1, 2, 2, 1, 3, 0), "2-wise-delay-2", 4, "sgd", "1f1b"),
@@ -68,10 +72,17 @@ def case(
 ) -> Any:
     """Digests after all steps, some of whose batches are ragged, and after the last gradients.
 
-    The order "csv" is that of a file.
+    The order "csv" is that of a file, "slow links" the best one where a message takes as long as a forward; its micro-batches
+    differ in the ages of their messages.
     """
-    del ranks
-    schedule: Order = read_csv(Path(sys.argv[3]).read_text()) if order == "csv" else order
+    schedule: Order = order
+    if order == "csv":
+        schedule = read_csv(Path(sys.argv[3]).read_text())
+    elif order == "slow links":
+        costs = replace(TYPICAL, latency=1)
+        schedule = best(
+            strategy, num_stages=num_stages, num_microbatches=num_microbatches, costs=costs, num_ranks=ranks
+        )
     pipe = pipeline(num_stages, strategy, num_microbatches, schedule=schedule, placement=placement, frozen=frozen)
     update = make_optimizer(optimizer, pipe)
     for x, y in batches(num_steps, sizes=(8, 8, 7, 8, 9, 9)):

@@ -25,7 +25,7 @@ from nwise.flow import Cotangent, Flow, StageFlow
 from nwise.strategies import Strategy
 
 Flows = tuple[tuple[Flow, ...], ...]
-When = Literal["early", "late"] | float
+When = Literal["early", "late"]
 
 
 def staleness(flow: Flow, num_microbatches: int = 1) -> list[list[int]]:
@@ -99,9 +99,8 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         weights: age of each stage's weight gradients.
-        when: ``"late"`` (default), so one pass serves message and weights where that is possible; ``"early"``, so the last hop
-            has the most time to travel; or a share s for hops that grow older along the way: hop h of R has age ``d h / R + s``,
-            rounded down.
+        when: ``"late"`` (default), so one pass serves message and weights where that is possible; or ``"early"``, so the last hop
+            has the most time to travel.
 
     Raises:
         ValueError: a weight gradient is younger than the messages that it needs can be.
@@ -115,8 +114,9 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     #
     #     age of           message of stage 2   message of stage 1   W of stage 0
     #     early                    0                    0                 2          the last hop may take two calls
-    #     share 0                  0                    1                 2          the last two hops may take one each
     #     late                     2                    2                 2          W and message are one pass, B
+    #
+    # List scheduling may choose any age between the two (`nwise.schedule.greedy`).
     different = list(dict.fromkeys(flow for batch in flows for flow in batch))
     stages = range(len(weights))
     counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]
@@ -133,15 +133,6 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
                 raise ValueError(f"The age of stage {k} should be at least {oldest}. Found {weights[k]}.")
     if when == "early":
         return Ages(weights, tuple(map(tuple, early)))
-    least = [list(row) for row in early]
-    if when != "late":
-        hops = 1 + max(
-            (c.far - k for flow in different for k, s in enumerate(flow.stages) for c in s.messages), default=0
-        )
-        for k in reversed(stages):
-            for q, message in ((q, m) for flow in different for q, m in enumerate(flow.stages[k].messages)):
-                along = int(max(weights) * (message.far - k) / hops + when)
-                early[k][q] = max([early[k][q], along, *(early[k + 1][p] for p in message.needed)])
     # From the first stage up: a message is as young as the youngest of its uses.
     late: list[list[int]] = []
     for k in stages:
@@ -151,10 +142,8 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
                 limits[p] = min(limits[p], age)
         # W starts from the cotangents that its message has kept, so the message must not be older.
         for q in [fused for flow in different if (fused := flow.stages[k].fused) is not None]:
-            limits[q] = max(least[k][q], min(limits[q], weights[k]))
+            limits[q] = max(early[k][q], min(limits[q], weights[k]))
         late.append(limits)
-    if when != "late":
-        late = [[min(pair) for pair in zip(*both, strict=True)] for both in zip(early, late, strict=True)]
     return Ages(weights, tuple(map(tuple, late)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -10,19 +10,21 @@ from itertools import product
 from nwise._errors import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
-from nwise.schedule.ages import Flows, When, message_ages, weight_ages
-from nwise.schedule.bounds import resource_bound, stage_work
+from nwise.schedule.ages import Flows, message_ages, weight_ages
+from nwise.schedule.bounds import lower_bound, resource_bound, stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.orders import Rule, make_schedule
+from nwise.schedule.orders import make_schedule, paced
 from nwise.schedule.placement import Placement, balanced, make_placement
-from nwise.schedule.schedule import Deadlock, Schedule, counted
+from nwise.schedule.schedule import Deadlock, Schedule, Word, counted
 from nwise.schedule.timed import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 
-_Candidate = tuple[str, Rule, int | None]  # name of an order, its rule, and the cap of list scheduling
-_OTHER_AGES: tuple[When, ...] = ("early", 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+# Name of an order, its rule, and the cap of list scheduling.
+_Candidate = tuple[str, Callable[..., list[Word]], int | None]
+# Times between the calls of a delayed list schedule, as multiples of the lower bound on the period.
+_PACES = (1.0, 1.01, 1.02, 1.035, 1.05, 1.075, 1.1, 1.15, 1.2, 0.0)
 
 
 class DoesNotFit(ValueError):
@@ -59,9 +61,10 @@ def best(
 ) -> Timed:
     """Find the schedule with the shortest period.
 
-    The candidates are the orders of `nwise.schedule.orders` and list schedules, roughly by memory. The search ends at the first
-    one that meets the lower bound. Otherwise, of equal periods, the one with fewer micro-batches in flight is better, then the
-    one with first-in-first-out messages. A `memory` limit adds leaner candidates.
+    The candidates are the orders of `nwise.schedule.orders` and list schedules, roughly by memory; under a delay also schedules
+    whose messages have ages of their own. The search ends at the first one that meets the lower bound. Otherwise, of equal
+    periods, the one with fewer micro-batches in flight is better, then the one with first-in-first-out messages. A `memory` limit
+    adds leaner candidates.
 
     Args:
         strategy: a strategy or its name.
@@ -140,8 +143,11 @@ def best_order(
     Raises:
         DoesNotFit: no order fits the memory.
     """
-    bound = resource_bound(flows, costs, placement) / len(flows)
-    schedules = _candidates(flows, costs, placement, ages, small=memory is not None)
+    if any(ages):
+        bound = lower_bound(flows, costs, placement, ages) / len(flows)
+    else:
+        bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
+    schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
     return fastest(schedules, costs, "the smallest order of this strategy", memory=memory, enough=bound * (1 + CLOSE))
 
@@ -181,39 +187,61 @@ def fastest(
 
 
 def _candidates(
-    flows: Flows, costs: Costs, placement: Placement, weights: tuple[int, ...], *, small: bool
+    flows: Flows, costs: Costs, placement: Placement, weights: tuple[int, ...], bound: float, *, small: bool
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
-    choices = dict.fromkeys((message_ages(flows, weights), *(message_ages(flows, weights, w) for w in _OTHER_AGES)))
-    # Under a delay of d, old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps d
-    # mini-batches and one micro-batch, where other orders keep up to d + 1 mini-batches.
-    lean: list[_Candidate] = [_nearest_first(1)] if any(weights) and len(flows[0]) > 1 else []
-    for ages, (name, rule, cap) in [*product(choices, lean), *product(choices, _rules(flows, small=small))]:
+    ages, late, size = message_ages(flows, weights), any(weights), len(flows[0])
+
+    def in_order(name: str, rule: Callable[..., list[Word]], cap: int | None) -> Iterator[Schedule]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
         for fuse in (True, False):
-            split_or_not: Rule = partial(rule, fuse=fuse)
             with suppress(Deadlock):
-                yield make_schedule(name, flows, split_or_not, placement, ages, costs=costs, cap=cap)
+                yield make_schedule(name, flows, partial(rule, fuse=fuse), placement, ages, costs=costs, cap=cap)
+
+    def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
+        with suppress(Deadlock):
+            yield from paced(flows, placement, weights, costs, cap=cap, pace=pace * bound)
+
+    if late:
+        # Old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps the mini-batches of
+        # the delay and one micro-batch, where other orders keep up to one mini-batch more.
+        yield from in_order(*_nearest_first(1))
+        yield from at_pace(1.0, 1)
+    for candidate in _rules(flows, late=late, small=small):
+        yield from in_order(*candidate)
+    caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
+    for pace, cap in product(_PACES, [*caps, size]) if late else ():
+        yield from at_pace(pace, cap)
 
 
-def _rules(flows: Sequence[Sequence[Flow]], *, small: bool) -> list[_Candidate]:
-    """Return rules with their names and, for list schedules, caps; `small`: whether memory is limited."""
+def _rules(flows: Sequence[Sequence[Flow]], *, late: bool, small: bool) -> list[_Candidate]:
+    """Return rules with their names and, for list schedules, caps.
+
+    Args:
+        flows: flow of every micro-batch, ``[turns][M]``.
+        late: whether gradients are delayed.
+        small: whether memory is limited.
+    """
     # The search ends at the first schedule that meets the lower bound, so rules with few micro-batches in flight come first: with
     # stride s the skewed order has up to s reach + 1, and a list schedule its cap. A long stride gives messages more time to
     # arrive. With M - 1 the passes of a loss begin when the last forward of the mini-batch has begun.
     size = len(flows[0])
     reach = max(map(orders.reach, counted(flows)))
+    lists = [_nearest_first(min(size, cap)) for cap in (reach + 1, 2 * reach + 1, size)]
     long = sorted({3, size // 2, size - 1} & {*range(3, size)})
-    rules: list[_Candidate] = [
-        ("skewed", orders.skewed, None),
-        ("1f1b", orders.one_forward_one_backward, None),
-        _nearest_first(min(size, reach + 1)),
-        ("skewed-2", partial(orders.skewed, stride=2), None),
-        _nearest_first(min(size, 2 * reach + 1)),
-        *((f"skewed-{stride}", partial(orders.skewed, stride=stride), None) for stride in long),
-        _nearest_first(size),
-        ("phase", orders.phase, None),
-    ]
+    rules: list[_Candidate] = [("skewed", orders.skewed, None)]
+    if late:  # passes of old micro-batches, which these orders place among new ones, may run at any time
+        rules += lists
+    else:
+        rules += [
+            ("1f1b", orders.one_forward_one_backward, None),
+            lists[0],
+            ("skewed-2", partial(orders.skewed, stride=2), None),
+            lists[1],
+            *((f"skewed-{stride}", partial(orders.skewed, stride=stride), None) for stride in long),
+            lists[2],
+            ("phase", orders.phase, None),
+        ]
     if small:
         rules += [("depth-first", orders.depth_first, None), *map(_nearest_first, range(1, size + 1))]
     return list({rule[0]: rule for rule in rules}.values())  # each once

@@ -7,13 +7,14 @@
 
                     start of a --- head ---> [ work of s ] --- tail ---> end of b
 
-The third contains the first two. For each turn it gives a matrix of least times from rank a to rank b. The bound is the
-largest mean of a cycle through these matrices. It holds for every order, with or without fusion of W and I. Under a delay the
-paths may take several calls, and only the first two bounds are used.
+The third contains the first two. For each turn it gives a matrix of least times from rank a to rank b. Gradients of age d have
+d + 1 calls for such a path, so it is an arc over d + 1 calls. The bound is the largest mean of a cycle through these arcs, per
+call. It holds for every order, with or without fusion of W and I.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -60,24 +61,10 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Pla
     return max(ranks_and_links.values())
 
 
-def delay_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, ages: Sequence[int]) -> float:
-    """Return the larger of the resource bound and of the path of one gradient, spread over the calls that it may take."""
-    known = resource_bound(flows, costs, placement)
-    if len(set(placement)) < len(placement):
-        return known  # messages inside a rank are free, but the paths below count them
-    for batch in flows:
-        paths = _Ways(batch[:1], costs, tuple(range(len(ages))))
-        start, end = paths.heads(), paths.tails()
-        for i, action in enumerate(paths.actions):
-            if action.kind is Kind.WEIGHT_GRAD:
-                k = action.stage
-                path = float(start[i, k] + paths.work[i] + end[i, k])
-                known = max(known, len(flows) * path / (ages[k] + 1))
-    return known
-
-
-def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, enough: float) -> float:
-    """Return a lower bound on the time of one cycle of synchronous mini-batches, for any order.
+def lower_bound(
+    flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, ages: Sequence[int], enough: float = math.inf
+) -> float:
+    """Return a lower bound on the time of one cycle of mini-batches, for any order.
 
     Large schedules get a cheaper, less sharp bound.
 
@@ -85,31 +72,29 @@ def lower_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placem
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
         placement: rank of every stage.
-        enough: time of a known schedule; the search ends at a bound that meets it.
+        ages: age of every stage's weight gradients.
+        enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
     """
     num_ranks, num_stages = 1 + max(placement), len(placement)
     known = resource_bound(flows, costs, placement)
     sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
-    for k in held_back(flows, placement):  # it starts its next forward once its activation has been taken
-        known = max(known, times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth)
+    # A stage that is held back starts its next forward once its activation has been taken.
+    for k in held_back(flows, placement, oldest=max(ages)):
+        once = times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
+        known = max(known, once / (1 + max(ages)))
     # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
     per_microbatch = max(2 + len(stage.messages) + stage.head for flow in flows[0] for stage in flow.stages)
     effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
+    # A path that ends at a rank may take as many calls as the oldest gradients of the rank.
+    calls = [1 + max(age for age, rank in zip(ages, placement, strict=True) if rank == r) for r in range(num_ranks)]
     if len(flows) == 1 and effort < _MOST_EFFORT:
         # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
-        known = max(known, float(np.diag(_least_times(flows[0], costs, placement, pairs=False)).max()))
+        alone = np.diag(_least_times(flows[0], costs, placement, ages, pairs=False)) / calls
+        known = max(known, float(alone.max()))
     if known >= enough * (1 - _CLOSE) or effort * num_ranks > _MOST_EFFORT:
         return known
-    matrices: dict[tuple[Flow, ...], Matrix] = {}
-    least: Matrix | None = None
-    for batch in map(tuple, flows):
-        if batch not in matrices:
-            matrices[batch] = _least_times(batch, costs, placement)
-        this = matrices[batch]
-        # Turns follow each other: a max-plus product, in which times add up and the longest path counts.
-        least = this if least is None else (least[:, :, None] + this[None, :, :]).max(axis=1)
-    assert least is not None
-    return max(known, _longest_cycle(least))
+    matrices = {batch: _least_times(batch, costs, placement, ages) for batch in dict.fromkeys(map(tuple, flows))}
+    return max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))
 
 
 def _least(price: Prices, action: Action, flow: Flow) -> float:
@@ -120,9 +105,11 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
     return time - price.overhead if shared else time
 
 
-def _least_times(flows: Sequence[Flow], costs: Costs, placement: Placement, *, pairs: bool = True) -> Matrix:
+def _least_times(
+    flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool = True
+) -> Matrix:
     """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
-    ways = _Ways(flows, costs, placement)
+    ways = _Ways(flows, costs, placement, ages)
     num_ranks = 1 + max(placement)
     heads = ways.heads()
     tails = ways.tails()
@@ -140,8 +127,8 @@ def _least_times(flows: Sequence[Flow], costs: Costs, placement: Placement, *, p
 class _Ways:
     """Longest paths through one mini-batch if a rank could run any number of actions at once."""
 
-    def __init__(self, flows: Sequence[Flow], costs: Costs, placement: Placement) -> None:
-        self._placement, self._num_ranks = placement, 1 + max(placement)
+    def __init__(self, flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int]) -> None:
+        self._placement, self._num_ranks, self._ages = placement, 1 + max(placement), ages
         self._prices = prices(costs, len(placement))
         # Any valid order works: in it every action comes after all the actions that it needs.
         self.actions = merge(depth_first(flows, 0, fuse=False), [flows])
@@ -166,8 +153,11 @@ class _Ways:
         for k, rank in enumerate(self._placement):
             updates[rank] += self._prices[k].update
         for i in reversed(range(len(self.actions))):
-            rank = self._placement[self.actions[i].stage]
-            tails[i, rank] = max(tails[i, rank], updates[rank])
+            kind, k = self.actions[i].kind, self.actions[i].stage
+            rank = self._placement[k]
+            # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
+            if kind is not Kind.INPUT_GRAD or self._ages[k] == max(self._ages):
+                tails[i, rank] = max(tails[i, rank], updates[rank])
             for other, lag in self._before[i]:
                 np.maximum(tails[other], tails[i] + (self.work[i] + lag), out=tails[other])
         return tails
@@ -228,13 +218,30 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
     return values
 
 
-def _longest_cycle(matrix: Matrix) -> float:
-    """Return the largest mean of a cycle, by Karp's theorem."""
-    size = len(matrix)
-    # walks[i][v] is the heaviest walk of i arcs to v from an added start with an arc of weight 0 to every stage.
+def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
+    """Return the largest mean of a cycle, per call, by Karp's theorem.
+
+    Args:
+        matrices: weight of the arc from every rank to every other, ``[turns][rank, rank]``.
+        calls: number of calls that an arc to a rank takes.
+    """
+    # An arc over several calls becomes a chain of arcs over one. A node is a turn, a rank and the number of calls left:
+    #
+    #     (0, a, 0) --least[a, b]--> (1, b, 2) --0--> (2, b, 1) --0--> (3, b, 0)         an arc over 3 calls
+    turns = len(matrices)
+    nodes = [(turn, rank, left) for turn in range(turns) for rank, most in enumerate(calls) for left in range(most)]
+    place, size = {node: i for i, node in enumerate(nodes)}, len(nodes)
+    arcs = np.full((size, size), -np.inf)
+    for i, (turn, a, left) in enumerate(nodes):
+        after = (turn + 1) % turns
+        if left:
+            arcs[i, place[after, a, left - 1]] = 0.0
+        else:
+            arcs[i, [place[after, b, most - 1] for b, most in enumerate(calls)]] = matrices[turn][a]
+    # walks[i][v] is the heaviest walk of i arcs to v from an added start with an arc of weight 0 to every node.
     walks = [np.zeros(size)]
     for _ in range(size):
-        walks.append((walks[-1][:, None] + matrix).max(axis=0))
+        walks.append((walks[-1][:, None] + arcs).max(axis=0))
     with np.errstate(invalid="ignore"):
         means = [(walks[size] - walks[i]) / (size - i) for i in range(size)]
     finite = walks[size] > -np.inf

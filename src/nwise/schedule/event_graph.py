@@ -89,8 +89,7 @@ def event_graph(schedule: Schedule, costs: Costs) -> EventGraph:
             graph, schedule, [size / costs.bandwidth for size in costs.per_stage("message_bytes", schedule.num_stages)]
         )
     kept = 1 + schedule.oldest
-    apart = [k for k in range(schedule.num_stages - 1) if placement[k] != placement[k + 1]]
-    waiting = set(held_back(flows, placement) if kept == 1 else apart)
+    waiting = set(held_back(flows, placement, oldest=schedule.oldest))
     for node, a in enumerate(actions):
         if a.kind is Kind.FORWARD and a.stage in waiting:
             taker = made["F", a.stage + 1, a.microbatch, a.turn]

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind
+from nwise.schedule.ages import Ages
 from nwise.schedule.costs import Costs, prices
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Deadlock, Word, needs, product
 
 # The result of an action of a mini-batch: what, stage, micro-batch, and the number of the mini-batch.
 _Result = tuple[str | int, int, int, int]
+# Cycles of calls until those of a delayed schedule are alike, besides the cycles that fill the pipeline.
+_SETTLING = 10
+
+
+class _Work(NamedTuple):
+    """An action to do, with the number of its mini-batch and the last call that may run it."""
+
+    action: Action
+    number: int
+    due: int
 
 
 class ListScheduler:
@@ -26,7 +39,17 @@ class ListScheduler:
         costs: costs of one micro-batch, which decide when actions are ready.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if ranks
             may reorder the actions of a stage; None if they may not.
+        latest: largest ages of messages, which may then have any age from that in `calls` on, another one for every micro-batch;
+            default: None, the ages in `calls`.
+        pace: least time between the starts of two calls of a rank; default: 0.
     """
+
+    # The first calls, in which no gradient has come back yet, are short. Without a pace their forwards stay ahead of the gradients,
+    # and calls of unequal length follow each other. At the pace of the steady state each call finds its messages where the call
+    # before found them:
+    #
+    #     no pace   |F F|F F|F F W W     |F F W W|F F I I W W     |          calls differ
+    #     paced     |F F    |F F    |F F W W|F F W W|F F W W|                the last ones are alike
 
     def __init__(
         self,
@@ -35,42 +58,40 @@ class ListScheduler:
         placement: Placement,
         costs: Costs,
         cap: int | None,
+        *,
+        latest: Ages | None = None,
+        pace: float = 0.0,
     ) -> None:
         actions = [a for call in calls for word in call for a in word]
-        oldest = max(a.age for a in actions)
-        self._calls = [*calls] * (oldest + 2 if oldest else 1)  # a delay fills the pipeline in several rounds
+        # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
+        delays = [max(a.age for call in calls for a in call[k]) for k in range(len(placement))]
+        # A delay fills the pipeline in several rounds.
+        rounds = 1 if not any(delays) else max(delays) + 2
+        self._calls = [*calls] * (rounds if latest is None else rounds + _SETTLING)
         self._flows, self._placement, self._reorders = flows, placement, cap is not None
+        self._latest, self._pace = latest, pace
         self._prices, self._latency = prices(costs, len(placement)), costs.latency
         ranks = range(1 + max(placement))
         self._stages = [[k for k, rank in enumerate(placement) if rank == r] for r in ranks]
-        self._call = [0] * len(ranks)
-        self._queues: list[list[list[Action]]] = [self._load(r, 0) for r in ranks]
+        self._call = [-1] * len(ranks)
+        # The last call in which a rank has done work, and the time from which it may begin the next one.
+        self._worked, self._next = [-1] * len(ranks), [0.0] * len(ranks)
+        self._queues: list[dict[object, deque[_Work]]] = [{} for _ in ranks]
         self._words: list[list[list[Action]]] = [[[] for _ in ranks] for _ in self._calls]
-        self._arrival: dict[_Result, float] = {}
+        self._made: dict[_Result, tuple[float, int]] = {}  # time and call
         self._in_flight = [0] * len(placement)
         self._all = Counter((a.stage, a.microbatch, a.turn) for a in actions)
         self._done = Counter[tuple[int, int, int]]()
-        # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
-        delays = [max(a.age for call in calls for a in call[k]) for k in range(len(placement))]
         self._most = [(cap or 0) + delay * len(flows[0]) for delay in delays]
         self._needs = {a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for a in actions}
 
-    def _load(self, rank: int, call: int) -> list[list[Action]]:
-        """Return the queues of a rank in a call: one for each stage, or for each kind of action if it may reorder them."""
-        queues: dict[object, list[Action]] = {}
-        for k in self._stages[rank]:
-            for a in reversed(self._calls[call][k]):
-                key = (k, a.kind, a.message, a.age) if self._reorders else k
-                queues.setdefault(key, []).append(a)
-        return list(queues.values())
-
-    def run(self) -> list[list[Word]]:
-        """Return for each call of the cycle the actions of every rank in order; with a delay, once the pipeline is full.
+    def run(self) -> None:
+        """Simulate all calls.
 
         Raises:
             Deadlock: the words cannot run.
         """
-        # Times at which a rank may find something to do: it becomes free, or a message arrives.
+        # Times at which a rank may find something to do: it becomes free, a message arrives, or its next call may begin.
         ranks = len(self._stages)
         events = [(0.0, r) for r in range(ranks)]
         busy = [0.0] * ranks
@@ -81,40 +102,86 @@ class ListScheduler:
             while events and events[0][0] <= now:
                 awake.add(heapq.heappop(events)[1])
             for rank in sorted(awake):
-                action = self._take(rank, now) if busy[rank] <= now else None
-                if action is None:
+                if busy[rank] > now:
                     continue
-                call, k = self._call[rank], action.stage
+                if self._begin_calls(rank, now):
+                    heapq.heappush(events, (self._next[rank], rank))
+                work = self._take(rank, now)
+                if work is None:
+                    continue
+                action, number, _ = work
+                k = action.stage
                 price = self._prices[k].time(action, self._flows[action.turn][action.microbatch].stages[k])
-                busy[rank] = now + (price if call >= action.age else 0.0)
+                busy[rank] = now + (price if number >= 0 else 0.0)
                 heapq.heappush(events, (busy[rank], rank))
                 made = product(action)
                 if made is not None:
-                    self._arrival[made[0], k, action.microbatch, call - action.age] = busy[rank]
+                    self._made[made[0], k, action.microbatch, number] = busy[rank], self._call[rank]
                     for other in (k - 1, k + 1):
                         if 0 <= other < len(self._placement) and self._placement[other] != rank:
                             heapq.heappush(events, (busy[rank] + self._latency, self._placement[other]))
-        if stuck := [queue[-1] for queues in self._queues for queue in queues if queue]:
+        if stuck := [queue[0].action for queues in self._queues for queue in queues.values() if queue]:
             raise Deadlock(stuck)
-        return [[tuple(word) for word in call] for call in self._words[-len(self._flows) :]]
 
-    def _take(self, rank: int, now: float) -> Action | None:
-        """Remove the most urgent ready action of a rank from its queue and return it; None if none is ready."""
-        while not any(self._queues[rank]) and self._call[rank] + 1 < len(self._calls):
+    def cycles(self) -> list[list[list[Word]]]:
+        """Return cycles of calls that are schedules: the last one, or with ages to choose all that repeat, latest first."""
+        turns = len(self._flows)
+        cut = [self._words[i : i + turns] for i in range(0, len(self._words), turns)]
+        cycles = [[[tuple(word) for word in call] for call in cycle] for cycle in reversed(cut)]
+        if self._latest is None:
+            return cycles[:1]
+        # No call follows the last cycle, so all that is left runs there.
+        return [cycle for i, cycle in enumerate(cycles) if i and cycle not in cycles[1:i] and self._repeats(cycle)]
+
+    def _repeats(self, cycle: list[list[Word]]) -> bool:
+        """Return whether a cycle contains each action once, and no result that is older than its use."""
+        actions = [a for call in cycle for word in call for a in word]
+        counts = Counter(a._replace(age=0) for a in actions)
+        if any(counts[a._replace(age=0)] != 1 for call in self._calls[: len(cycle)] for word in call for a in word):
+            return False
+        ages = {made: a.age for a in actions if (made := product(a)) is not None}
+        return all(ages[key] <= a.age for a in actions for key in needs(a, self._flows))
+
+    def _begin_calls(self, rank: int, now: float) -> bool:
+        """Begin calls of a rank while nothing is due in its call; return whether it has to wait for the pace."""
+        queues = self._queues[rank]
+        while self._call[rank] + 1 < len(self._calls):
+            if any(queue and queue[0].due <= self._call[rank] for queue in queues.values()):
+                return False
+            if now < self._next[rank]:
+                return True
             self._call[rank] += 1
-            self._queues[rank] = self._load(rank, self._call[rank])
-        call = self._call[rank]
-        ready = [queue for queue in self._queues[rank] if queue and self._ready(queue[-1], call, now)]
+            self._load(rank, self._call[rank])
+        return False
+
+    def _load(self, rank: int, call: int) -> None:
+        """Add the actions of a call to the queues of a rank: one for each stage, or for each kind if it may reorder them."""
+        for k in self._stages[rank]:
+            for a in self._calls[call][k]:
+                delay = 0
+                if self._latest is not None and a.kind is Kind.INPUT_GRAD:
+                    delay = self._latest.messages[k][a.message or 0] - a.age
+                key = (k, a.kind, a.message) if self._reorders else k
+                self._queues[rank].setdefault(key, deque()).append(_Work(a, call - a.age, call + delay))
+
+    def _take(self, rank: int, now: float) -> _Work | None:
+        """Remove the most urgent ready action of a rank from its queue and return it; None if none is ready."""
+        ready = [queue for queue in self._queues[rank].values() if queue and self._ready(queue[0], now)]
         if not ready:
             return None
-        action = min(ready, key=lambda queue: self._urgency(queue[-1])).pop()
-        self._words[call][rank].append(action)
+        work = min(ready, key=lambda queue: self._urgency(queue[0].action)).popleft()
+        action, number, _ = work
+        call = self._call[rank]
+        if number >= 0 and self._worked[rank] < call:
+            self._next[rank] = now + self._pace
+            self._worked[rank] = call
+        self._words[call][rank].append(action._replace(age=call - number))
         self._in_flight[action.stage] += action.kind is Kind.FORWARD
-        key = (action.stage, action.microbatch, call - action.age)
+        key = (action.stage, action.microbatch, number)
         self._done[key] += 1
-        if key[2] >= 0 and self._done[key] == self._all[action.stage, action.microbatch, action.turn]:
+        if number >= 0 and self._done[key] == self._all[action.stage, action.microbatch, action.turn]:
             self._in_flight[action.stage] -= 1
-        return action
+        return work
 
     def _urgency(self, action: Action) -> tuple[int, int, int]:
         """Return the place of an action among the ready ones of a rank; the smallest comes first."""
@@ -128,16 +195,18 @@ class ListScheduler:
         far = self._flows[action.turn][action.microbatch].stages[k].cotangent(action.message).far
         return (1, far - k, k)
 
-    def _ready(self, action: Action, call: int, now: float) -> bool:
+    def _ready(self, work: _Work, now: float) -> bool:
         """Tell whether a rank may start an action now."""
-        k, number = action.stage, call - action.age
+        action, number, _ = work
+        k = action.stage
         if self._reorders and action.kind is Kind.FORWARD and self._in_flight[k] >= self._most[k]:
             return False
         if number < 0:
             return True
         for what, stage, m in self._needs[action]:
-            when = self._arrival.get((what, stage, m, number))
+            when, call = self._made.get((what, stage, m, number), (math.inf, 0))
             apart = self._placement[stage] != self._placement[k]
-            if when is None or when + (self._latency if apart else 0.0) > now:
+            # A neighbour may be in a later call already, but no result is older than its use.
+            if when + (self._latency if apart else 0.0) > now or call > self._call[self._placement[k]]:
                 return False
         return True

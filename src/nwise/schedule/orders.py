@@ -8,9 +8,9 @@ alternate.
     1f1b         some forwards first, fewer on later stages, then backward and forward in turn
     interleaved  the same for ranks that hold every R-th stage (R ranks)
 
-A delay leaves the order as it is and only makes passes older. List scheduling (`nwise.schedule.greedy`) orders by urgency, and
-puts the words of several stages of one rank together. The argument `fuse` says whether one B replaces an I and a W of the same
-cotangent.
+A delay leaves the order as it is and only makes passes older; `paced` chooses order and ages together. List scheduling
+(`nwise.schedule.greedy`) orders by urgency, and puts the words of several stages of one rank together. The argument `fuse` says
+whether one B replaces an I and a W of the same cotangent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nwise.flow import Flow
 from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
-from nwise.schedule.ages import Ages
+from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import Costs
 from nwise.schedule.greedy import ListScheduler
 from nwise.schedule.placement import Placement
@@ -56,25 +56,66 @@ def make_schedule(
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
             scheduling may reorder the words; default: None, the order of the rule.
     """
-    size, turns = len(flows[0][0].stages), len(flows)
-    placement = placement or tuple(range(size))
-    by_turn = [rule(batch, turn) for turn, batch in enumerate(flows)]
-    calls = [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(turns)]
+    placement = placement or tuple(range(len(flows[0][0].stages)))
+    calls = _calls([rule(batch, turn) for turn, batch in enumerate(flows)], flows, ages)
     num_ranks = 1 + max(placement)
-    if len(by_turn[0]) == num_ranks and cap is None:
-        owners = [placement[word[0].stage] for word in by_turn[0]]
+    if len(calls[0]) == num_ranks and cap is None:
+        owners = [placement[word[0].stage] for word in calls[0]]
         ordered = [[call[owners.index(rank)] for rank in range(num_ranks)] for call in calls]
     elif num_ranks == 1 and cap is None:
         ordered = [[tuple(merge(call, flows))] for call in calls]
     else:
-        ordered = ListScheduler(calls, flows, placement, costs, cap).run()
-    words = []
-    for rank in range(num_ranks):
-        updates = [Action(Kind.UPDATE, k, 0) for k in range(size) if placement[k] == rank]
-        parts = [(*call[rank], *(u._replace(turn=turn) for u in updates)) for turn, call in enumerate(ordered)]
+        scheduler = ListScheduler(calls, flows, placement, costs, cap)
+        scheduler.run()
+        [ordered] = scheduler.cycles()
+    return _with_updates(order, ordered, flows, placement, ages.weights if ages is not None else ())
+
+
+def paced(
+    flows: tuple[tuple[Flow, ...], ...],
+    placement: Placement,
+    weights: tuple[int, ...],
+    costs: Costs,
+    *,
+    cap: int,
+    pace: float,
+) -> list[Schedule]:
+    """Return list schedules of delayed gradients in which each micro-batch's messages have the ages that suit it.
+
+    Args:
+        flows: flow of every micro-batch, ``[turns][M]``.
+        placement: rank of every stage.
+        weights: age of each stage's weight gradients.
+        costs: costs of one micro-batch, which decide when actions are ready.
+        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
+        pace: least time between two calls of a rank, such as a lower bound on the period.
+
+    Raises:
+        Deadlock: with so few micro-batches in flight no call ends.
+    """
+    words = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
+    calls = _calls(words, flows, message_ages(flows, weights, "early"))
+    latest = message_ages(flows, weights)
+    scheduler = ListScheduler(calls, flows, placement, costs, cap, latest=latest, pace=pace)
+    scheduler.run()
+    return [_with_updates("paced", cycle, flows, placement, weights) for cycle in scheduler.cycles()]
+
+
+def _with_updates(
+    order: str, calls: Sequence[Sequence[Word]], flows: Sequence[Flows], placement: Placement, weights: tuple[int, ...]
+) -> Schedule:
+    """Return the schedule of a cycle of calls, ``[turns][rank]``, with the updates after each."""
+    words: list[Word] = []
+    for rank in range(1 + max(placement)):
+        updates = [Action(Kind.UPDATE, k, 0) for k, owner in enumerate(placement) if owner == rank]
+        parts = [(*call[rank], *(u._replace(turn=turn) for u in updates)) for turn, call in enumerate(calls)]
         words.append(tuple(a for part in parts for a in part))
-    weights = ages.weights if ages is not None else ()
     return Schedule(order, tuple(map(tuple, flows)), tuple(words), placement, weights)
+
+
+def _calls(by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> list[list[Word]]:
+    """Return the words of every call of the cycle, for words that begin with every turn's mini-batch."""
+    return [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(len(flows))]
 
 
 def _call(call: int, index: int, by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> Word:

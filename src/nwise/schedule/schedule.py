@@ -151,16 +151,16 @@ class Schedule:
         return sent == used
 
 
-def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = ()) -> list[int]:
-    """Return the stages that do not receive a gradient from another rank's next stage for every micro-batch.
+def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = (), *, oldest: int = 0) -> list[int]:
+    """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
 
-    Nothing else would keep such a stage from running ahead. It therefore starts a forward only after the next stage has
-    taken its activation of the previous mini-batch.
+    It is that of `oldest` + 1 cycles before. Without a delay only stages wait that do not receive a gradient for every
+    micro-batch, because nothing else would keep them from running ahead.
     """
     different = list(counted(flows))
     last = len(flows[0][0].stages) - 1
     apart = [k for k in range(last) if not placement or placement[k] != placement[k + 1]]
-    return [k for k in apart if not all(flow.stages[k + 1].messages for flow in different)]
+    return [k for k in apart if oldest or not all(flow.stages[k + 1].messages for flow in different)]
 
 
 def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:

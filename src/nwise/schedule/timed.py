@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nwise.schedule.bounds import delay_bound, lower_bound, resource_bound
+from nwise.schedule.bounds import lower_bound, resource_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.event_graph import event_graph
 from nwise.schedule.memory import peak_bytes
@@ -53,10 +53,7 @@ class Timed:
         flows, placement = schedule.flows, schedule.placement
         bound = resource_bound(flows, costs, placement)
         if self.period * len(flows) > bound * (1 + CLOSE):
-            if schedule.oldest:
-                bound = delay_bound(flows, costs, placement, schedule.ages)
-            else:
-                bound = max(bound, lower_bound(flows, costs, placement, self.period * len(flows)))
+            bound = lower_bound(flows, costs, placement, schedule.ages, self.period * len(flows))
         return bound / len(flows)
 
     @property
