@@ -206,7 +206,8 @@ def _candidates(
         # Old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps the mini-batches of
         # the delay and one micro-batch, where other orders keep up to one mini-batch more.
         yield from in_order(*_nearest_first(1))
-        yield from at_pace(1.0, 1)
+        for pace in (1.0, 0.0):
+            yield from at_pace(pace, 1)
     for candidate in _rules(flows, late=late, small=small):
         yield from in_order(*candidate)
     caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []

@@ -44,9 +44,9 @@ class ListScheduler:
         pace: least time between the starts of two calls of a rank; default: 0.
     """
 
-    # The first calls, in which no gradient has come back yet, are short. Without a pace their forwards stay ahead of the gradients,
-    # and calls of unequal length follow each other. At the pace of the steady state each call finds its messages where the call
-    # before found them:
+    # The first calls, in which no gradient has come back yet, are short. Without a pace their forwards stay ahead of the
+    # gradients, and calls of unequal length follow each other. At the pace of the steady state each call finds its messages where
+    # the call before found them:
     #
     #     no pace   |F F|F F|F F W W     |F F W W|F F I I W W     |          calls differ
     #     paced     |F F    |F F    |F F W W|F F W W|F F W W|                the last ones are alike
