@@ -17,8 +17,6 @@ from nwise.schedule.schedule import Deadlock, Word, needs, product
 
 # The result of an action of a mini-batch: what, stage, micro-batch, and the number of the mini-batch.
 _Result = tuple[str | int, int, int, int]
-# Cycles of calls until those of a delayed schedule are alike, besides the cycles that fill the pipeline.
-_SETTLING = 10
 
 
 class _Work(NamedTuple):
@@ -67,7 +65,9 @@ class ListScheduler:
         delays = [max(a.age for call in calls for a in call[k]) for k in range(len(placement))]
         # A delay fills the pipeline in several rounds.
         rounds = 1 if not any(delays) else max(delays) + 2
-        self._calls = [*calls] * (rounds if latest is None else rounds + _SETTLING)
+        if latest is not None:  # the calls become alike later, in a deep pipeline after more of them
+            rounds += max(10, 6 + len(placement) // 2)
+        self._calls = [*calls] * rounds
         self._flows, self._placement, self._reorders = flows, placement, cap is not None
         self._latest, self._pace = latest, pace
         self._prices, self._latency = prices(costs, len(placement)), costs.latency
