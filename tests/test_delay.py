@@ -214,7 +214,7 @@ def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("strategy", ["end-to-end-delay-2", "rotating-2-delay-1", "hogwild"])
 def test_messages_of_one_stage_may_differ_in_age(strategy: str) -> None:
-    """On slow links some micro-batches of a message run a call later than the others; no gradient changes."""
+    """On slow links the messages of some micro-batches run a call later; no gradient changes."""
     torch.manual_seed(0)
     net = perceptron(4)
     schedule = best(strategy, num_stages=4, num_microbatches=2, costs=Costs(1, 0.5, 1, 1, latency=2, overhead=0.02))

@@ -164,28 +164,34 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     assert timed(schedule, costs).lower_bound <= found * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_paced_schedules_are_valid_and_no_shorter_than_the_bound(seed: int) -> None:
-    """Whatever cycle of calls list scheduling stops at; ages that a neighbour's call could not keep were seen without a check."""
-    numbers = random.Random(seed)
-    a, m = numbers.randint(2, 6), numbers.randint(1, 4)
-    name = numbers.choice(["end-to-end", "3-wise-mean", "rotating-2", "rotating-2-microbatch", "deep-supervision"])
-    strategy = nwise.strategy(name + numbers.choice(["-delay-1", "-delay-3", "-hogwild"]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of more stages in a window than there are
-        flows = flows_for(strategy, a, m)
-    weights = weight_ages(strategy, flows)
-    factors = [numbers.uniform(0.5, 2) for _ in range(a)]
-    costs = Costs(factors, 0.5, factors, 1, update=0.1, latency=numbers.choice([0, 0.3, 3]))
-    placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
-    bound = lower_bound(flows, costs, placement, weights)
-    pace, cap = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5]), numbers.choice([1, m])
-    schedules = []
-    with suppress(Deadlock):
-        schedules = paced(flows, placement, weights, costs, cap=cap, pace=pace)
-    for schedule in schedules:
-        validate(schedule)
-        assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)
+def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
+    """Without the check of a neighbour's call, some results were older than their use."""
+    numbers = random.Random(0)
+    count = 0
+    for _ in range(40):
+        a, m = numbers.randint(2, 6), numbers.randint(1, 4)
+        name = numbers.choice(["end-to-end", "3-wise-mean", "rotating-2", "rotating-2-microbatch", "deep-supervision"])
+        strategy = nwise.strategy(name + numbers.choice(["-delay-1", "-delay-3", "-hogwild"]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of more stages in a window than there are
+            flows = flows_for(strategy, a, m)
+        weights = weight_ages(strategy, flows)
+        factors = [numbers.uniform(0.5, 2) for _ in range(a)]
+        costs = Costs(
+            factors, 0.5, factors, 1, update=0.1, latency=numbers.choice([0, 0.3, 3]), message_bytes=0.5,
+            bandwidth=numbers.choice([float("inf"), 1.0]),
+        )  # fmt: skip
+        placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
+        bound = lower_bound(flows, costs, placement, weights)
+        pace = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5])
+        schedules = []
+        with suppress(Deadlock):
+            schedules = paced(flows, placement, weights, costs, cap=numbers.choice([1, m]), pace=pace)
+        for schedule in schedules:
+            validate(schedule)
+            assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)
+        count += len(schedules)
+    assert count > 100
 
 
 def test_bound_under_a_delay_by_hand() -> None:
@@ -200,7 +206,7 @@ def test_bound_under_a_delay_by_hand() -> None:
 
 
 def test_schedules_under_a_delay_are_near_the_bound() -> None:
-    """Ages of whole messages, in proportion to their distance, left 10 to 46 % with two mini-batches of delay."""
+    """With one age for all micro-batches of a message the distance was up to 46 %."""
     for name, (a, m), latency, most in (
         ("end-to-end-delay-1", (8, 4), 4, 0.002),
         ("end-to-end-delay-1", (4, 2), 0, 0.012),

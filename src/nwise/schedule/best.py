@@ -61,10 +61,10 @@ def best(
 ) -> Timed:
     """Find the schedule with the shortest period.
 
-    The candidates are the orders of `nwise.schedule.orders` and list schedules, roughly by memory; under a delay also schedules
-    whose messages have ages of their own. The search ends at the first one that meets the lower bound. Otherwise, of equal
-    periods, the one with fewer micro-batches in flight is better, then the one with first-in-first-out messages. A `memory` limit
-    adds leaner candidates.
+    The candidates are the orders of `nwise.schedule.orders` and list schedules, roughly by memory. Under a delay they are the
+    skewed order and list schedules, also such that choose the ages of their messages. The search ends at the first one that meets
+    the lower bound. Otherwise, of equal periods, the one with fewer micro-batches in flight is better, then the one with
+    first-in-first-out messages. A `memory` limit adds leaner candidates.
 
     Args:
         strategy: a strategy or its name.
@@ -206,7 +206,7 @@ def _candidates(
         # Old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps the mini-batches of
         # the delay and one micro-batch, where other orders keep up to one mini-batch more.
         yield from in_order(*_nearest_first(1))
-        for pace in (1.0, 0.0):
+        for pace in (1.0, 0.0) if size > 1 else ():
             yield from at_pace(pace, 1)
     for candidate in _rules(flows, late=late, small=small):
         yield from in_order(*candidate)
@@ -231,7 +231,7 @@ def _rules(flows: Sequence[Sequence[Flow]], *, late: bool, small: bool) -> list[
     lists = [_nearest_first(min(size, cap)) for cap in (reach + 1, 2 * reach + 1, size)]
     long = sorted({3, size // 2, size - 1} & {*range(3, size)})
     rules: list[_Candidate] = [("skewed", orders.skewed, None)]
-    if late:  # passes of old micro-batches, which these orders place among new ones, may run at any time
+    if late:  # old passes may run at any time, and the other orders tie them to new micro-batches
         rules += lists
     else:
         rules += [

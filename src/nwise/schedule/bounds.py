@@ -31,7 +31,7 @@ from nwise.schedule.schedule import counted, held_back, merge, needs, product
 Matrix = NDArray[np.float64]
 
 _CLOSE = 1e-9
-# Largest number of pairs of actions to compare; larger schedules get only the cheaper bounds.
+# Largest number of comparisons; larger schedules get only the cheaper bounds.
 _MOST_EFFORT = 2e8
 
 
@@ -91,7 +91,8 @@ def lower_bound(
         # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
         alone = np.diag(_least_times(flows[0], costs, placement, ages, pairs=False)) / calls
         known = max(known, float(alone.max()))
-    if known >= enough * (1 - _CLOSE) or effort * num_ranks > _MOST_EFFORT:
+    nodes = len(flows) * sum(calls)
+    if known >= enough * (1 - _CLOSE) or max(effort * num_ranks, nodes**3) > _MOST_EFFORT:
         return known
     matrices = {batch: _least_times(batch, costs, placement, ages) for batch in dict.fromkeys(map(tuple, flows))}
     return max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))

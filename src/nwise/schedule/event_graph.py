@@ -5,7 +5,7 @@ Each machine works through its word of nodes. A node starts once its machine is 
 
 Three things connect a call with earlier ones. A machine starts again when it has finished its word: a forward comes after the
 updates of its rank, and nothing else synchronises ranks. An action of another age than the action whose result it needs takes
-the result of an earlier call. And a stage that does not receive a gradient for every micro-batch starts a forward only after its
+the result of an earlier call. And a stage that is held back (`nwise.schedule.schedule.held_back`) starts a forward only after its
 activation of an earlier mini-batch has been taken, so few activations wait at its boundary.
 """
 

@@ -37,9 +37,9 @@ class ListScheduler:
         costs: costs of one micro-batch, which decide when actions are ready.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if ranks
             may reorder the actions of a stage; None if they may not.
-        latest: largest ages of messages, which may then have any age from that in `calls` on, another one for every micro-batch;
-            default: None, the ages in `calls`.
-        pace: least time between the starts of two calls of a rank; default: 0.
+        latest: largest ages of messages; in each micro-batch a message may have any age from that in `calls` to this one.
+            Default: None, the ages in `calls`.
+        pace: least time from a rank's first work in a call to its next call; default: 0.
     """
 
     # The first calls, in which no gradient has come back yet, are short. Without a pace their forwards stay ahead of the
@@ -158,11 +158,11 @@ class ListScheduler:
         """Add the actions of a call to the queues of a rank: one for each stage, or for each kind if it may reorder them."""
         for k in self._stages[rank]:
             for a in self._calls[call][k]:
-                delay = 0
+                slack = 0
                 if self._latest is not None and a.kind is Kind.INPUT_GRAD:
-                    delay = self._latest.messages[k][a.message or 0] - a.age
+                    slack = self._latest.messages[k][a.message or 0] - a.age
                 key = (k, a.kind, a.message) if self._reorders else k
-                self._queues[rank].setdefault(key, deque()).append(_Work(a, call - a.age, call + delay))
+                self._queues[rank].setdefault(key, deque()).append(_Work(a, call - a.age, call + slack))
 
     def _take(self, rank: int, now: float) -> _Work | None:
         """Remove the most urgent ready action of a rank from its queue and return it; None if none is ready."""

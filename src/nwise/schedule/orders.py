@@ -55,6 +55,9 @@ def make_schedule(
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
             scheduling may reorder the words; default: None, the order of the rule.
+
+    Raises:
+        Deadlock: words of several stages of one rank wait for each other, or `cap` is too small.
     """
     placement = placement or tuple(range(len(flows[0][0].stages)))
     calls = _calls([rule(batch, turn) for turn, batch in enumerate(flows)], flows, ages)
@@ -80,7 +83,9 @@ def paced(
     cap: int,
     pace: float,
 ) -> list[Schedule]:
-    """Return list schedules of delayed gradients in which each micro-batch's messages have the ages that suit it.
+    """Return list schedules of delayed gradients in which a message may have another age in every micro-batch.
+
+    There are none if no cycle of calls could be repeated; try another pace.
 
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
@@ -91,7 +96,8 @@ def paced(
         pace: least time between two calls of a rank, such as a lower bound on the period.
 
     Raises:
-        Deadlock: with so few micro-batches in flight no call ends.
+        Deadlock: `cap` is so small that ranks wait for each other.
+        ValueError: a weight gradient is younger than the messages that it needs can be.
     """
     words = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
     calls = _calls(words, flows, message_ages(flows, weights, "early"))

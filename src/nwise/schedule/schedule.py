@@ -154,8 +154,13 @@ class Schedule:
 def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = (), *, oldest: int = 0) -> list[int]:
     """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
 
-    It is that of `oldest` + 1 cycles before. Without a delay only stages wait that do not receive a gradient for every
-    micro-batch, because nothing else would keep them from running ahead.
+    The activation is that of the same micro-batch, `oldest` + 1 cycles before. Without a delay only stages wait that do not
+    receive a gradient for every micro-batch, because nothing else would keep them from running ahead.
+
+    Args:
+        flows: flow of every micro-batch, ``[turns][M]``.
+        placement: rank of every stage; default: a rank for each.
+        oldest: age of the oldest gradients; default: 0.
     """
     different = list(counted(flows))
     last = len(flows[0][0].stages) - 1
