@@ -186,7 +186,8 @@ def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
         pace = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5])
         schedules = []
         with suppress(Deadlock):
-            schedules = paced(flows, placement, weights, costs, cap=numbers.choice([1, m]), pace=pace)
+            latest = message_ages(flows, weights)
+            schedules = paced(flows, placement, latest, costs, cap=numbers.choice([1, m]), pace=pace)
         for schedule in schedules:
             validate(schedule)
             assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)

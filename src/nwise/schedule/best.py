@@ -200,19 +200,19 @@ def _candidates(
 
     def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
-            yield from paced(flows, placement, weights, costs, cap=cap, pace=pace * bound)
+            yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound)
 
-    if late:
-        # Old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps the mini-batches of
-        # the delay and one micro-batch, where other orders keep up to one mini-batch more.
-        yield from in_order(*_nearest_first(1))
-        for pace in (1.0, 0.0) if size > 1 else ():
-            yield from at_pace(pace, 1)
-    for candidate in _rules(flows, late=late, small=small):
+    first, *others = _rules(flows, late=late, small=small)
+    yield from in_order(*first)
+    lean = [(1.0, 1), (0.0, 1)] if late and size > 1 else []
+    for pace, cap in lean:
+        yield from at_pace(pace, cap)
+    for candidate in others:
         yield from in_order(*candidate)
     caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
     for pace, cap in product(_PACES, [*caps, size]) if late else ():
-        yield from at_pace(pace, cap)
+        if (pace, cap) not in lean:
+            yield from at_pace(pace, cap)
 
 
 def _rules(flows: Sequence[Sequence[Flow]], *, late: bool, small: bool) -> list[_Candidate]:
@@ -230,11 +230,15 @@ def _rules(flows: Sequence[Sequence[Flow]], *, late: bool, small: bool) -> list[
     reach = max(map(orders.reach, counted(flows)))
     lists = [_nearest_first(min(size, cap)) for cap in (reach + 1, 2 * reach + 1, size)]
     long = sorted({3, size // 2, size - 1} & {*range(3, size)})
-    rules: list[_Candidate] = [("skewed", orders.skewed, None)]
-    if late:  # old passes may run at any time, and the other orders tie them to new micro-batches
-        rules += lists
+    rules: list[_Candidate]
+    if late:
+        # Old micro-batches wait for nothing new, so a stage can end one before each forward. Then it keeps the mini-batches of
+        # the delay and one micro-batch, where other orders keep up to one mini-batch more. Orders that are not here tie old
+        # passes to new micro-batches.
+        rules = [_nearest_first(1), ("skewed", orders.skewed, None), *lists]
     else:
-        rules += [
+        rules = [
+            ("skewed", orders.skewed, None),
             ("1f1b", orders.one_forward_one_backward, None),
             lists[0],
             ("skewed-2", partial(orders.skewed, stride=2), None),

@@ -77,6 +77,8 @@ def lower_bound(
     """
     num_ranks, num_stages = 1 + max(placement), len(placement)
     known = resource_bound(flows, costs, placement)
+    if known >= enough * (1 - _CLOSE):
+        return known
     sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
     # A stage that is held back starts its next forward once its activation has been taken.
     for k in held_back(flows, placement, oldest=max(ages)):

@@ -85,8 +85,11 @@ class ListScheduler:
         self._most = [(cap or 0) + delay * len(flows[0]) for delay in delays]
         self._needs = {a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for a in actions}
 
-    def run(self) -> None:
-        """Simulate all calls.
+    def run(self) -> list[list[list[Word]]]:
+        """Simulate all calls, and return cycles of them, ``[cycle][turn][rank]``, that are schedules.
+
+        That is the last cycle, once a delay has filled the pipeline; with ages to choose it is every cycle that repeats, latest
+        first, or none.
 
         Raises:
             Deadlock: the words cannot run.
@@ -122,9 +125,6 @@ class ListScheduler:
                             heapq.heappush(events, (busy[rank] + self._latency, self._placement[other]))
         if stuck := [queue[0].action for queues in self._queues for queue in queues.values() if queue]:
             raise Deadlock(stuck)
-
-    def cycles(self) -> list[list[list[Word]]]:
-        """Return cycles of calls that are schedules: the last one, or with ages to choose all that repeat, latest first."""
         turns = len(self._flows)
         cut = [self._words[i : i + turns] for i in range(0, len(self._words), turns)]
         cycles = [[[tuple(word) for word in call] for call in cycle] for cycle in reversed(cut)]

@@ -68,16 +68,14 @@ def make_schedule(
     elif num_ranks == 1 and cap is None:
         ordered = [[tuple(merge(call, flows))] for call in calls]
     else:
-        scheduler = ListScheduler(calls, flows, placement, costs, cap)
-        scheduler.run()
-        [ordered] = scheduler.cycles()
+        [ordered] = ListScheduler(calls, flows, placement, costs, cap).run()
     return _with_updates(order, ordered, flows, placement, ages.weights if ages is not None else ())
 
 
 def paced(
     flows: tuple[tuple[Flow, ...], ...],
     placement: Placement,
-    weights: tuple[int, ...],
+    latest: Ages,
     costs: Costs,
     *,
     cap: int,
@@ -90,7 +88,7 @@ def paced(
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         placement: rank of every stage.
-        weights: age of each stage's weight gradients.
+        latest: age of every weight gradient, and largest age of every message.
         costs: costs of one micro-batch, which decide when actions are ready.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
         pace: least time between two calls of a rank, such as a lower bound on the period.
@@ -100,11 +98,9 @@ def paced(
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
     words = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
-    calls = _calls(words, flows, message_ages(flows, weights, "early"))
-    latest = message_ages(flows, weights)
-    scheduler = ListScheduler(calls, flows, placement, costs, cap, latest=latest, pace=pace)
-    scheduler.run()
-    return [_with_updates("paced", cycle, flows, placement, weights) for cycle in scheduler.cycles()]
+    calls = _calls(words, flows, message_ages(flows, latest.weights, "early"))
+    cycles = ListScheduler(calls, flows, placement, costs, cap, latest=latest, pace=pace).run()
+    return [_with_updates("paced", cycle, flows, placement, latest.weights) for cycle in cycles]
 
 
 def _with_updates(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nwise.schedule.bounds import lower_bound, resource_bound
+from nwise.schedule.bounds import lower_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.event_graph import event_graph
 from nwise.schedule.memory import peak_bytes
@@ -49,12 +49,8 @@ class Timed:
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound on the time per mini-batch, for any order of these actions on these ranks."""
-        schedule, costs = self.schedule, self.costs
-        flows, placement = schedule.flows, schedule.placement
-        bound = resource_bound(flows, costs, placement)
-        if self.period * len(flows) > bound * (1 + CLOSE):
-            bound = lower_bound(flows, costs, placement, schedule.ages, self.period * len(flows))
-        return bound / len(flows)
+        schedule, turns = self.schedule, len(self.schedule.flows)
+        return lower_bound(schedule.flows, self.costs, schedule.placement, schedule.ages, self.period * turns) / turns
 
     @property
     def optimal(self) -> bool:
