@@ -12,6 +12,7 @@ A library should leave its process alone; these are the exceptions, and no other
     os._exit(1) from a thread           another rank failed                  the main thread waits in a collective
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
+    cudnn takes repeatable algorithms   a trainer is on a GPU                its fastest ones add up in any order
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
     KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
 
@@ -115,6 +116,14 @@ def keep_buffers() -> None:
     if functorch.donated_buffer:
         torch.compiler.reset()
         functorch.donated_buffer = False
+
+
+def repeat_convolutions() -> None:
+    """Make cudnn take algorithms that give the same bits each time.
+
+    Some of its gradients of weights are sums of atomic additions, in whatever order they come.
+    """
+    torch.backends.cudnn.deterministic = True
 
 
 def ignore_no_dist() -> None:

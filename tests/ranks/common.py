@@ -1,4 +1,7 @@
-"""What the scripts have in common: a network with dropout, batches, and training it."""
+"""What the scripts have in common: a network with dropout, batches, and training it.
+
+`NWISE_TEST_DEVICE=cuda` puts them on GPUs, so messages travel over nccl; the process that checks them has to have it too.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from torch import Tensor, nn
 import nwise
 
 RANK = int(os.environ.get("RANK", "0"))
+DEVICE = torch.device(os.environ.get("NWISE_TEST_DEVICE", "cpu"))
+if DEVICE.type == "cuda":
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def network(num_stages: int, width: int = 6) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -28,14 +34,17 @@ def network(num_stages: int, width: int = 6) -> tuple[list[nn.Module], list[nn.M
     ]
     heads: list[nn.Module] = [nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.2)) for _ in range(num_stages - 1)]
     stages[-1] = nn.Sequential(stages[-1], nn.Linear(width, 4))
-    return stages, heads
+    return [stage.to(DEVICE) for stage in stages], [head.to(DEVICE) for head in heads]
 
 
 def batches(count: int, width: int = 6, sizes: Sequence[int] = (8,)) -> list[tuple[Tensor, Tensor]]:
     """The same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return [
-        (torch.randn(n, width, generator=generator), torch.randint(0, 4, (n,), generator=generator))
+        (
+            torch.randn(n, width, generator=generator).to(DEVICE),
+            torch.randint(0, 4, (n,), generator=generator).to(DEVICE),
+        )
         for n in (sizes[i % len(sizes)] for i in range(count))
     ]
 
@@ -77,7 +86,7 @@ def trained(pipe: nwise.Pipeline, optimizer: str, data: Sequence[tuple[Tensor, T
 
 def digests(pipe: nwise.Pipeline) -> dict[str, str]:
     """Every bit of every parameter that this process holds, by name."""
-    return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in pipe.named_parameters()}
+    return {name: hashlib.sha256(p.detach().cpu().numpy().tobytes()).hexdigest() for name, p in pipe.named_parameters()}
 
 
 def closed(pipe: nwise.Pipeline, value: Any) -> Any:

@@ -15,7 +15,7 @@ import nwise
 import nwise.runtime.replicas
 from nwise.runtime.launch import start
 from nwise.training.nonfinite import NonFiniteGuard
-from ranks.common import RANK, batches, closed, network, trained, write
+from ranks.common import DEVICE, RANK, batches, closed, network, trained, write
 
 NAMES = ("pp", "dp", "tp")
 
@@ -53,19 +53,19 @@ class Masked(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         logits = super().forward(input)
-        return logits.masked_fill(torch.arange(logits.shape[1]) == 3, -torch.inf)
+        return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) == 3, -torch.inf)
 
 
 def left_out(num_stages: int) -> Any:
     """A loss that is not finite on one replica only."""
     torch.manual_seed(0)
     stages = [*(nn.Linear(6, 6) for _ in range(num_stages - 1)), Masked(6, 4)]
-    pipe = nwise.Pipeline(stages, None, nn.functional.cross_entropy, "end-to-end", seed=1)
+    pipe = nwise.Pipeline(stages, None, nn.functional.cross_entropy, "end-to-end", seed=1).to(DEVICE)
     finite, update = NonFiniteGuard(pipe, "skip"), torch.optim.SGD(pipe.parameters(), lr=0.1)
     left = []
     for target in ([3, 0, 1, 2], [0, 1, 2, 0], [0, 1, 2, 3]):
         finite.remember()
-        pipe.step(torch.ones(4, 6), target=torch.tensor(target))
+        pipe.step(torch.ones(4, 6, device=DEVICE), target=torch.tensor(target, device=DEVICE))
         left.append(bool(finite()))
         update.step()
         update.zero_grad()
@@ -80,8 +80,9 @@ def tensor_parallel(*, alone: bool = False) -> Any:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)]
     blocks[1].append(nn.Linear(6, 4))
-    mesh = None if alone else init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=NAMES)
+    mesh = None if alone else init_device_mesh(DEVICE.type, (2, 1, 2), mesh_dim_names=NAMES)
     pipe = nwise.Pipeline(blocks, [nn.Linear(6, 4)], nn.functional.cross_entropy, "2-wise-mean", 2, seed=1, mesh=mesh)
+    pipe.to(DEVICE)
     if mesh is not None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(pipe.stages[pipe.processes.place], mesh["tp"], plan)

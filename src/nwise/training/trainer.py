@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwise._process import repeat_convolutions
 from nwise._records import write_text
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.randomness import generator
@@ -69,6 +70,8 @@ class Trainer:
         self.run: Run | None = None
         self.callbacks: tuple[Callback, ...] = ()
         self.device = pick_device(recipe)
+        if self.device.type == "cuda":
+            repeat_convolutions()
         self.train_data, self.test_data = (part.to(self.device) for part in data or recipe.load())
         self.steps_per_epoch = steps_per_epoch(len(self.train_data), recipe.batch_size)
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))
