@@ -84,7 +84,11 @@ def forked(
     ]
     for rank in ranks:
         rank.start()
-    first = _wait(ranks, time.monotonic() + timeout)
+    try:
+        first = _wait(ranks, time.monotonic() + timeout)
+    except TimeoutError as error:
+        errors = "\n".join(path.with_suffix(".err").read_text()[-2000:] for path in said)
+        raise TimeoutError(f"{error}\n{errors}") from None
     texts = [[path.with_suffix(end).read_text() for path in said] for end in (".out", ".err")]
     return subprocess.CompletedProcess(list(arguments), first, *("".join(text) for text in texts))
 
