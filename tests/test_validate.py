@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nwise
 from nwise.flow import flows_for
-from nwise.schedule import Action, Costs, Kind, Schedule, best, simulate, timed, validate
+from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, best, simulate, timed, validate
 from nwise.schedule.named import ORDERS
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 from nwise.schedule.schedule import Word, merge
@@ -129,6 +129,14 @@ def test_buffers_are_bounded_also_where_nothing_flows_back() -> None:
     assert all(b.limited for b in validate(schedule("rotating-2-microbatch", 3, 2)))  # some of them let nothing back
     borders = [b.limited for b in validate(schedule("blocks-2", 6, 1))]
     assert borders == [False, True, False, True, False]
+
+
+def test_buffers_of_delays_and_placements() -> None:
+    """Regression: under a delay every stage but the last is held back, and stages of one rank send each other nothing."""
+    late = best("end-to-end-delay-1", num_stages=4, num_microbatches=2, num_ranks=2, costs=COSTS).schedule
+    assert late.placement == (0, 0, 1, 1)
+    cycles = 1 + late.oldest
+    assert validate(late) == [Buffer(0, 0, False), Buffer(2 * cycles, 2 * cycles, True), Buffer(0, 0, False)]
 
 
 def test_fast_stage_is_throttled_where_nothing_flows_back() -> None:

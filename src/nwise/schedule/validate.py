@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart, forwards, passes
 from nwise.schedule.costs import Costs
@@ -41,8 +42,8 @@ class Buffer:
     Args:
         activations: activations on their way from stage k - 1 to stage k.
         gradients: gradients on their way from stage k to stage k - 1.
-        limited: whether some micro-batch has no gradient that flows back over the boundary. Such a sender is held back:
-            it starts a forward only after its activation of the previous mini-batch has been taken.
+        limited: whether stage k - 1 is held back: it starts a forward only after its activation of an earlier mini-batch
+            has been taken. It is where a micro-batch has no gradient that flows back over the boundary, and under a delay.
     """
 
     activations: int
@@ -99,12 +100,15 @@ def validate(
 def buffers(schedule: Schedule) -> list[Buffer]:
     """Return limits on the messages that may wait at the boundaries 1 .. A-1, for any times of the actions."""
     # One cycle's messages at most, and more under a delay: a sender waits for the same message of an earlier cycle
-    # (`nwise.runtime.channel`).
+    # (`nwise.runtime.channel`). Stages of one rank send each other nothing.
     cycles = 1 + schedule.oldest
     size = cycles * len(schedule.flows) * schedule.num_microbatches
-    limited = set(held_back(schedule.flows))
+    limited = held_back(schedule.flows, schedule.placement, oldest=schedule.oldest)
     limits = []
-    for k in range(1, schedule.num_stages):
+    for k, (before, here) in enumerate(pairwise(schedule.placement), start=1):
+        if before == here:
+            limits.append(Buffer(activations=0, gradients=0, limited=False))
+            continue
         gradients = sum(count * len(flow.stages[k].messages) for flow, count in counted(schedule.flows).items())
         limits.append(Buffer(activations=size, gradients=cycles * gradients, limited=k - 1 in limited))
     return limits
