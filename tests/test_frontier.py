@@ -226,7 +226,7 @@ def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.M
         EXPERIMENTS["e1"].check(Job(folder=tmp_path, size="medium"))
 
 
-@pytest.mark.parametrize("search", [e1.SEARCH, e2.SEARCH], ids=["e1", "e2"])
+@pytest.mark.parametrize("search", [e1.SEARCH, e1.LONG_SEARCH, e2.SEARCH], ids=["e1", "e1 long", "e2"])
 def test_trials_are_short_runs_on_withheld_images(search: Search) -> None:
     for cell in search.cells():
         data = cell.recipe.data

@@ -12,7 +12,7 @@ from experiments.harness.runs import Runs
 from experiments.harness.search import Search
 from experiments.harness.trained import Parts, Trained
 
-SEARCHES = (*arms.SEARCHES, e1.SEARCH, e2.SEARCH)
+SEARCHES = (*arms.SEARCHES, e1.SEARCH, e1.LONG_SEARCH, e2.SEARCH)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
