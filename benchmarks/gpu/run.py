@@ -77,7 +77,7 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
 def shared_gpu() -> Iterator[Mapping[str, str]]:
     """Start CUDA's multi-process service where there is one, and yield the variables with which processes find it.
 
-    Without it the processes that share a GPU take turns: on an H200 fourteen runs of a small network did 2.5 times the work of
+    Without it the processes that share a GPU take turns: on an H200 fourteen runs of a small network did 2.6 times the work of
     one, and 8 times with it.
     """
     control = shutil.which("nvidia-cuda-mps-control")
