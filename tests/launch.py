@@ -87,8 +87,12 @@ def forked(
     try:
         first = _wait(ranks, time.monotonic() + timeout)
     except TimeoutError as error:
-        errors = "\n".join(path.with_suffix(".err").read_text()[-2000:] for path in said)
-        raise TimeoutError(f"{error}\n{errors}") from None
+        errors = [path.with_suffix(".err") for path in said]
+        last = [path.read_text()[-2000:] for path in errors if path.exists()]
+        raise TimeoutError("\n".join([str(error), *last])) from None
+    finally:
+        for rank in ranks:
+            rank.kill()
     texts = [[path.with_suffix(end).read_text() for path in said] for end in (".out", ".err")]
     return subprocess.CompletedProcess(list(arguments), first, *("".join(text) for text in texts))
 
@@ -134,8 +138,6 @@ def _wait(ranks: Sequence[Any], deadline: float) -> int:
         if failed and not first:
             first, deadline = failed, min(deadline, time.monotonic() + 30)
         if time.monotonic() > deadline:
-            for rank in ranks:
-                rank.kill()
             raise TimeoutError(f"a rank has not ended; exit codes {[rank.exitcode for rank in ranks]}")
         time.sleep(0.01)
     return first or next((rank.exitcode for rank in ranks if rank.exitcode), 0)

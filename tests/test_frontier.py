@@ -54,7 +54,7 @@ def test_rates_are_those_that_the_search_chose() -> None:
 
     runs = Runs([r for one in search.EXPERIMENT.all_runs(Job(folder=FOLDER, size="medium")) for r in one.records])
     for one in search.SEARCHES:
-        assert one.best(runs) == one.chosen, one.title
+        assert one.chosen in (None, one.best(runs)), one.title
         assert len(one.grid) >= 5
         assert [b / a for a, b in pairwise(one.grid)] == pytest.approx([2] * (len(one.grid) - 1))
 
@@ -227,7 +227,10 @@ def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("search", [e1.SEARCH, e1.LONG_SEARCH, e2.SEARCH], ids=["e1", "e1 long", "e2"])
-def test_trials_are_short_runs_on_withheld_images(search: Search) -> None:
+def test_trials_run_on_withheld_images(search: Search) -> None:
+    reported = {cell.recipe.epochs for cell in (e2 if search is e2.SEARCH else e1).cells("medium", 1)}
+    lengths = {cell.recipe.epochs for cell in search.cells()}
+    assert lengths == reported if search is e1.LONG_SEARCH else max(lengths) < min(reported)
     for cell in search.cells():
         data = cell.recipe.data
         assert isinstance(data, ImageSource)

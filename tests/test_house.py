@@ -148,6 +148,7 @@ def test_slow_tests_say_why() -> None:
 
 def test_effects_on_the_process_are_in_one_module() -> None:
     effects = r"mallopt|excepthook =|os\._exit|os\.kill|set_num_threads|os\.environ(\.setdefault|\[[^]]+\] =)|donated_buffer ="
+    effects += r"|cuda\.set_device|backends\.cudnn"
     effects += r"|^ *warnings\.filterwarnings|os\.dup2|sys\.path\.insert|signal\.signal\(|atexit\.register"
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}

@@ -19,6 +19,7 @@ import nwise
 from launch import RANKS, forked, results
 from nwise.flow import flows_for
 from nwise.runtime import replicas
+from nwise.runtime.launch import make_mesh
 from nwise.schedule.named import choose
 from nwise.stage import Stage
 from ranks import mesh, placements
@@ -168,6 +169,23 @@ def test_no_unused_process_groups(tmp_path: Path) -> None:
     for found in results(2, "groups.py", tmp_path):
         assert (found["loops"], found["mesh"]) == (2, ["pp"])  # a direction each
         assert (found["first"], found["other"], found["second"]) == (1.0, 7.0, 2.0)
+
+
+def test_ranks_may_outnumber_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: with four ranks on one GPU torch's mesh asked for GPUs 1 to 3, so these ranks failed and rank 0 waited."""
+    taken: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(taken))
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            assert make_mesh(1, None).device_type == "cuda"
+    finally:
+        dist.destroy_process_group()
+    assert taken == [1], "the first choice stays"
 
 
 def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
     rounds = ["--rounds", "1" if rehearse else "10"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     jobs = [Job("checks", [*tests, "tests/test_gpu.py", "tests/test_checkpoint.py"], 6)]
-    if torch.cuda.device_count() >= 4 or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if device == "cuda" and (shared or torch.cuda.device_count() >= 4):
         ranks = [*tests, "tests/test_runtime.py", "-k", "bitwise or replicas_match or tensor_parallel"]
         jobs.append(Job("runtime, nccl", ranks, 5, {"NWISE_TEST_DEVICE": "cuda"}))
     for network in ("gpt", "convnet", "resnet"):
@@ -66,49 +68,50 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
         words = ["benchmarks/step_cost/run.py", "--case", case, "--device", device, *rounds]
         jobs.append(Job(f"step, {case}", words, 3))
     if not rehearse:
-        workers = ["--workers", str(max(1, num_cores() - 2))]
-        for size, name in (("medium", "e2"), ("medium", "e1"), ("full", "e1")):
-            words = ["-m", "experiments", name, "--size", size, *workers]
+        several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
+        for size, name, workers in (("medium", "e2", several), ("medium", "e1", several), ("full", "e1", 1)):
+            words = ["-m", "experiments", name, "--size", size, "--workers", str(workers)]
             jobs.append(Job(f"{name.upper()} in {size} size, as many cells as fit", words, 60))
     return jobs
 
 
 @contextmanager
 def shared_gpu() -> Iterator[Mapping[str, str]]:
-    """Start CUDA's multi-process service where there is one, and yield the variables with which processes find it.
+    """Start CUDA's multi-process service where it can be had, and yield the variables with which processes find it.
 
     Without it the processes that share a GPU take turns: on an H200 fourteen runs of a small network did 2.6 times the work of
     one, and 8 times with it.
     """
     control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        yield {}
-        return
     with tempfile.TemporaryDirectory() as folder:
         variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         environment = {**os.environ, **variables}
-        subprocess.run([control, "-d"], env=environment, check=True)
+        if control is None or subprocess.run([control, "-d"], env=environment, check=False).returncode:
+            yield {}
+            return
         try:
             yield variables
         finally:
-            subprocess.run([control], input="quit\n", text=True, env=environment, timeout=30, check=False)
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit -t 5\n", text=True, env=environment, timeout=15, check=False)
 
 
 def run(job: Job, environment: Mapping[str, str], seconds: float) -> int | str:
-    """Run a job for at most so many seconds, and return its exit code."""
+    """Run a job for at most so many seconds, and return its exit code; no process of it is left."""
     with ExitStack() as stack:
         variables = stack.enter_context(shared_gpu()) if "experiments" in job.words else {}
+        process = subprocess.Popen(
+            [sys.executable, *job.words], cwd=ROOT, env={**environment, **variables}, start_new_session=True
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, *job.words],
-                cwd=ROOT,
-                env={**environment, **variables},
-                timeout=seconds,
-                check=False,
-            )
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return "stopped: no time left"
-        return done.returncode
+        finally:
+            # Killing the job alone would leave its ranks on the GPU, beside the next job.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> None:
@@ -138,6 +141,8 @@ def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> N
         record = {
             "job": job.name,
             "command": " ".join(job.words),
+            "variables": {name: os.environ[name] for name in os.environ if name.startswith("NCCL_")}
+            | dict(job.variables),
             "device": name,
             "torch": torch.__version__,
             "seconds": round(time.monotonic() - start_time, 1),

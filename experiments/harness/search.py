@@ -27,7 +27,8 @@ class Search:
         title: of its table, such as ``"E1, Adam"``.
         grid: rates, a factor of 2 apart.
         trials: function from a rate to the short run that tries it, by method; the search sets its seed.
-        chosen: rates that reported runs use, by method; a test compares them with the records.
+        chosen: rates that reported runs use, by method; a test compares them with the records. None if they use another
+            search's.
         prefix: text before each method's name in the records; default: none.
         seeds: seeds of the trials, none of them of a reported run; default: one.
     """
@@ -35,7 +36,7 @@ class Search:
     title: str
     grid: Sequence[float]
     trials: Mapping[str, Callable[[float], Recipe]]
-    chosen: Mapping[str, float]
+    chosen: Mapping[str, float] | None
     prefix: str = ""
     seeds: Sequence[int] = (TRIAL_SEED,)
 

@@ -32,14 +32,16 @@ def tables(runs: Runs) -> str:
     return "\n\n".join(
         [
             *(search.table(runs) for search in _searched(runs)),
-            "Bold: the rate of the method's reported runs. A star: it is the first or the last of the grid.",
+            "Bold: the best rate, which the method's reported runs have, except in a check. A star: it is the first or the last "
+            "of the grid.",
         ]
     )
 
 
 def claims(runs: Runs) -> list[Claim]:
     """Test whether the grids are wide enough."""
-    inside = [rate in search.grid[1:-1] for search in _searched(runs) for rate in search.best(runs).values()]
+    decides = [search for search in _searched(runs) if search.chosen is not None]
+    inside = [rate in search.grid[1:-1] for search in decides for rate in search.best(runs).values()]
     text = f"the best rate lies inside the grid, of {len(inside)} methods"
     return [measured(text, "ours", sum(inside), holds=all(inside), wanted="all", unit="methods")] if inside else []
 

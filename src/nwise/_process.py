@@ -10,9 +10,10 @@ A library should leave its process alone; these are the exceptions, and no other
     sys.excepthook tells all ranks too  several processes                    the others would wait for this one
     exit code 1 from an exit handler    an error while the last rank closes  Python would exit with 0
     os._exit(1) from a thread           another rank failed                  the main thread waits in a collective
+    a GPU becomes the current one       all ranks join, CUDA is not in use   torch takes the local rank, if it exists or not
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
-    cudnn takes repeatable algorithms   a trainer is on a GPU                its fastest ones add up in any order
+    cudnn takes repeatable algorithms   a trainer is on a GPU                its fastest ones add in no fixed order
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
     KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
 
@@ -49,6 +50,15 @@ def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
         libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
     _share_cores(local_ranks)
+
+
+def choose_gpu(local_rank: int) -> None:
+    """Make one of this machine's GPUs the current one, in turn, unless CUDA is already in use.
+
+    `DeviceMesh` would take GPU `local_rank`, which does not exist where ranks share a GPU.
+    """
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def silence_profiler() -> None:
@@ -121,7 +131,8 @@ def keep_buffers() -> None:
 def repeat_convolutions() -> None:
     """Make cudnn take algorithms that give the same bits each time.
 
-    Some of its gradients of weights are sums of atomic additions, in whatever order they come.
+    Its fastest gradients of weights are sums of atomic additions, in no fixed order. With ``torch.backends.cudnn.benchmark`` it
+    may still choose another algorithm in another process.
     """
     torch.backends.cudnn.deterministic = True
 

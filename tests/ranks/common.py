@@ -1,6 +1,7 @@
 """What the scripts have in common: a network with dropout, batches, and training it.
 
-`NWISE_TEST_DEVICE=cuda` puts them on GPUs, so messages travel over nccl; the process that checks them has to have it too.
+`NWISE_TEST_DEVICE=cuda` puts those of `equality`, `placements` and `mesh` on GPUs, so messages travel over nccl; the process that
+checks them has to have it too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import nwise
 RANK = int(os.environ.get("RANK", "0"))
 DEVICE = torch.device(os.environ.get("NWISE_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":
+    assert torch.cuda.device_count(), "NWISE_TEST_DEVICE=cuda needs a GPU"
     DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(DEVICE)
 
 
 def network(num_stages: int, width: int = 6) -> tuple[list[nn.Module], list[nn.Module]]:

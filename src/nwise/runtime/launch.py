@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nwise._process import prepare_rank
+from nwise._process import choose_gpu, prepare_rank
 
 DIMENSIONS = ("pp", "dp", "tp")
 
@@ -89,6 +89,8 @@ def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
                 f"{num_stages}."
             )
         kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda":
+            choose_gpu(variable("LOCAL_RANK"))
         # Without replicas there is no "dp" dimension: it would have a group, and so a thread of gloo.
         shape = (ranks,) if size == ranks else (ranks, size // ranks)
         return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
