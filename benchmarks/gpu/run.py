@@ -69,9 +69,15 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
         jobs.append(Job(f"step, {case}", words, 3))
     if not rehearse:
         several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
-        for size, name, workers in (("medium", "e2", several), ("medium", "e1", several), ("full", "e1", 1)):
+        cells = [
+            ("rates", "medium", several),
+            ("frontier", "medium", several),
+            ("e1", "medium", several),
+            ("e1", "full", 1),
+        ]
+        for name, size, workers in cells:
             words = ["-m", "experiments", name, "--size", size, "--workers", str(workers)]
-            jobs.append(Job(f"{name.upper()} in {size} size, as many cells as fit", words, 60))
+            jobs.append(Job(f"{name} in {size} size, as many cells as fit", words, 60))
     return jobs
 
 
