@@ -2,7 +2,7 @@
 # make test     ruff, mypy, pytest
 # make test-all the slow tests too
 # make docs     the manual, warnings being errors
-# make gpu      25 minutes on a GPU: checks, memory, speed, full-size cells
+# make gpu      25 minutes on a GPU: checks, memory, speed, then the experiments
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -2,8 +2,8 @@
 
 ``PAPER``             the paper's costs without micro-batches: end-to-end 2A slots, N-wise 2N
 `network_costs`       honest: F = I = W, heads for what they multiply, a price for every action; every method with its best M and
-                      its best order, so that end-to-end is zero-bubble, which keeps the cotangents of all layers, while nwise's
-                      own stages walk the chain again
+                      its best order, which for end-to-end is zero-bubble; a W walks the chain of layers again unless an I has
+                      kept its cotangents, as every I of end-to-end training does
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def describe_costs(costs: Costs) -> str:
     heads = costs.head if isinstance(costs.head, tuple) else (costs.head,)
     return (
         f"Honest costs: F = I = W = 1 slot, heads with their backward {', '.join(f'{head:g}' for head in heads)} (by what they "
-        "multiply), 0.02 an action; every method at its best M; end-to-end is zero-bubble, whose weight gradients find the "
-        "cotangents of all layers kept, while those of nwise walk the chain again. Memory: mini-batches' activations that a "
-        "stage keeps at once; the cotangents that zero-bubble keeps besides are not counted."
+        "multiply), 0.02 an action; every method at its best M; end-to-end is zero-bubble. A weight gradient walks the chain "
+        "of layers again unless an input gradient has kept its cotangents, as in end-to-end training. Memory: mini-batches' "
+        "activations that a stage keeps at once; kept cotangents are not counted."
     )
 
 
