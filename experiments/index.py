@@ -46,15 +46,26 @@ def verdict(claims: list[Claim]) -> str:
 
     >>> verdict([])
     'no claims yet'
+    >>> from experiments.harness.claims import exact
+    >>> verdict([exact("the printed M is best", "table", 9, holds=False, wanted="0", unit="cells off")])
+    '1 exact, of which 1 does not hold'
     """
     if not claims:
         return "no claims yet"
-    counts = Counter(claim.verdict for claim in claims)
-    tested = len(claims) - counts["exact"]
+    # No run could have changed the verdict of an exact claim, so it is counted apart, also where it does not hold.
+    exact = [claim for claim in claims if not claim.seeds and claim.verdict in ("exact", "does not hold")]
+    counts = Counter(claim.verdict for claim in claims if claim not in exact)
+    tested = len(claims) - len(exact)
     parts = [f"{counts['holds']} of {tested} claims hold"] if tested else []
     if counts["does not hold"]:
         parts.append(f"{counts['does not hold']} {'does' if counts['does not hold'] == 1 else 'do'} not")
-    parts += [f"{counts[kind]} {kind}" for kind in ("undecided", "exact") if counts[kind]]
+    if counts["undecided"]:
+        parts.append(f"{counts['undecided']} undecided")
+    if exact:
+        wrong = sum(claim.verdict != "exact" for claim in exact)
+        parts.append(
+            f"{len(exact)} exact" + (f", of which {wrong} {'does' if wrong == 1 else 'do'} not hold" if wrong else "")
+        )
     return ", ".join(parts)
 
 
