@@ -63,10 +63,10 @@ def make_panels(
     return figure, list(panels)
 
 
-def legend(axes: Axes, size: int = 8) -> None:
-    """Draw a legend if there is anything to name."""
+def legend(axes: Axes, size: int = 8, **place: Any) -> None:
+    """Draw a legend if there is anything to name; `place` goes to matplotlib's `legend`."""
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=size)
+        axes.legend(frameon=False, fontsize=size, **place)
 
 
 def _error_bars(axes: Axes, xs: Sequence[float], columns: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
@@ -168,12 +168,12 @@ def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path:
 @styled
 def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, path: Path) -> None:
     """Draw the accuracy of the mean of the top heads' probabilities."""
-    figure, (axes,) = make_panels(1, width=5.4)
+    figure, (axes,) = make_panels(1, width=6.4)
     for i, method in enumerate(methods):
         columns = [list(runs.scores(ensemble_accuracy(n), method).values()) for n in range(1, num_heads + 1)]
         _error_bars(axes, _beside(range(1, num_heads + 1), i, len(methods)), columns, style(method))
     axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
-    legend(axes, 8)
+    legend(axes, 8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
 
 
