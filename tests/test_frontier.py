@@ -226,11 +226,11 @@ def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.M
         EXPERIMENTS["e1"].check(Job(folder=tmp_path, size="medium"))
 
 
-@pytest.mark.parametrize("search", [e1.SEARCH, e1.LONG_SEARCH, e2.SEARCH], ids=["e1", "e1 long", "e2"])
+@pytest.mark.parametrize("search", [e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH], ids=["e1", "e1 short", "e2"])
 def test_trials_run_on_withheld_images(search: Search) -> None:
     reported = {cell.recipe.epochs for cell in (e2 if search is e2.SEARCH else e1).cells("medium", 1)}
     lengths = {cell.recipe.epochs for cell in search.cells()}
-    assert lengths == reported if search is e1.LONG_SEARCH else max(lengths) < min(reported)
+    assert lengths == reported if search is e1.SEARCH else max(lengths) < min(reported)
     for cell in search.cells():
         data = cell.recipe.data
         assert isinstance(data, ImageSource)

@@ -28,14 +28,7 @@ _BASES = {
 }
 
 # Of medium size, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
-RATES: dict[str, float] = {
-    "1-wise": 0.000125,
-    "2-wise": 0.0000625,
-    "3-wise": 0.0000625,
-    "4-wise": 0.00025,
-    "end-to-end": 0.0000625,
-    "1-wise double size": 0.000125,
-}
+RATES: dict[str, float] = {"end-to-end": 0.001}
 
 
 def _recipe(base: Recipe, method: str, stages: int, seed: int) -> Recipe:
@@ -69,20 +62,20 @@ def _trial(method: str, rate: float, epochs: int) -> Recipe:
 
 _GRID = (0.0000625, 0.000125, 0.00025, 0.0005, 0.001, 0.002)
 SEARCH = Search(
-    title="E1, Adam, one epoch",
-    grid=_GRID,
-    trials={method: partial(_trial, method, epochs=1) for method in (*_WISE, DOUBLE)},
-    chosen=RATES,
-    prefix="E1 ",
-    seeds=(TRIAL_SEED, TRIAL_SEED + 1),  # one epoch at a constant rate ends on a ragged curve
-)
-# Is the best rate after one epoch the best after six? The README says what follows if it is not.
-LONG_SEARCH = Search(
-    title="E1, Adam, six epochs (a check)",
+    title="E1, Adam, six epochs",
     grid=_GRID,
     trials={method: partial(_trial, method, epochs=6) for method in (*_WISE, DOUBLE)},
-    chosen=None,
+    chosen=RATES,
     prefix="E1, six epochs, ",
+)
+# The best rate of end-to-end training is 16 times as high after six epochs as after one, so these rates are not used.
+SHORT_SEARCH = Search(
+    title="E1, Adam, one epoch (not used)",
+    grid=_GRID,
+    trials={method: partial(_trial, method, epochs=1) for method in (*_WISE, DOUBLE)},
+    chosen=None,
+    prefix="E1 ",
+    seeds=(TRIAL_SEED, TRIAL_SEED + 1),  # one epoch at a constant rate ends on a ragged curve
 )
 
 

@@ -12,7 +12,7 @@ from experiments.harness.runs import Runs
 from experiments.harness.search import Search
 from experiments.harness.trained import Parts, Trained
 
-SEARCHES = (*arms.SEARCHES, e1.SEARCH, e1.LONG_SEARCH, e2.SEARCH)
+SEARCHES = (*arms.SEARCHES, e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
@@ -32,8 +32,8 @@ def tables(runs: Runs) -> str:
     return "\n\n".join(
         [
             *(search.table(runs) for search in _searched(runs)),
-            "Bold: the best rate, which the method's reported runs have, except in a check. A star: it is the first or the last "
-            "of the grid.",
+            "Bold: the best rate, which the method's reported runs have, unless the title says otherwise. A star: it is the "
+            "first or the last of the grid.",
         ]
     )
 
