@@ -166,6 +166,7 @@ RATES: dict[str, float] = {
     "muon end-to-end-delay-1": 0.02,
     "muon rotating-2, all heads": 0.04,
     "muon end-to-end-delay-1, extrapolated": 0.02,
+    "muon rotating-2-microbatch, all heads": 0.02,
     "muon local": 0.02,
     "muon 2-wise-mean": 0.04,
     "muon 3-wise-mean": 0.04,
