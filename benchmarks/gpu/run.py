@@ -70,19 +70,12 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
     if not rehearse:
         several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
         # The frontier is not here: its records are of CPUs.
-        cells = [("rates", "medium", "E1", several), ("e1", "medium", "", several), ("e4", "full", "cifar10,", 1)]
-        for name, size, only, workers in cells:
-            words = [
-                "-m",
-                "experiments",
-                name,
-                "--size",
-                size,
-                "--workers",
-                str(workers),
-                *(["--only", only] if only else []),
-            ]
-            jobs.append(Job(f"{name} in {size} size, as many cells as fit", words, 60))
+        commands = [
+            f"rates --size medium --workers {several} --only E1",
+            f"e1 --size medium --workers {several}",
+            "e4 --size full --workers 1 --only cifar10,",
+        ]
+        jobs += [Job(f"{one}: as many cells as fit", ["-m", "experiments", *one.split()], 60) for one in commands]
     return jobs
 
 
@@ -152,8 +145,7 @@ def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> N
         record = {
             "job": job.name,
             "command": " ".join(job.words),
-            "variables": {name: os.environ[name] for name in os.environ if name.startswith("NCCL_")}
-            | dict(job.variables),
+            "variables": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")} | dict(job.variables),
             "device": name,
             "torch": torch.__version__,
             "seconds": round(time.monotonic() - start_time, 1),

@@ -18,7 +18,7 @@ OVERHEAD = 0.02  # of an action, in forwards of a stage
 
 
 def costs(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> Costs:
-    """Return the costs of the arm's network: F = I = W = 1 slot a stage, heads for what they multiply.
+    """Return the costs of the arm's network: F = I = W = 1 slot a stage, heads by their multiplications.
 
     Args:
         one: the arm.

@@ -1,8 +1,8 @@
 """How long a mini-batch takes on one accelerator a stage, by the timing model.
 
 ``PAPER``             the paper's costs without micro-batches: end-to-end 2A slots, N-wise 2N
-`network_costs`       honest: F = I = W, heads for what they multiply, a price for every action; every method with its best M and
-                      its best order, which for end-to-end is zero-bubble; a W walks the chain of layers again unless an I has
+`network_costs`       honest: F = I = W, heads by their multiplications, a price for every action; every method with its best M
+                      and its best order, which for end-to-end is zero-bubble; a W walks the chain of layers again unless an I has
                       kept its cotangents, as every I of end-to-end training does
 """
 
@@ -71,10 +71,10 @@ def describe_costs(costs: Costs) -> str:
     """Return the assumptions of `network_costs` and `step_time`, for the note below a table."""
     heads = costs.head if isinstance(costs.head, tuple) else (costs.head,)
     return (
-        f"Honest costs: F = I = W = 1 slot, heads with their backward {', '.join(f'{head:g}' for head in heads)} (by what they "
-        "multiply), 0.02 an action; every method at its best M; end-to-end is zero-bubble. A weight gradient walks the chain "
-        "of layers again unless an input gradient has kept its cotangents, as in end-to-end training. Memory: mini-batches' "
-        "activations that a stage keeps at once; kept cotangents are not counted."
+        f"Honest costs: F = I = W = 1 slot; heads with their backward take {', '.join(f'{head:g}' for head in heads)} slots, by "
+        "their multiplications; an action adds 0.02. Every method runs at its best M, and end-to-end is zero-bubble. A weight "
+        "gradient walks the chain of layers again unless an input gradient has kept its cotangents, as in end-to-end training. "
+        "Memory: mini-batches' activations that a stage keeps at once; kept cotangents are not counted."
     )
 
 

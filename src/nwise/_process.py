@@ -52,13 +52,13 @@ def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
     _share_cores(local_ranks)
 
 
-def choose_gpu(local_rank: int) -> None:
-    """Make one of this machine's GPUs the current one, in turn, unless CUDA is already in use.
+def choose_gpu(index: int) -> None:
+    """Make a GPU of this machine the current one, unless CUDA is already in use.
 
-    `DeviceMesh` would take GPU `local_rank`, which does not exist where ranks share a GPU.
+    `DeviceMesh` would take the GPU with the number of the local rank, which does not exist where ranks share a GPU.
     """
     if not torch.cuda.is_initialized():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(index)
 
 
 def silence_profiler() -> None:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from nwise.runtime.launch import local_gpu
 
 RANK = int(os.environ.get("RANK", "0"))
 DEVICE = torch.device(os.environ.get("NWISE_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":
     assert torch.cuda.device_count(), "NWISE_TEST_DEVICE=cuda needs a GPU"
-    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    DEVICE = torch.device("cuda", local_gpu())
     torch.cuda.set_device(DEVICE)
 
 

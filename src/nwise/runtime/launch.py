@@ -36,6 +36,11 @@ def variable(name: str, default: int = 0) -> int:
     return int(text)
 
 
+def local_gpu() -> int:
+    """Return the index of this process's GPU: the processes of one machine take its GPUs in turn."""
+    return variable("LOCAL_RANK") % torch.cuda.device_count()
+
+
 def start(timeout: float = 300.0) -> bool:
     """Join the process group that `torchrun` describes, unless this process is already in one.
 
@@ -90,7 +95,7 @@ def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
             )
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda":
-            choose_gpu(variable("LOCAL_RANK"))
+            choose_gpu(local_gpu())
         # Without replicas there is no "dp" dimension: it would have a group, and so a thread of gloo.
         shape = (ranks,) if size == ranks else (ranks, size // ranks)
         return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])

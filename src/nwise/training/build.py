@@ -20,7 +20,7 @@ from nwise.models.chain import Chain
 from nwise.pipeline import Pipeline
 from nwise.planning.profile import Network
 from nwise.recipes import Recipe
-from nwise.runtime.launch import launched, variable
+from nwise.runtime.launch import launched, local_gpu
 from nwise.schedule.placement import parse_placement
 from nwise.stage import LossFn
 from nwise.tensors import Tensors
@@ -32,8 +32,7 @@ def pick_device(recipe: Recipe) -> torch.device:
     if recipe.device == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # Processes of one machine take its GPUs in turn.
-        return torch.device("cuda", variable("LOCAL_RANK") % torch.cuda.device_count())
+        return torch.device("cuda", local_gpu())
     try:
         device = torch.device(recipe.device)
     except RuntimeError as error:
