@@ -13,15 +13,17 @@ from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
 from experiments.frontier import clock, experiment, memory, plots
 from experiments.frontier.arms import ARMS, STEPS, Arm, arm
-from experiments.harness.cell import Record
+from experiments.harness.cell import Cell, Record, read_cell
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Job, NothingMatches
 from experiments.harness.runs import Runs
 from experiments.harness.search import TRIAL_SEED, Search
+from experiments.harness.trained import Trained
 from experiments.index import EXPERIMENTS
+from experiments.rates.experiment import SEARCHES
 from nwise import cli
 from nwise.planning.profile import Profile
-from nwise.recipes import ImageSource
+from nwise.recipes import ImageSource, to_json
 from nwise.schedule.partition import Piece
 
 FOLDER = Path(__file__).parents[1] / "experiments"
@@ -48,15 +50,27 @@ def found(runs: Runs) -> dict[str, Claim]:
     return {claim.text: claim for claim in experiment.claims(runs)}
 
 
-def test_rates_are_those_that_the_search_chose() -> None:
-    """Rates stand in the code, so a reported run needs no other file; they must be what the records say."""
-    from experiments.rates import experiment as search
-
-    runs = Runs([r for one in search.EXPERIMENT.all_runs(Job(folder=FOLDER, size="medium")) for r in one.records])
-    for one in search.SEARCHES:
-        assert one.chosen in (None, one.best(runs)), one.title
+def test_rates_are_a_factor_of_two_apart() -> None:
+    for one in SEARCHES:
         assert len(one.grid) >= 5
         assert [b / a for a, b in pairwise(one.grid)] == pytest.approx([2] * (len(one.grid) - 1))
+
+
+@pytest.mark.parametrize("name", ["e2", "frontier"])
+def test_reported_runs_have_the_best_rates(name: str) -> None:
+    """A new trial could choose another rate; runs with the old one would then leave the tables, and nobody would notice."""
+    job = Job(folder=FOLDER, size="medium", seeds=3)
+    one = EXPERIMENTS[name]
+    assert isinstance(one, Trained)
+    cells = set(one.cells(job))
+    assert [r["method"] for r in one.store(job).read() if read_cell(r) not in cells] == []
+
+
+def test_place_of_a_run_is_not_part_of_its_cell() -> None:
+    """Runs of one method may go to CPUs and GPUs; the record's machine says where."""
+    local = Cell(method="local", recipe=arm("muon local").run(0.02, seed=0))
+    config = to_json(replace(local.recipe, device="cuda:1"))
+    assert read_cell({"method": "local", "part": "", "config": config}) == local
 
 
 def test_less_memory_takes_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +112,7 @@ def test_best_rate_at_an_end_of_the_grid_has_a_star() -> None:
         ]
     )
     search = Search(
-        title="Ours", grid=(1, 2, 4), trials={m: lambda rate: arm("muon local").trial(rate) for m in losses}, chosen={}
+        title="Ours", grid=(1, 2, 4), trials={m: lambda rate: arm("muon local").trial(rate) for m in losses}
     )
     assert search.best(runs) == {"inside": 2, "at the end": 4}
     rows = search.table(runs).splitlines()[2:]
@@ -119,10 +133,20 @@ def test_best_rate_has_the_lowest_mean_of_all_seeds() -> None:
         )
 
     trials = {"ours": lambda rate: arm("muon local").trial(rate)}
-    search = Search(title="Ours", grid=(1, 2, 4), trials=trials, chosen={}, seeds=(100, 101))
+    search = Search(title="Ours", grid=(1, 2, 4), trials=trials, seeds=(100, 101))
     assert search.best(runs(100)) == {}
     assert search.best(runs(100, 101)) == {"ours": 2}
     assert [cell.recipe.seed for cell in search.cells()] == [100] * 3 + [101] * 3
+
+
+def test_text_of_another_python_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the standard library, so under another Python the runs of one table would have learned different texts."""
+    monkeypatch.setattr("experiments.harness.cell.standard_library", lambda max_bytes: "import this")
+    with pytest.raises(
+        FileNotFoundError, match=r"should be the standard library of Python 3\.11\.7.*Found that of 3\."
+    ):
+        EXPERIMENTS["frontier"].reproduce(Job(folder=tmp_path, size="medium", seeds=1))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trial_is_the_beginning_of_a_run() -> None:
@@ -215,11 +239,12 @@ def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytes
 
 def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A medium run needs the method's own rate, which the trials choose."""
-    monkeypatch.setattr(e1, "RATES", {"2-wise": 0.001})
+    best: dict[str, float] = {"2-wise": 0.001}
+    monkeypatch.setattr(Search, "rates", lambda self: best)
     cells = e1.cells("medium", 1)
     assert {(cell.method, cell.num_stages) for cell in cells} == {("2-wise", 3), ("2-wise", 6), ("2-wise", 10)}
     assert {cell.recipe.optimizer.lr for cell in cells} == {0.001}
-    monkeypatch.setattr(e1, "RATES", {})
+    best.clear()
     with pytest.raises(
         NothingMatches, match="e1 should have a learning rate for each method of medium size. Found none"
     ):

@@ -69,10 +69,11 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
         jobs.append(Job(f"step, {case}", words, 1))
     if not rehearse:
         several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
-        # The frontier is not here: its records are of CPUs.
         commands = [
-            f"rates --size medium --workers {several} --only E1",
+            f"rates --size medium --workers {several} --only six",
             f"e1 --size medium --workers {several}",
+            f"rates --size medium --workers {several} --only muon",
+            f"frontier --size medium --workers {several} --only muon",
             "e4 --size full --workers 1 --only cifar10,",
         ]
         jobs += [Job(f"{one}: as many cells as fit", ["-m", "experiments", *one.split()], 60) for one in commands]

@@ -27,9 +27,6 @@ _BASES = {
     "full": on_a_gpu(recipe("cifar10-convnet")),
 }
 
-# Of medium size, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
-RATES: dict[str, float] = {"end-to-end": 0.001}
-
 
 def _recipe(base: Recipe, method: str, stages: int, seed: int) -> Recipe:
     assert isinstance(base.model, ConvNet)
@@ -40,16 +37,17 @@ def _recipe(base: Recipe, method: str, stages: int, seed: int) -> Recipe:
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: stages by methods by seeds; an N of A or more is end-to-end and not run twice.
 
-    In medium size every method has its own rate, and one whose rate has not been chosen has no cells.
+    In medium size every method has its own rate, and one that has not been tried with all rates has no cells.
     """
-    methods = [method for method in (*_WISE, DOUBLE) if size != "medium" or method in RATES]
+    bases = dict.fromkeys((*_WISE, DOUBLE), _BASES[size])
+    if size == "medium":
+        bases = {method: with_rate(_BASES[size], rate) for method, rate in SEARCH.rates().items()}
     cells = []
     for seed in range(seeds):
         for stages in reversed(_STAGES[size]):
-            for method in methods:
+            for method, base in bases.items():
                 if method[0] in "234" and int(method[0]) >= stages:
                     continue
-                base = with_rate(_BASES[size], RATES[method]) if size == "medium" else _BASES[size]
                 cells.append(Cell(method=method, recipe=_recipe(base, method, stages, seed)))
     return cells
 
@@ -65,7 +63,6 @@ SEARCH = Search(
     title="E1, Adam, six epochs",
     grid=_GRID,
     trials={method: partial(_trial, method, epochs=6) for method in (*_WISE, DOUBLE)},
-    chosen=RATES,
     prefix="E1, six epochs, ",
 )
 # The best rate of end-to-end training is 16 times as high after six epochs as after one, so these rates are not used.
@@ -73,9 +70,9 @@ SHORT_SEARCH = Search(
     title="E1, Adam, one epoch (not used)",
     grid=_GRID,
     trials={method: partial(_trial, method, epochs=1) for method in (*_WISE, DOUBLE)},
-    chosen=None,
     prefix="E1 ",
     seeds=(TRIAL_SEED, TRIAL_SEED + 1),  # one epoch at a constant rate ends on a ragged curve
+    decides=False,
 )
 
 

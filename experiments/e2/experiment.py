@@ -37,18 +37,6 @@ _MEDIUM = replace(
     _SMALL, name="cifar10-resnet-medium", data=_IMAGES, model=_QUARTER, epochs=20, eval_every=4, channels_last=True
 )
 
-# Of medium size, chosen by `nwise reproduce rates --size medium`; a test compares them with its records.
-RATES: dict[str, float] = {
-    "end-to-end": 0.05,
-    "1-wise": 0.2,
-    "2-wise": 0.1,
-    "3-wise": 0.05,
-    "2-wise-mean": 0.1,
-    "rotating-2": 0.1,
-    "geometric-0.5": 0.1,
-    "deep-supervision": 0.1,
-}
-
 
 def base(size: Size, source: str = "cifar10") -> Recipe:
     """Return the recipe of a size but for strategy and seed, in medium size but for the rate."""
@@ -66,7 +54,6 @@ SEARCH = Search(
     title="E2, SGD",
     grid=(0.025, 0.05, 0.1, 0.2, 0.4),
     trials={method: partial(_trial, method) for method in (*PAPER, *BEYOND)},
-    chosen=RATES,
     prefix="E2 ",
 )
 
@@ -81,18 +68,19 @@ def costs(runs: Runs) -> Costs:
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: methods by seeds; ImageNet, as printed, has one seed.
 
-    In medium size every method has its own rate, and one whose rate has not been chosen has no cells.
+    In medium size every method has its own rate, and one that has not been tried with all rates has no cells.
     """
+    rates = SEARCH.rates() if size == "medium" else {}
 
     def settings(source: str, method: str) -> Recipe:
-        return with_rate(base(size, source), RATES[method]) if size == "medium" else base(size, source)
+        return with_rate(base(size, source), rates[method]) if rates else base(size, source)
 
     return [
         Cell(method=method, recipe=replace(settings(source, method), strategy=method, seed=seed, heads="all"))
         for source in (PRINTED if size == "full" else ["cifar10"])
         for seed in range(1 if source == "imagenet" else seeds)
         for method in (*PAPER, *BEYOND)
-        if size != "medium" or method in RATES
+        if size != "medium" or method in rates
     ]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from experiments.frontier import clock, memory
-from experiments.frontier.arms import ARMS, RATES, STAGES, STEPS, Arm, arm
+from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, arm, rates
 from experiments.frontier.plots import draw_frontier
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
@@ -21,13 +21,14 @@ _SMALL = 0.03  # nats; chosen before the runs; a Muon run of end-to-end training
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: every arm whose rate has been chosen, by seed."""
+    """Return the cells: every arm that was tried with all rates, by seed."""
     del size
+    best = rates()
     return [
-        Cell(method=one.name, recipe=one.run(RATES[one.name], seed))
+        Cell(method=one.name, recipe=one.run(best[one.name], seed))
         for seed in range(seeds)
         for one in ARMS
-        if one.name in RATES
+        if one.name in best
     ]
 
 

@@ -16,7 +16,7 @@ import tyro
 from rich.progress import track
 
 from experiments.frontier import clock
-from experiments.frontier.arms import ARMS, RATES, STAGES, STEPS, Arm, arm
+from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, arm, rates
 from experiments.harness import markdown
 from experiments.harness.cell import Record, revision
 from experiments.harness.runs import Runs, loss_at
@@ -38,7 +38,8 @@ _TIMES = ("forward", "head", "input_grad", "weight_grad", "chain_share")
 
 def compared() -> list[Arm]:
     """Return the arms with Muon and eight stages that have runs, but for those that switch strategies."""
-    arms = [one for one in ARMS if one.name in RATES and one.optimizer == "muon" and "@" not in one.strategy]
+    best = rates()
+    arms = [one for one in ARMS if one.name in best and one.optimizer == "muon" and "@" not in one.strategy]
     return [one for one in arms if one.num_stages == one.blocks == STAGES]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,10 +21,15 @@ from torch import Tensor
 from nwise._machine import machine
 from nwise.data import Images, Tokens
 from nwise.data.sources import tables
+from nwise.data.text import standard_library
 from nwise.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, from_json, to_json
 from nwise.training import Callback, Scores, Trainer, evaluate
 from nwise.training.build import autocast
 from nwise.training.run import versions
+
+# SHA-256 of the source that records were trained on, by its size; the standard library of another Python is another text.
+_SOURCE_SHA256 = {4_700_000: "2e31e854ce7c5a39d3549a94420e7ba4b51281ef0f32fc8b6ddd601eff6d7d42"}
+_SOURCE_PYTHON = "3.11.7"
 
 Record = dict[str, Any]
 Data = tuple[Images, Images] | tuple[Tokens, Tokens]
@@ -66,13 +73,21 @@ class Cell:
 def read_cell(record: Record) -> Cell | None:
     """Return the cell of a record; None if it was written by a version whose configurations cannot be read."""
     try:
-        return Cell(method=record["method"], part=record["part"], recipe=from_json(record["config"]))
+        recipe = replace(from_json(record["config"]), device="auto")  # its machine says where it ran
+        return Cell(method=record["method"], part=record["part"], recipe=recipe)
     except (ValueError, TypeError, KeyError):
         return None
 
 
 def missing_data(data: object) -> str | None:
-    """Return why the data of a recipe cannot be had; None if they can."""
+    """Return why the data of a recipe cannot be had, or are not those of the records; None if they can and are."""
+    if isinstance(data, EmbeddedText) and data.max_bytes in _SOURCE_SHA256:
+        digest = hashlib.sha256(standard_library(data.max_bytes).encode()).hexdigest()
+        if digest != _SOURCE_SHA256[data.max_bytes]:
+            return (
+                f"The text should be the standard library of Python {_SOURCE_PYTHON}, as in the records. Found that of "
+                f"{platform.python_version()}; run the experiment with Python {_SOURCE_PYTHON}."
+            )
     if not isinstance(data, ImageSource | TextSource):
         return None
     try:

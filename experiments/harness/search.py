@@ -1,17 +1,23 @@
-"""A search for learning rates: every method is tried with every rate of a grid, in short runs tested on withheld data."""
+"""A search for learning rates: every method is tried with every rate of a grid, in short runs tested on withheld data.
+
+nwise reproduce rates  ->  rates/medium.jsonl  ->  the reported runs
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.runs import Runs, loss, shown
+from experiments.harness.store import Store
 from nwise.recipes import Recipe
 
 TRIAL_SEED = 100  # of trials, and those that follow; no reported run has them
+_RECORDS = Path(__file__).parents[1] / "rates" / "medium.jsonl"
 
 
 def with_rate(recipe: Recipe, rate: float) -> Recipe:
@@ -27,18 +33,17 @@ class Search:
         title: of its table, such as ``"E1, Adam"``.
         grid: rates, a factor of 2 apart.
         trials: function from a rate to the short run that tries it, by method; the search sets its seed.
-        chosen: rates that reported runs use, by method; a test compares them with the records. None if they use another
-            search's.
         prefix: text before each method's name in the records; default: none.
         seeds: seeds of the trials, none of them of a reported run; default: one.
+        decides: whether reported runs have its best rates; default: they do.
     """
 
     title: str
     grid: Sequence[float]
     trials: Mapping[str, Callable[[float], Recipe]]
-    chosen: Mapping[str, float] | None
     prefix: str = ""
     seeds: Sequence[int] = (TRIAL_SEED,)
+    decides: bool = True
 
     def cells(self) -> list[Cell]:
         """Return the cells: every method with every rate and seed."""
@@ -48,6 +53,11 @@ class Search:
             for method, trial in self.trials.items()
             for rate in self.grid
         ]
+
+    def rates(self) -> dict[str, float]:
+        """Return the best rates by the records of this repository: those of the reported runs."""
+        records = [record for _, record in Store(_RECORDS).records_for(self.cells())]
+        return self.best(Runs([record for record in records if record is not None]))
 
     def best(self, runs: Runs) -> dict[str, float]:
         """Return the rate with the lowest mean of withheld losses, for every method that was tried with all rates and seeds."""

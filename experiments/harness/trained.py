@@ -50,7 +50,7 @@ class Trained(Experiment):
         if not self.parts.cells(job.size, 1):
             raise NothingMatches(
                 f"{self.name} should have a learning rate for each method of {job.size} size. Found none; run `nwise reproduce "
-                f"rates --size {job.size}` and enter the best into experiments/{self.owner}/experiment.py."
+                f"rates --size {job.size}` first."
             )
 
     def cells(self, job: Job) -> list[Cell]:

@@ -40,8 +40,8 @@ def tables(runs: Runs) -> str:
 
 def claims(runs: Runs) -> list[Claim]:
     """Test whether the grids are wide enough."""
-    decides = [search for search in _searched(runs) if search.chosen is not None]
-    inside = [rate in search.grid[1:-1] for search in decides for rate in search.best(runs).values()]
+    decisive = [search for search in _searched(runs) if search.decides]
+    inside = [rate in search.grid[1:-1] for search in decisive for rate in search.best(runs).values()]
     text = f"the best rate lies inside the grid, of {len(inside)} methods"
     return [measured(text, "ours", sum(inside), holds=all(inside), wanted="all", unit="methods")] if inside else []
 
