@@ -199,6 +199,18 @@ def test_claims_at_equal_time_credit_the_faster_arm() -> None:
     assert found(runs)["muon: local is worse than 2-wise-mean"].verdict == "undecided", "2-wise-mean was not run"
 
 
+def test_claims_about_four_stages_take_end_to_end_runs_of_any_cut() -> None:
+    """An end-to-end run learns the same for every cut, but a local one does not; a step has the length of four stages."""
+    slope = 1 / STEPS
+    runs = Runs(records("muon end-to-end", 2.0, slope) + records("muon local, 4 stages", 2.0, slope))
+    claims = found(runs)
+    exact, local = (clock.slots(replace(arm(f"muon {name}"), num_stages=4))[0][1] for name in ("end-to-end", "local"))
+    claim = claims["muon, four stages, equal time, latency 0: end-to-end is worse than local"]
+    assert claim.effect == pytest.approx(1 - local / exact)
+    assert claims["muon, equal time, latency 0: end-to-end is worse than local"].verdict == "undecided", "eight stages"
+    assert replace(arm("muon local"), num_stages=4).run_name == "muon local, 4 stages"
+
+
 def test_price_of_delay_by_optimizer() -> None:
     ends = {
         "muon end-to-end": 1.0,

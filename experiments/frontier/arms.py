@@ -6,7 +6,7 @@ steps; the rate falls with the square root of the step, so a run of 500 steps is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from experiments.harness.search import TRIAL_SEED, Search
@@ -67,6 +67,17 @@ class Arm:
         parts += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
         parts += [f"heads of {self.head_blocks}"] if self.head_blocks else []
         return ", ".join(parts)
+
+    @property
+    def run_name(self) -> str:
+        """The name of the arm whose runs count: end-to-end training learns the same for every cut, late or not."""
+        same = self.strategy.startswith("end-to-end") and self.blocks == STAGES
+        return replace(self, num_stages=STAGES).name if same else self.name
+
+    @property
+    def label(self) -> str:
+        """The name without the optimizer and the cut."""
+        return replace(self, num_stages=STAGES).name.removeprefix(f"{self.optimizer} ")
 
     def strategy_for(self, steps: int) -> Strategy:
         """Return the strategy of a run of so many steps."""

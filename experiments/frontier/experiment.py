@@ -44,7 +44,8 @@ def claims(runs: Runs) -> list[Claim]:
     claims = [claim for optimizer in ("muon", "adam") for claim in _at_equal_steps(runs, optimizer)]
     prices = [difference(_end(runs, f"{o} {LATE}"), _end(runs, f"{o} {PROMPT}")) for o in ("adam", "muon")]
     claims.append(greater("delay 1 costs Muon less than Adam", "delay", *prices, unit="nats"))
-    return claims + [claim for latency in clock.LATENCIES for claim in _at_equal_time(runs, latency)]
+    claims += [claim for latency in clock.LATENCIES for claim in _at_equal_time(runs, latency)]
+    return claims + [claim for latency in clock.LATENCIES for claim in _with_four_stages(runs, latency)]
 
 
 def _end(runs: Runs, name: str) -> Seeds:
@@ -79,30 +80,41 @@ def at_equal_time(runs: Runs, first: Arm, second: Arm, latency: float) -> list[S
         second: another.
         latency: of a message, in slots.
     """
-    if not all(runs.records_for(one.name) for one in (first, second)):
+    if not all(runs.records_for(one.run_name) for one in (first, second)):
         return [{}, {}]  # a period takes seconds
     end = min(clock.total(one, latency) for one in (first, second))
-    return [runs.scores(loss_at(clock.steps_done(one, end, latency)), one.name) for one in (first, second)]
+    return [runs.scores(loss_at(clock.steps_done(one, end, latency)), one.run_name) for one in (first, second)]
 
 
 def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
     """Compare with exact end-to-end training, and with the shortest delay that hides the latency at eight stages."""
     late = LATER if latency else BETTER_LATE
     pairs = [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
-    claims = []
-    for worse, better in pairs:
-        text = f"muon, equal time, latency {latency:g}: {worse} is worse than {better}"
-        losses = at_equal_time(runs, arm(f"muon {worse}"), arm(f"muon {better}"), latency)
-        claims.append(greater(text, "time", *losses, unit="nats"))
-    return claims
+    where = f"muon, equal time, latency {latency:g}"
+    return [_worse_in_time(runs, where, "time", arm(f"muon {a}"), arm(f"muon {b}"), latency) for a, b in pairs]
+
+
+def _with_four_stages(runs: Runs, latency: float) -> list[Claim]:
+    """Compare the same blocks in four stages; there a delay of one hides a latency of one slot."""
+    where = f"muon, four stages, equal time, latency {latency:g}"
+    pairs = [(rival, better) for rival in (PROMPT, BETTER_LATE) for better in (TWO, LOCAL)]
+    return [_worse_in_time(runs, where, "four", _in_four(a), _in_four(b), latency) for a, b in pairs]
+
+
+def _in_four(name: str) -> Arm:
+    return replace(arm(f"muon {name}"), num_stages=4)
+
+
+def _worse_in_time(runs: Runs, where: str, source: str, worse: Arm, better: Arm, latency: float) -> Claim:
+    text = f"{where}: {worse.label} is worse than {better.label}"
+    return greater(text, source, *at_equal_time(runs, worse, better, latency), unit="nats")
 
 
 def tables(runs: Runs) -> str:
     """Return losses at equal steps and at equal time, slots of a step, and work; then the same for other numbers of stages."""
     deep = [one for one in ARMS if one.blocks == STAGES and one.num_stages == STAGES]
     shallow = [[one.name, runs.shown(loss, one.name, digits=3)] for one in ARMS if one.blocks == 1]
-    whole = [arm(f"muon {name}") for name in (PROMPT, BETTER_LATE, LATER)]
-    four = [replace(one, num_stages=4) for one in whole]
+    four = [_in_four(name) for name in (PROMPT, BETTER_LATE, LATER)]
     four += [one for one in ARMS if one.blocks == STAGES and one.num_stages == 4]
     return "\n\n".join(
         [
@@ -139,7 +151,7 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
         work, end = clock.work(one), clock.total(local)
         steps = [STEPS, STEPS * clock.work(prompt) / work]
         steps += [clock.steps_done(one, end, latency) for latency in clock.LATENCIES]
-        losses = [runs.shown(loss_at(each), _equal_arm(one), digits=3) for each in steps]
+        losses = [runs.shown(loss_at(each), one.run_name, digits=3) for each in steps]
         rows.append([one.name, *losses, *(_slots(one, latency) for latency in clock.LATENCIES), f"{work:.1f}"])
     moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in clock.LATENCIES]
     return markdown.table(["arm", "equal steps", "equal work", *moments, "work a step"], rows)
@@ -147,11 +159,6 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
 
 def _slots(one: Arm, latency: float) -> str:
     return f"{round(clock.total(one, latency) / STEPS, 6):.2f}"  # without the sum's rounding, which moves 5.575
-
-
-def _equal_arm(one: Arm) -> str:
-    """Return the name of the arm whose runs those of this one would equal."""
-    return replace(one, num_stages=STAGES).name if one.strategy.startswith("end-to-end") else one.name
 
 
 def _deeper() -> str:
@@ -179,5 +186,6 @@ EXPERIMENT = Trained(
         Result("", "ours: rotating blocks with all heads (frontier)", "rotating"),
         Result("", "ours: delayed gradients, Adam and Muon (frontier)", "delay"),
         Result("", "ours: equal time on eight accelerators (frontier)", "time"),
+        Result("", "ours: equal time on four accelerators (frontier)", "four"),
     ],
 )

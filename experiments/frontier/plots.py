@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from experiments.frontier import clock
-from experiments.frontier.arms import ARMS, STEPS, Arm, Optimizer
+from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
 from experiments.harness.claims import interval
 from experiments.harness.plots import make_panels, styled
 from experiments.harness.runs import Runs, loss, loss_at
@@ -32,13 +33,11 @@ _LOOKS = {
 _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
 
 
-def _label(one: Arm) -> str:
-    return one.name.partition(" ")[2]
-
-
-def _shown(optimizer: Optimizer) -> list[Arm]:
-    arms = {_label(one): one for one in ARMS if one.optimizer == optimizer}
-    return [arms[name] for name in _LOOKS if name in arms]
+def _shown(runs: Runs, optimizer: Optimizer, num_stages: int) -> list[Arm]:
+    """Return the arms of the figure that have runs, cut into so many stages."""
+    deep = {one.label: one for one in ARMS if one.optimizer == optimizer and one.blocks == STAGES}
+    arms = [replace(deep[name], num_stages=num_stages) for name in _LOOKS if name in deep]
+    return [one for one in arms if runs.records_for(one.run_name)]
 
 
 # What a curve is drawn against, for an arm: its name, and the steps that an arm has done at a point of the axis.
@@ -59,41 +58,45 @@ _AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float
 
 
 @styled
-def loss_against_time(runs: Runs, optimizer: Optimizer, path: Path) -> None:
+def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -> None:
     """Draw test loss against steps, work, and time at both latencies: the mean, and the 95 % interval of three seeds or more.
 
     Args:
         runs: the records.
-        optimizer: the arms' optimizer.
+        arms: the arms, all of which have runs.
+        title: the figure's.
         path: of the figure.
     """
     figure, panels = make_panels(2, rows=2, width=4.6, height=3.8, share=True)
-    arms = [one for one in _shown(optimizer) if runs.records_for(one.name)]
-    for axes, (title, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
+    for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
         stop = min(end(one) for one in arms)
         for one in arms:
             xs = np.linspace(stop / 20, stop, _POINTS)
-            scores = [runs.scores(loss_at(steps_done(one, x)), one.name) for x in xs]
+            scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
             ys, low, high, seeds = zip(
                 *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
             )
-            colour, line = _LOOKS[_label(one)]
-            axes.plot(xs, ys, color=colour, linestyle=line, label=_label(one), lw=1.6)
+            colour, line = _LOOKS[one.label]
+            axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
             if min(seeds) > 2:  # the interval of two is as wide as the panel
                 axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
-        axes.set(title=title, xlabel=unit)
-    best = min(min(runs.scores(loss, one.name).values()) for one in arms)
+        axes.set(title=heading, xlabel=unit)
+    best = min(min(runs.scores(loss, one.run_name).values()) for one in arms)
     panels[0].set_ylim(best - 0.03, best + 0.8)
     for axes in panels[::2]:
         axes.set_ylabel("test loss, nats a byte")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"Eight stages, {optimizer.capitalize()}: mean, and 95 % interval where there are three seeds")
+    figure.suptitle(f"{title}: mean, and 95 % interval where there are three seeds")
     figure.savefig(path, dpi=150)
 
 
 def draw_frontier(runs: Runs, path: Path) -> None:
-    """Draw a figure for each optimizer that has runs."""
+    """Draw a figure of eight stages for each optimizer that has runs, and one of four stages."""
     for optimizer in _OPTIMIZERS:
-        if any(runs.records_for(one.name) for one in _shown(optimizer)):
-            loss_against_time(runs, optimizer, path.with_name(f"{path.name}-{optimizer}.png"))
+        if arms := _shown(runs, optimizer, STAGES):
+            title = f"Eight stages, {optimizer.capitalize()}"
+            loss_against_time(runs, arms, title, path.with_name(f"{path.name}-{optimizer}.png"))
+    four = _shown(runs, "muon", 4)
+    if any(one.run_name == one.name for one in four):  # more than end-to-end training, the same for every cut
+        loss_against_time(runs, four, "Four stages, Muon", path.with_name(f"{path.name}-muon-four.png"))
