@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
@@ -23,8 +24,9 @@ from experiments.index import EXPERIMENTS
 from experiments.rates.experiment import SEARCHES
 from nwise import cli
 from nwise.planning.profile import Profile
-from nwise.recipes import ImageSource, to_json
+from nwise.recipes import EmbeddedText, ImageSource, to_json
 from nwise.schedule.partition import Piece
+from nwise.training import Trainer
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 
@@ -166,6 +168,23 @@ def test_arms_train_the_same_network() -> None:
     assert deep == {8}
     assert {one.num_stages * one.model.blocks_per_stage for one in ARMS} == {1, 8}
     assert len({one.name for one in ARMS}) == len(ARMS)
+
+
+@pytest.mark.parametrize("label", ["end-to-end", "end-to-end-delay-1, extrapolated"])
+def test_end_to_end_learns_the_same_for_every_cut(label: str) -> None:
+    """Claims about four stages take the runs with eight."""
+
+    def train(num_stages: int) -> list[torch.Tensor]:
+        run = replace(arm(f"muon {label}"), num_stages=num_stages).run(0.02, seed=0)
+        assert isinstance(run.data, EmbeddedText)
+        data = replace(run.data, max_bytes=20_000, test_limit=None)
+        model = replace(run.model, width=8, sequence_length=8)
+        trainer = Trainer(replace(run, data=data, model=model, batch_size=4, max_steps=5, eval_every=1.0, device="cpu"))
+        trainer.train()
+        return [parameter.detach() for parameter in trainer.pipe.stages.parameters()]
+
+    eight, four = train(8), train(4)
+    assert all(torch.equal(a, b) for a, b in zip(eight, four, strict=True))
 
 
 def test_steps_done_at_a_time() -> None:
