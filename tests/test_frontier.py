@@ -175,10 +175,11 @@ def test_end_to_end_learns_the_same_for_every_cut(label: str) -> None:
     """Claims about four stages take the runs with eight."""
 
     def train(num_stages: int) -> list[torch.Tensor]:
-        run = replace(arm(f"muon {label}"), num_stages=num_stages).run(0.02, seed=0)
+        one = replace(arm(f"muon {label}"), num_stages=num_stages)
+        run = one.run(0.02, seed=0)
         assert isinstance(run.data, EmbeddedText)
         data = replace(run.data, max_bytes=20_000, test_limit=None)
-        model = replace(run.model, width=8, sequence_length=8)
+        model = replace(one.model, width=8, sequence_length=8)
         trainer = Trainer(replace(run, data=data, model=model, batch_size=4, max_steps=5, eval_every=1.0, device="cpu"))
         trainer.train()
         return [parameter.detach() for parameter in trainer.pipe.stages.parameters()]
