@@ -16,7 +16,8 @@ from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
 _POINTS = 60
-# Colour and line of every arm that is drawn, by its name without the optimizer. The colour is the credit, the line the delay.
+# Colour and line of every arm that is drawn, by its label. The colour is the credit, the line the delay, dotted also for
+# rotation by micro-batch.
 _LOOKS = {
     "end-to-end": (COLOURS[0], "-"),
     "end-to-end-delay-1, extrapolated": (COLOURS[0], "--"),
@@ -27,6 +28,7 @@ _LOOKS = {
     "2-wise-mean-delay-1, extrapolated": (COLOURS[2], "--"),
     "3-wise-mean": (COLOURS[3], "-"),
     "rotating-2, all heads": (COLOURS[4], "-"),
+    "rotating-2-microbatch, all heads": (COLOURS[4], ":"),
     "local@half,end-to-end": (COLOURS[6], "-"),
     "hogwild": (COLOURS[5], ":"),
 }
