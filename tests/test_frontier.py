@@ -170,12 +170,11 @@ def test_arms_train_the_same_network() -> None:
     assert len({one.name for one in ARMS}) == len(ARMS)
 
 
-@pytest.mark.parametrize("label", ["end-to-end", "end-to-end-delay-1, extrapolated"])
-def test_end_to_end_learns_the_same_for_every_cut(label: str) -> None:
-    """Claims about four stages take the runs with eight."""
+def test_end_to_end_learns_the_same_for_every_cut() -> None:
+    """Claims about four stages take the runs with eight, late ones too."""
 
     def train(num_stages: int) -> list[torch.Tensor]:
-        one = replace(arm(f"muon {label}"), num_stages=num_stages)
+        one = replace(arm("muon end-to-end-delay-1, extrapolated"), num_stages=num_stages)
         run = one.run(0.02, seed=0)
         assert isinstance(run.data, EmbeddedText)
         data = replace(run.data, max_bytes=20_000, test_limit=None)
@@ -255,10 +254,10 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     runs = Runs([r for one in few for r in records(one.name, 1.0 + len(one.name) / 100, 1 / STEPS)], "medium")
     text = experiment.tables(runs)
     assert "| muon local | " in text
-    assert "–" not in text
+    assert text.count("–") == 2, "exact training with either optimizer: with latency its first test comes after a quarter"
     experiment.draw(runs, tmp_path / "medium")
-    for optimizer in ("muon", "adam"):
-        assert (tmp_path / f"medium-{optimizer}.png").stat().st_size > 10_000
+    for name in ("muon", "adam", "muon-four"):
+        assert (tmp_path / f"medium-{name}.png").stat().st_size > 10_000
 
 
 def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ STAGES = 8
 STEPS = 2500
 _TRIAL_STEPS = 500
 _WARMUP = 100
-_EVERY = 125  # steps between two tests
+EVERY = 125  # steps between two tests
 _BATCH, _LENGTH = 16, 128  # sequences in a mini-batch, tokens in a sequence
 _TEXT_BYTES = 4_700_000
 _ADAM_PEAK = 0.003  # of embeddings, outputs and norms, where Muon trains the rest
@@ -127,7 +127,7 @@ class Arm:
             batch_size=_BATCH,
             epochs=2,
             max_steps=steps,
-            eval_every=_EVERY * _BATCH * _LENGTH / (0.95 * (1 - withheld) * _TEXT_BYTES),
+            eval_every=EVERY * _BATCH * _LENGTH / (0.95 * (1 - withheld) * _TEXT_BYTES),
             on_nan="ignore",
             seed=seed,
         )

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from experiments.frontier import clock, memory
-from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, arm, rates
+from experiments.frontier.arms import ARMS, EVERY, STAGES, STEPS, Arm, arm, rates
 from experiments.frontier.plots import draw_frontier
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
@@ -124,6 +124,9 @@ def tables(runs: Runs) -> str:
             "all its steps. A slot is a forward of a stage for a mini-batch. A message arrives 1 slot late with latency 1. Work "
             "is counted in slots over all stages; overheads are not in it. Equal work is that of an end-to-end run. "
             f"{_COSTS}",
+            "## Earlier moments",
+            _earlier(runs, deep),
+            "Test loss at shares of the equal time. A dash: no run, or fewer steps than before the first test.",
             "## One block",
             markdown.table(["arm", "test loss, equal steps"], shallow),
             "## Four stages of two blocks",
@@ -155,6 +158,16 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
         rows.append([one.name, *losses, *(_slots(one, latency) for latency in clock.LATENCIES), f"{work:.1f}"])
     moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in clock.LATENCIES]
     return markdown.table(["arm", "equal steps", "equal work", *moments, "work a step"], rows)
+
+
+def _earlier(runs: Runs, arms: Sequence[Arm]) -> str:
+    moments = [(share, latency) for latency in clock.LATENCIES for share in (0.25, 0.5, 0.75)]
+    end, rows = clock.total(arm(f"muon {LOCAL}")), []
+    for one in arms:
+        steps = [clock.steps_done(one, share * end, latency) for share, latency in moments]
+        losses = [runs.shown(loss_at(each), one.run_name, digits=3) if each >= EVERY else "–" for each in steps]
+        rows.append([one.name, *losses])
+    return markdown.table(["arm", *(f"{share:.0%}, latency {latency:g}" for share, latency in moments)], rows)
 
 
 def _slots(one: Arm, latency: float) -> str:
