@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,12 @@ from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
 from experiments.frontier import clock, experiment, memory, plots
 from experiments.frontier.arms import ARMS, STEPS, Arm, arm
-from experiments.harness.cell import Cell, Record, read_cell
+from experiments.harness.cell import Cell, Record
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Job, NothingMatches
 from experiments.harness.runs import Runs
 from experiments.harness.search import TRIAL_SEED, Search
+from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.index import EXPERIMENTS
 from experiments.rates.experiment import SEARCHES
@@ -58,21 +62,48 @@ def test_rates_are_a_factor_of_two_apart() -> None:
         assert [b / a for a, b in pairwise(one.grid)] == pytest.approx([2] * (len(one.grid) - 1))
 
 
-@pytest.mark.parametrize("name", ["e2", "frontier"])
+@pytest.mark.parametrize("name", ["e1", "e2", "frontier"])
 def test_reported_runs_have_the_best_rates(name: str) -> None:
-    """A new trial could choose another rate; runs with the old one would then leave the tables, and nobody would notice."""
-    job = Job(folder=FOLDER, size="medium", seeds=3)
+    """A new trial could choose another rate; runs with the old one would then leave the tables."""
     one = EXPERIMENTS[name]
     assert isinstance(one, Trained)
-    cells = set(one.cells(job))
-    assert [r["method"] for r in one.store(job).read() if read_cell(r) not in cells] == []
+    job = Job(folder=FOLDER, size="medium")
+    assert sum(len(runs.records) for runs in one.all_runs(job)) == len(one.store(job).read())
 
 
-def test_place_of_a_run_is_not_part_of_its_cell() -> None:
-    """Runs of one method may go to CPUs and GPUs; the record's machine says where."""
+def test_rates_come_from_trials_with_the_settings_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = {"ours": arm("muon local").trial}
+    search = Search(title="Ours", grid=(0.01, 0.02), trials=trials)
+    monkeypatch.setattr("experiments.harness.search.RECORDS", tmp_path / "medium.jsonl")
+    assert search.rates() == {}
+
+    def record(cell: Cell, loss: float, **changes: Any) -> Record:
+        config = to_json(replace(cell.recipe, **changes))
+        return {
+            "method": "ours",
+            "part": cell.part,
+            "seed": 100,
+            "stages": 8,
+            "tests": [{"loss": [loss]}],
+            "config": config,
+        }
+
+    low, high = search.cells()
+    store = Store(tmp_path / "medium.jsonl")
+    store.add(record(low, 2.0), record(high, 1.0, batch_size=8), {"another": "record"})
+    assert search.rates() == {}, "a trial with other batches does not count"
+    store.add(record(high, 3.0))
+    assert search.rates() == {"ours": 0.01}
+
+
+def test_place_of_a_run_is_not_part_of_its_cell(tmp_path: Path) -> None:
+    """Runs of one method may go to CPUs and GPUs; the record says where."""
     local = Cell(method="local", recipe=arm("muon local").run(0.02, seed=0))
-    config = to_json(replace(local.recipe, device="cuda:1"))
-    assert read_cell({"method": "local", "part": "", "config": config}) == local
+    record = {"method": "local", "part": "", "config": to_json(replace(local.recipe, device="cuda:1"))}
+    store = Store(tmp_path / "medium.jsonl")
+    store.add(record)
+    here = replace(local, recipe=replace(local.recipe, device="cpu"))
+    assert store.records_for([local, here]) == [(local, record), (here, record)]
 
 
 def test_less_memory_takes_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +175,32 @@ def test_best_rate_has_the_lowest_mean_of_all_seeds() -> None:
 def test_text_of_another_python_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is the standard library, so under another Python the runs of one table would have learned different texts."""
     monkeypatch.setattr("experiments.harness.cell.standard_library", lambda max_bytes: "import this")
+    ran: list[Cell] = []
+
+    def run(cells: Sequence[Cell], *_: object) -> list[tuple[Cell, Record]]:
+        ran.extend(cells)
+        return []
+
+    monkeypatch.setattr("experiments.harness.trained.run_cells", run)
+    job = Job(folder=tmp_path, size="medium", seeds=1, only=("muon local, seed 0",))
+    EXPERIMENTS["frontier"].reproduce(job)
+    assert len(ran) == 1, "the first records of a folder may have learned any text"
+    line = (FOLDER / "frontier" / "medium.jsonl").read_text().splitlines()[0]
+    Store(tmp_path / "frontier" / "medium.jsonl").add(json.loads(line))
     with pytest.raises(
-        FileNotFoundError, match=r"should be the standard library of Python 3\.11\.7.*Found that of 3\."
+        FileNotFoundError, match=r"with the SHA-256 2e31e854\. Found .*; use that one, or another --folder"
     ):
-        EXPERIMENTS["frontier"].reproduce(Job(folder=tmp_path, size="medium", seeds=1))
-    assert list(tmp_path.iterdir()) == []
+        EXPERIMENTS["frontier"].reproduce(job)
+    assert len(ran) == 1
+
+
+def test_records_without_a_cell_are_reported(tmp_path: Path) -> None:
+    line = (FOLDER / "e1" / "discarded.jsonl").read_text().splitlines()[0]
+    Store(tmp_path / "e1" / "medium.jsonl").add(json.loads(line))
+    messages: list[str] = []
+    EXPERIMENTS["e1"].reproduce(Job(folder=tmp_path, size="medium", redraw=True, on_skip=messages.append))
+    assert len(messages) == 1
+    assert "1 records are unused. Their cells have newer ones, or other settings now." in messages[0]
 
 
 def test_a_trial_is_the_beginning_of_a_run() -> None:
@@ -227,7 +279,32 @@ def test_claims_about_four_stages_take_end_to_end_runs_of_any_cut() -> None:
     claim = claims["muon, four stages, equal time, latency 0: end-to-end is worse than local"]
     assert claim.effect == pytest.approx(1 - local / exact)
     assert claims["muon, equal time, latency 0: end-to-end is worse than local"].verdict == "undecided", "eight stages"
-    assert replace(arm("muon local"), num_stages=4).run_name == "muon local, 4 stages"
+    late = Runs(
+        records("muon end-to-end-delay-1, extrapolated", 2.0, slope) + records("muon local, 4 stages", 2.0, slope)
+    )
+    claim = found(late)[
+        "muon, four stages, equal time, latency 1: end-to-end-delay-1, extrapolated is worse than local"
+    ]
+    assert claim.effect == pytest.approx(1 - local / 4.79, abs=0.001)
+
+
+def test_number_of_claims_is_that_of_the_protocol() -> None:
+    """Holm's correction counts all of them."""
+    assert len(experiment.claims(Runs([]))) == 41
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("muon end-to-end-delay-1, extrapolated", "muon end-to-end-delay-1, extrapolated"),
+        ("muon local", "muon local, 4 stages"),
+        ("muon local@half,end-to-end", "muon local@half,end-to-end, 4 stages"),
+    ],
+)
+def test_runs_of_another_cut(name: str, run: str) -> None:
+    assert replace(arm(name), num_stages=4).run_name == run
+    assert arm(name).run_name == name
+    assert arm("muon end-to-end, 1 block").run_name == "muon end-to-end, 1 block"
 
 
 def test_price_of_delay_by_optimizer() -> None:
@@ -254,10 +331,19 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     runs = Runs([r for one in few for r in records(one.name, 1.0 + len(one.name) / 100, 1 / STEPS)], "medium")
     text = experiment.tables(runs)
     assert "| muon local | " in text
-    assert text.count("–") == 2, "exact training with either optimizer: with latency its first test comes after a quarter"
+    assert text.count("–") == 2, (
+        "exact training with either optimizer: with latency its first test comes after a quarter"
+    )
+    ends = [1.1 + 1 / STEPS * (STEPS - STEPS * share) + 2.1 / 1000 for share in (0.25, 0.5, 0.75)]
+    row = next(
+        line for line in text.partition("## Earlier moments")[2].splitlines() if line.startswith("| muon local |")
+    )
+    assert [float(cell.split()[0]) for cell in row.split(" | ")[1:4]] == pytest.approx(ends, abs=0.001)
     experiment.draw(runs, tmp_path / "medium")
     for name in ("muon", "adam", "muon-four"):
         assert (tmp_path / f"medium-{name}.png").stat().st_size > 10_000
+    experiment.draw(Runs([r for r in runs.records if "4 stages" not in r["method"]]), tmp_path / "few")
+    assert not (tmp_path / "few-muon-four.png").exists(), "end-to-end training alone"
 
 
 def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +363,8 @@ def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.M
     assert {cell.recipe.optimizer.lr for cell in cells} == {0.001}
     best.clear()
     with pytest.raises(
-        NothingMatches, match="e1 should have a learning rate for each method of medium size. Found none"
+        NothingMatches,
+        match=r"e1 should have a learning rate for each method of medium size in .*Found none; run `nwise",
     ):
         EXPERIMENTS["e1"].check(Job(folder=tmp_path, size="medium"))
 

@@ -72,8 +72,6 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
         commands = [
             f"rates --size medium --workers {several} --only six",
             f"e1 --size medium --workers {several}",
-            f"rates --size medium --workers {several} --only muon",
-            f"frontier --size medium --workers {several} --only muon",
             "e4 --size full --workers 1 --only cifar10,",
         ]
         jobs += [Job(f"{one}: as many cells as fit", ["-m", "experiments", *one.split()], 60) for one in commands]

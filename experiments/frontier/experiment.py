@@ -126,7 +126,7 @@ def tables(runs: Runs) -> str:
             f"{_COSTS}",
             "## Earlier moments",
             _earlier(runs, deep),
-            "Test loss at shares of the equal time. A dash: no run, or fewer steps than before the first test.",
+            "Test loss at shares of the equal time. A dash: no run, or fewer steps than between two tests.",
             "## One block",
             markdown.table(["arm", "test loss, equal steps"], shallow),
             "## Four stages of two blocks",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -26,10 +25,6 @@ from nwise.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, f
 from nwise.training import Callback, Scores, Trainer, evaluate
 from nwise.training.build import autocast
 from nwise.training.run import versions
-
-# SHA-256 of the source that records were trained on, by its size; the standard library of another Python is another text.
-_SOURCE_SHA256 = {4_700_000: "2e31e854ce7c5a39d3549a94420e7ba4b51281ef0f32fc8b6ddd601eff6d7d42"}
-_SOURCE_PYTHON = "3.11.7"
 
 Record = dict[str, Any]
 Data = tuple[Images, Images] | tuple[Tokens, Tokens]
@@ -73,21 +68,13 @@ class Cell:
 def read_cell(record: Record) -> Cell | None:
     """Return the cell of a record; None if it was written by a version whose configurations cannot be read."""
     try:
-        recipe = replace(from_json(record["config"]), device="auto")  # its machine says where it ran
-        return Cell(method=record["method"], part=record["part"], recipe=recipe)
+        return Cell(method=record["method"], part=record["part"], recipe=from_json(record["config"]))
     except (ValueError, TypeError, KeyError):
         return None
 
 
 def missing_data(data: object) -> str | None:
-    """Return why the data of a recipe cannot be had, or are not those of the records; None if they can and are."""
-    if isinstance(data, EmbeddedText) and data.max_bytes in _SOURCE_SHA256:
-        digest = hashlib.sha256(standard_library(data.max_bytes).encode()).hexdigest()
-        if digest != _SOURCE_SHA256[data.max_bytes]:
-            return (
-                f"The text should be the standard library of Python {_SOURCE_PYTHON}, as in the records. Found that of "
-                f"{platform.python_version()}; run the experiment with Python {_SOURCE_PYTHON}."
-            )
+    """Return why the data of a recipe cannot be had; None if they can."""
     if not isinstance(data, ImageSource | TextSource):
         return None
     try:
@@ -96,6 +83,11 @@ def missing_data(data: object) -> str | None:
     except (FileNotFoundError, ImportError) as error:
         return str(error)
     return None
+
+
+def source_digest(data: EmbeddedText) -> str:
+    """Return the SHA-256 of the source code to train on: the standard library differs between installations of Python."""
+    return hashlib.sha256(standard_library(data.max_bytes).encode()).hexdigest()
 
 
 @dataclass
@@ -160,8 +152,8 @@ def measure(
         on_progress: function called with the number of steps done and of all steps.
 
     Returns:
-        The record: the cell, every test of every head, the ensembles of the top heads at the end, seconds of this run
-        (one process doing all stages), its end, git revision, machine, versions.
+        The record: the cell, every test of every head, the digest of source code, the ensembles of the top heads at the end,
+        seconds of this run (one process doing all stages), its end, git revision, machine, versions.
 
     Raises:
         ValueError: the run would end within its warm-up.
@@ -180,6 +172,8 @@ def measure(
         "steps": trainer.num_steps,
         "tests": history.tests,
     }
+    if isinstance(cell.recipe.data, EmbeddedText):
+        record["source"] = source_digest(cell.recipe.data)
     if cell.recipe.heads == "all" and not trainer.pipe.strategy.asynchronous:
         with autocast(cell.recipe, trainer.device):
             scores = evaluate(trainer.pipe, trainer.test_data, 2 * cell.recipe.batch_size, ensembles=True)

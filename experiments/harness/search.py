@@ -17,7 +17,7 @@ from experiments.harness.store import Store
 from nwise.recipes import Recipe
 
 TRIAL_SEED = 100  # of trials, and those that follow; no reported run has them
-_RECORDS = Path(__file__).parents[1] / "rates" / "medium.jsonl"
+RECORDS = Path(__file__).parents[1] / "rates" / "medium.jsonl"
 
 
 def with_rate(recipe: Recipe, rate: float) -> Recipe:
@@ -56,7 +56,7 @@ class Search:
 
     def rates(self) -> dict[str, float]:
         """Return the best rates by the records of this repository: those of the reported runs."""
-        records = [record for _, record in Store(_RECORDS).records_for(self.cells())]
+        records = [record for _, record in Store(RECORDS).records_for(self.cells())]
         return self.best(Runs([record for record in records if record is not None]))
 
     def best(self, runs: Runs) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -66,11 +67,18 @@ class Store:
             os.fsync(file.fileno())
 
     def records_for(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
-        """Return every cell with its newest record, None where it was not run as it is configured now."""
+        """Return every cell with its newest record, None where it was not run as it is configured now, on whatever device."""
         methods = {cell.method for cell in cells}  # reading a cell takes a millisecond
-        records = [record for record in self.read() if record["method"] in methods]
-        newest = {read_cell(record): record for record in records}  # those that cannot be read are of no cell
-        return [(cell, newest.get(cell)) for cell in cells]
+        newest = {}
+        for record in self.read():
+            if record.get("method") in methods and (cell := read_cell(record)) is not None:
+                newest[_anywhere(cell)] = record
+        return [(cell, newest.get(_anywhere(cell))) for cell in cells]
+
+
+def _anywhere(cell: Cell) -> Cell:
+    """Return the cell on whatever device: the record says where it ran."""
+    return replace(cell, recipe=replace(cell.recipe, device="auto"))
 
 
 def _is_record(line: bytes) -> bool:

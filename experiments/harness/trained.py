@@ -9,13 +9,17 @@ from typing import Any
 
 from experiments.harness import claims as claiming
 from experiments.harness import markdown
-from experiments.harness.cell import Cell, Record, missing_data
+from experiments.harness.cell import Cell, Record, missing_data, source_digest
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result, Size
 from experiments.harness.pool import run_cells
 from experiments.harness.runs import Runs
+from experiments.harness.search import RECORDS
 from experiments.harness.store import Store
-from nwise.recipes import Gpt, Recipe
+from nwise.recipes import EmbeddedText, Gpt, Recipe
+
+# SHA-256 of the source code of records that do not name it.
+_FIRST_SOURCE = "2e31e854ce7c5a39d3549a94420e7ba4b51281ef0f32fc8b6ddd601eff6d7d42"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +53,8 @@ class Trained(Experiment):
         super().check(job)
         if not self.parts.cells(job.size, 1):
             raise NothingMatches(
-                f"{self.name} should have a learning rate for each method of {job.size} size. Found none; run `nwise reproduce "
-                f"rates --size {job.size}` first."
+                f"{self.name} should have a learning rate for each method of {job.size} size in {RECORDS}. Found none; run "
+                f"`nwise reproduce rates --size {job.size}` in the repository."
             )
 
     def cells(self, job: Job) -> list[Cell]:
@@ -84,7 +88,8 @@ class Trained(Experiment):
 
     def _select_possible(self, cells: Sequence[Cell], job: Job) -> list[Cell]:
         """Return the cells whose data are there; it is an error if there are none."""
-        why = {data: missing_data(data) for data in dict.fromkeys(cell.recipe.data for cell in cells)}
+        kinds = dict.fromkeys(cell.recipe.data for cell in cells)
+        why = {data: missing_data(data) or self._other_source(data, job) for data in kinds}
         possible = [cell for cell in cells if why[cell.recipe.data] is None]
         if cells and not possible:
             raise FileNotFoundError(next(filter(None, why.values())))
@@ -93,6 +98,22 @@ class Trained(Experiment):
             if text is not None:
                 job.on_skip(f"{self.title}: {count} cells are not run. {text}")
         return possible
+
+    def _other_source(self, data: object, job: Job) -> str | None:
+        """Return why a text is not that of the records beside which its runs would stand; None if it is, and for images."""
+        if not isinstance(data, EmbeddedText):
+            return None
+        path, digest = self.store(job).path, source_digest(data)
+        records = [
+            record for record in self.store(job).read() if record["config"]["data"].get("max_bytes") == data.max_bytes
+        ]
+        others = {record.get("source", _FIRST_SOURCE) for record in records} - {digest}
+        if not others:
+            return None
+        return (
+            f"The text should be the standard library that the records in {path} name, with the SHA-256 {min(others)[:8]}. Found "
+            f"{digest[:8]}, since another installation of Python has another text; use that one, or another --folder."
+        )
 
     def all_runs(self, job: Job) -> list[Runs]:
         """Return the runs of each data set: records of all cells that were run as they are configured now, of whatever seeds."""
@@ -122,6 +143,11 @@ class Trained(Experiment):
     def write(self, job: Job) -> None:
         """Write tables and figures from the records."""
         groups = self.all_runs(job)
+        unused = len(self.store(job).read()) - sum(len(runs.records) for runs in groups)
+        if unused and self.name == self.owner:
+            job.on_skip(
+                f"{self.title}: {unused} records are unused. Their cells have newer ones, or other settings now."
+            )
         sections = []
         for runs in groups:
             path = (

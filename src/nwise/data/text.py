@@ -136,7 +136,7 @@ class Tokens:
 
 
 def standard_library(max_bytes: int = 2_000_000) -> str:
-    """Concatenate the source of the standard library, the same for the same Python; needs no network.
+    """Concatenate the source of the standard library, the same for the same installation of Python; needs no network.
 
     Args:
         max_bytes: size after which to stop.
