@@ -125,8 +125,8 @@ def tables(runs: Runs) -> str:
             "is counted in slots over all stages; overheads are not in it. Equal work is that of an end-to-end run. "
             f"{_COSTS}",
             "## Earlier moments",
-            _earlier(runs, deep),
-            "Test loss at shares of the equal time. A dash: no run, or fewer steps than between two tests.",
+            _earlier(runs, deep + four),
+            "Test loss at shares of the equal time, which is shorter with four stages. A dash: fewer steps than between two tests.",
             "## One block",
             markdown.table(["arm", "test loss, equal steps"], shallow),
             "## Four stages of two blocks",
@@ -162,8 +162,9 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
 
 def _earlier(runs: Runs, arms: Sequence[Arm]) -> str:
     moments = [(share, latency) for latency in clock.LATENCIES for share in (0.25, 0.5, 0.75)]
-    end, rows = clock.total(arm(f"muon {LOCAL}")), []
-    for one in arms:
+    rows = []
+    for one in (each for each in arms if runs.records_for(each.run_name)):
+        end = clock.total(replace(arm(f"muon {LOCAL}"), num_stages=one.num_stages))
         steps = [clock.steps_done(one, share * end, latency) for share, latency in moments]
         losses = [runs.shown(loss_at(each), one.run_name, digits=3) if each >= EVERY else "–" for each in steps]
         rows.append([one.name, *losses])
