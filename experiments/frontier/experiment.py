@@ -126,7 +126,8 @@ def tables(runs: Runs) -> str:
             f"{_COSTS}",
             "## Earlier moments",
             _earlier(runs, deep + four),
-            "Test loss at shares of the equal time, which four stages shorten. A dash: fewer steps than between two tests.",
+            "Test loss at shares of the equal time; four stages have an equal time of their own. A dash: fewer steps than "
+            "between two tests.",
             "## One block",
             markdown.table(["arm", "test loss, equal steps"], shallow),
             "## Four stages of two blocks",

@@ -37,7 +37,7 @@ _TIMES = ("forward", "head", "input_grad", "weight_grad", "chain_share")
 
 
 def compared() -> list[Arm]:
-    """Return the arms with Muon and eight stages that have runs, but for those that switch strategies."""
+    """Return the arms with Muon and eight stages that have a rate, but for those that switch strategies."""
     best = rates()
     arms = [one for one in ARMS if one.name in best and one.optimizer == "muon" and "@" not in one.strategy]
     return [one for one in arms if one.num_stages == one.blocks == STAGES]

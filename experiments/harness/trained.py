@@ -104,14 +104,14 @@ class Trained(Experiment):
         if not isinstance(data, EmbeddedText):
             return None
         path, digest = self.store(job).path, source_digest(data)
-        records = [
-            record for record in self.store(job).read() if record["config"]["data"].get("max_bytes") == data.max_bytes
-        ]
-        others = {record.get("source", _FIRST_SOURCE) for record in records} - {digest}
+        texts = [(r, r.get("config", {}).get("data", {})) for r in self.store(job).read()]
+        others = {r.get("source", _FIRST_SOURCE) for r, text in texts if text.get("max_bytes") == data.max_bytes} - {
+            digest
+        }
         if not others:
             return None
         return (
-            f"The text should be the standard library that the records in {path} name, with the SHA-256 {min(others)[:8]}. Found "
+            f"The text should be that of the records in {path}, the standard library with the SHA-256 {min(others)[:8]}. Found "
             f"{digest[:8]}, since another installation of Python has another text; use that one, or another --folder."
         )
 
