@@ -220,6 +220,8 @@ def test_recorded_cells_are_not_run_again(tmp_path: Path) -> None:
     assert experiment.claims(job)[0].seeds == 2
     experiment.reproduce(dataclasses.replace(job, seeds=3))
     assert counts[-1] == (6, 2)
+    experiment.reproduce(dataclasses.replace(job, seeds=4, redraw=True))
+    assert len(counts) == 4, "a redrawing said that all cells were recorded before"
     assert experiment.claims(job)[0].seeds == 3, "more seeds than usual are looked at too"
     with pytest.raises(
         ValueError, match=r"`only` should be part of a cell's name, .*one of 1-wise, 2-wise. Found \('9-wise',\)"

@@ -81,7 +81,8 @@ class Trained(Experiment):
         store = self.store(job)
         pairs = store.records_for(self.cells(job))
         missing = [] if job.redraw else self._select_possible([cell for cell, record in pairs if record is None], job)
-        job.on_begin(self.title, len(pairs), len(missing))
+        if not job.redraw:
+            job.on_begin(self.title, len(pairs), len(missing))
         for _, record in run_cells(missing, job.workers, job.on_progress):
             store.add(record)
         self.write(job)
@@ -105,9 +106,8 @@ class Trained(Experiment):
             return None
         path, digest = self.store(job).path, source_digest(data)
         texts = [(r, r.get("config", {}).get("data", {})) for r in self.store(job).read()]
-        others = {r.get("source", _FIRST_SOURCE) for r, text in texts if text.get("max_bytes") == data.max_bytes} - {
-            digest
-        }
+        others = {r.get("source", _FIRST_SOURCE) for r, text in texts if text.get("max_bytes") == data.max_bytes}
+        others.discard(digest)
         if not others:
             return None
         return (
