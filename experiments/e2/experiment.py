@@ -70,17 +70,16 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 
     In medium size every method has its own rate, and one that has not been tried with all rates has no cells.
     """
-    rates = SEARCH.rates() if size == "medium" else {}
+    rates = SEARCH.rates() if size == "medium" else dict.fromkeys((*PAPER, *BEYOND))
 
-    def settings(source: str, method: str) -> Recipe:
-        return with_rate(base(size, source), rates[method]) if rates else base(size, source)
+    def settings(source: str, rate: float | None) -> Recipe:
+        return base(size, source) if rate is None else with_rate(base(size, source), rate)
 
     return [
-        Cell(method=method, recipe=replace(settings(source, method), strategy=method, seed=seed, heads="all"))
+        Cell(method=method, recipe=replace(settings(source, rate), strategy=method, seed=seed, heads="all"))
         for source in (PRINTED if size == "full" else ["cifar10"])
         for seed in range(1 if source == "imagenet" else seeds)
-        for method in (*PAPER, *BEYOND)
-        if size != "medium" or method in rates
+        for method, rate in rates.items()
     ]
 
 

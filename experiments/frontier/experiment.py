@@ -143,16 +143,16 @@ def tables(runs: Runs) -> str:
 
 
 _COSTS = (
-    f"Costs: F = I = W = 1, heads with their backward for what they multiply, {clock.OVERHEAD:g} an action; the fastest order "
-    "that nwise finds, best M up to 16."
+    "Costs: F = I = W = 1 slot. A head with its backward takes time in proportion to its multiplications, and an action adds "
+    f"{clock.OVERHEAD:g}. Every arm runs the fastest order that nwise finds, at its best M up to 16."
 )
 
 
 def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     rows = []
     for one in arms:
-        prompt, local = (replace(arm(f"muon {name}"), num_stages=one.num_stages) for name in (PROMPT, LOCAL))
-        work, end = clock.work(one), clock.total(local)
+        prompt = replace(arm(f"muon {PROMPT}"), num_stages=one.num_stages)
+        work, end = clock.work(one), _equal_time(one)
         steps = [STEPS, STEPS * clock.work(prompt) / work]
         steps += [clock.steps_done(one, end, latency) for latency in clock.LATENCIES]
         losses = [runs.shown(loss_at(each), one.run_name, digits=3) for each in steps]
@@ -165,11 +165,15 @@ def _earlier(runs: Runs, arms: Sequence[Arm]) -> str:
     moments = [(share, latency) for latency in clock.LATENCIES for share in (0.25, 0.5, 0.75)]
     rows = []
     for one in (each for each in arms if runs.records_for(each.run_name)):
-        end = clock.total(replace(arm(f"muon {LOCAL}"), num_stages=one.num_stages))
-        steps = [clock.steps_done(one, share * end, latency) for share, latency in moments]
+        steps = [clock.steps_done(one, share * _equal_time(one), latency) for share, latency in moments]
         losses = [runs.shown(loss_at(each), one.run_name, digits=3) if each >= EVERY else "–" for each in steps]
         rows.append([one.name, *losses])
     return markdown.table(["arm", *(f"{share:.0%}, latency {latency:g}" for share, latency in moments)], rows)
+
+
+def _equal_time(one: Arm) -> float:
+    """Return the slots in which local training with as many stages does all its steps."""
+    return clock.total(replace(arm(f"muon {LOCAL}"), num_stages=one.num_stages))
 
 
 def _slots(one: Arm, latency: float) -> str:

@@ -71,10 +71,11 @@ def describe_costs(costs: Costs) -> str:
     """Return the assumptions of `network_costs` and `step_time`, for the note below a table."""
     heads = costs.head if isinstance(costs.head, tuple) else (costs.head,)
     return (
-        f"Honest costs: F = I = W = 1 slot; heads with their backward take {', '.join(f'{head:g}' for head in heads)} slots, by "
-        "their multiplications; an action adds 0.02. Every method runs at its best M, and end-to-end is zero-bubble. A weight "
-        "gradient walks the chain of layers again unless an input gradient has kept its cotangents, as in end-to-end training. "
-        "Memory: mini-batches' activations that a stage keeps at once; kept cotangents are not counted."
+        f"Honest costs: F = I = W = 1 slot. A head with its backward takes time in proportion to its multiplications; the heads "
+        f"take {', '.join(f'{head:g}' for head in heads)} slots. An action adds 0.02. Every method runs at its best M, "
+        "and end-to-end is zero-bubble. A weight gradient walks the chain of layers again unless an input gradient has kept its "
+        "cotangents, as in end-to-end training. Memory: mini-batches' activations that a stage keeps at once; kept cotangents "
+        "are not counted."
     )
 
 

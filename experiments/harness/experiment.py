@@ -41,6 +41,11 @@ class Job:
     on_begin: Callable[[str, int, int], None] = lambda name, cells, missing: None
     on_skip: Callable[[str], None] = lambda why: None
 
+    def begin(self, title: str, cells: int, missing: int) -> None:
+        """Report that an experiment begins, unless it runs nothing."""
+        if not self.redraw:
+            self.on_begin(title, cells, missing)
+
 
 class Result(NamedTuple):
     """A row of the index.

@@ -81,8 +81,7 @@ class Trained(Experiment):
         store = self.store(job)
         pairs = store.records_for(self.cells(job))
         missing = [] if job.redraw else self._select_possible([cell for cell, record in pairs if record is None], job)
-        if not job.redraw:
-            job.on_begin(self.title, len(pairs), len(missing))
+        job.begin(self.title, len(pairs), len(missing))
         for _, record in run_cells(missing, job.workers, job.on_progress):
             store.add(record)
         self.write(job)
@@ -128,7 +127,9 @@ class Trained(Experiment):
         ]
 
     def claims(self, job: Job) -> list[Claim]:
-        groups = self.all_runs(job)
+        return self._claims(self.all_runs(job))
+
+    def _claims(self, groups: Sequence[Runs]) -> list[Claim]:
         named = len(groups) > 1
         return [
             replace(claim, text=f"{runs.source or 'source code'}: {claim.text}") if named else claim
@@ -158,7 +159,7 @@ class Trained(Experiment):
             sections += [f"# {runs.source or 'source code'}"] if len(groups) > 1 else []
             sections += [_describe_runs(runs.records), self.parts.tables(runs)]
         if sections:
-            self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self.claims(job))]))
+            self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self._claims(groups))]))
 
 
 def on_a_gpu(recipe: Recipe) -> Recipe:

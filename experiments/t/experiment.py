@@ -32,8 +32,7 @@ class Timing(Experiment):
                 f"`only` should be part of a piece's name, such as 'best M' or '4 stages'. Found {job.only}."
             )
         missing = [] if job.redraw else [piece for piece in pieces if piece[0] not in done]
-        if not job.redraw:
-            job.on_begin(self.title, len(pieces), len(missing))
+        job.begin(self.title, len(pieces), len(missing))
         for name, work in missing:
             job.on_progress(name, 0, 1)
             self.store(job).add(*({"piece": name, **row} for row in work()))
