@@ -21,6 +21,7 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
+from nwise.planning.observe import Observer
 from nwise.program import Program, check_heads
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
@@ -131,7 +132,7 @@ class Pipeline(OldNames, nn.Module):
         self.warns_of_divergence = True
         self._divergence = Divergence()
         self._compared = False  # whether the targets of all ranks have been compared
-        self._observer = None if plan is None else plan.observer(self.processes)
+        self._observer = None if plan is None else Observer(plan, self.processes)
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]

@@ -6,14 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
 from nwise._summary import table
+from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
 from nwise.schedule.actions import COMPUTATIONS, Action
-
-if TYPE_CHECKING:
-    from nwise.planning.plan import Plan
 
 _WARMUP = 2  # steps that are not counted: the first allocate memory
 _STEPS = 5
