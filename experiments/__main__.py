@@ -30,6 +30,7 @@ from rich.table import Table
 from experiments.harness.claims import NOTE, Claim, seeds_text, seeds_to_decide
 from experiments.harness.experiment import Job, NothingMatches, Size
 from experiments.index import EXPERIMENTS, experiment, write_index
+from nwise._errors import check_limits
 from nwise._machine import num_cores
 from nwise.cli.dispatch import dispatch
 from nwise.cli.output import INTERRUPTED, OK, print_json
@@ -65,9 +66,7 @@ class Reproduce:
                 f"`EXPERIMENT` should be one of {', '.join(EXPERIMENTS)}, or all, which takes an hour in the small size. Found "
                 "none."
             )
-        for name, number in (("seeds", self.seeds), ("workers", self.workers)):
-            if number is not None and number < 1:
-                raise ValueError(f"`{name}` should be at least 1. Found {number}.")
+        check_limits(seeds=self.seeds, workers=self.workers)
         names = list(EXPERIMENTS) if self.experiment == "all" else [experiment(self.experiment).name]
         display = _Display(console, quiet=self.json)
         job = Job(

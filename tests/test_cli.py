@@ -206,7 +206,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--eval-every", "nan"], "`eval_every` should be a finite number above 0. Found nan"),
         (["train", "--strategy", "local@infepochs,end-to-end"], "a number of epochs above 0 after '@'"),
         (["train", "--device", "meta"], "`device` should be auto, cpu, cuda or cuda:<number>. Found 'meta'"),
-        (["train", "--warmup-steps", "-5"], "`warmup_steps` should be at least 0. Found -5"),
+        (["train", "--warmup-steps", "-5"], "`warmup_steps` should be an integer of at least 0. Found -5"),
         (["train", "--strategy", "rotating-30000000"], "from 1 to 1024"),
         (["train", "--strategy", "e2e"], "Found 'e2e'. Did you mean 'end-to-end'?"),
         (["train", "--strategy", "local@-5epochs,end-to-end"], "a number of epochs above 0 after '@'"),

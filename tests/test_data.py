@@ -12,6 +12,7 @@ import torch
 
 from nwise.data import Bpe, Bytes, augment, batch_indices, digits, embedded_text, load_images, load_text, make_streams
 from nwise.data.order import permutation, steps_per_epoch
+from nwise.data.sources import tables
 from nwise.data.text import standard_library
 
 datasets = pytest.importorskip("datasets", reason="needs the extra 'data'")
@@ -121,7 +122,7 @@ def test_withheld_images_are_tested_on_and_not_trained_on(tmp_path: Path) -> Non
     other = load_images(str(folder), withheld=0.25, seed=1)[1].pixels
     assert isinstance(other, torch.Tensor)
     assert not torch.equal(other, test.pixels)
-    with pytest.raises(ValueError, match="`withheld` should be from 0 to below 1. Found 1"):
+    with pytest.raises(ValueError, match="`withheld` should be a finite number at least 0 and below 1. Found 1"):
         load_images(str(folder), withheld=1)
 
 
@@ -199,6 +200,10 @@ def test_wrong_label_error_names_file_and_row(tmp_path: Path) -> None:
         load_images(str(folder), num_classes=2)
     with pytest.raises(ValueError, match="`num_classes` should be the number of classes in .*, 3. Found 5"):
         load_images(str(folder), num_classes=5)
+    # Regression: a row without a label raised a TypeError.
+    folder = write(tmp_path / "unlabelled", [(png(1), None), (png(2), 1), (png(2), 2)])
+    with pytest.raises(ValueError, match=r"train-0.parquet, row 0, should be one of 2 classes. Found None"):
+        load_images(str(folder), num_classes=3)
     folder = write(tmp_path / "other", [(png(1), "a"), (png(2), "b")], [(png(1), "a"), (png(2), "c")])
     with pytest.raises(ValueError, match=r"test-0.parquet, row 1, should be one of 2 classes. Found 'c'"):
         load_images(str(folder))
@@ -223,6 +228,17 @@ def test_unknown_data_set_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(FileNotFoundError, match="a data set of the hub. Found 'nobody/nothing' in none of them"):
         load_images("nobody/nothing")
+
+
+def test_hub_names_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: experiments looked for the split `heldout` on the hub, where it is `test`, and so did not run."""
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)))
+    assert [tables("nobody", split, hub="lm1b")[0].name for split in ("train", "heldout")] == [
+        "lm1b (train)",
+        "lm1b (test)",
+    ]
+    assert asked == [("lm1b", "train"), ("lm1b", "test")]
 
 
 def test_missing_data_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -301,7 +317,7 @@ def test_withheld_text_is_the_end_of_the_training_text() -> None:
     assert kept + withheld == train
     assert len(withheld) == pytest.approx(0.25 * len(train), abs=1)
     assert embedded_text(100_000, test_limit=100)[1] == [test[:100]]
-    with pytest.raises(ValueError, match="`withheld` should be from 0 to below 1. Found 1"):
+    with pytest.raises(ValueError, match="`withheld` should be a finite number at least 0 and below 1. Found 1"):
         embedded_text(100_000, withheld=1)
 
 

@@ -115,7 +115,11 @@ def test_schedule_page_is_complete_and_needs_no_network(capsys: pytest.CaptureFi
 def test_schedule_page_without_plotly_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def timed(*args: object, **kwargs: object) -> None:
+        raise AssertionError("schedules were timed before the check")
+
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setattr("nwise.cli.drawing.timed_method", timed)
     assert cli.run(["schedule", "--out", "s.html"]) == 2
     assert "Install it with `pip install 'nwise[html]'`" in capsys.readouterr().err
 
@@ -165,7 +169,7 @@ def test_chrome_trace_file_is_written(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["--out", "s.gif"], "`out` should be a file that ends in .png.*Found 's.gif'"),
-        (["--batches", "0"], "`batches` should be at least 1. Found 0"),
+        (["--batches", "0"], "`batches` should be an integer of at least 1. Found 0"),
         (["--strategy", "3-wize"], "`strategy` should be one like.*Found '3-wize'"),
         (["--stages", "0"], "`num_stages` should be an integer of at least 1. Found 0"),
         (["--stages"], "`stages` should have at least one value. Found none"),

@@ -308,7 +308,7 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
             ["--costs", "forward=1:2,head=0,input_grad=1,weight_grad=1"],
             "`forward` should have one value for each of the 4",
         ),
-        (["--costs", "paper", "--devices", "0"], "`devices` should be at least 1. Found 0"),
+        (["--costs", "paper", "--devices", "0"], "`devices` should be an integer of at least 1. Found 0"),
         (["--costs", "paper", "--batch-size", "4", "--microbatches", "8"], "from 1 to the batch size of 4. Found 8"),
         (["--costs", "paper", "--microbatches", "0"], "`microbatches` should be at least 1. Found 0"),
         (["--costs", "paper", "--memory", "-1"], "`memory` should be above 0. Found -1"),

@@ -739,8 +739,8 @@ def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     readme.unlink()
     for arguments, said in (
         (["e0"], "`experiment` should be all or one of stale-gradients, .*e7.* Found 'e0'"),
-        (["e1", "--seeds", "0"], "`seeds` should be at least 1. Found 0"),
-        (["e1", "--workers", "0"], "`workers` should be at least 1. Found 0"),
+        (["e1", "--seeds", "0"], "`seeds` should be an integer of at least 1. Found 0"),
+        (["e1", "--workers", "0"], "`workers` should be an integer of at least 1. Found 0"),
         (["e1", "--only", "11 stages"], "`only` should be part of a cell's name"),
         (["flow", "--only", "11 stages"], "`only` should not be given for a picture"),
         (["all", "--only", "11 cats"], "`only` should be part of the name of a cell. .*which is part of none"),

@@ -180,7 +180,7 @@ def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stages", "0"], "`stages` should be at least 1"),
+        (["--stages", "0"], "`stages` should be an integer of at least 1"),
         (["--slot-ms", "0"], "`slot_ms` should be above 0"),
         (["--message-mib", "-1"], "`message_mib` should be from 0"),
         (["--strategy", "3wise"], "`strategy` should be one like"),

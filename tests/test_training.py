@@ -392,10 +392,10 @@ def test_recipes_match_the_paper() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": 0}, "`batch_size` should be at least 1. Found 0"),
+        ({"batch_size": 0}, "`batch_size` should be an integer of at least 1. Found 0"),
         ({"epochs": 0}, "`epochs` should be a finite number above 0. Found 0"),
         ({"clip": -1.0}, "`clip` should be a finite number above 0. Found -1.0"),
-        ({"max_steps": 0}, "`max_steps` should be at least 1. Found 0"),
+        ({"max_steps": 0}, "`max_steps` should be an integer of at least 1. Found 0"),
         ({"microbatches": 65, "batch_size": 64}, "`microbatches` should be at most `batch_size = 64`. Found 65"),
         ({"model": Gpt()}, "both be of text or both of images. Found Gpt and Digits"),
         ({"strategy": "x"}, "`strategy` should be one like"),

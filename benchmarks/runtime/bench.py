@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
+from nwise._errors import check_at_least
 from nwise.cli.costs import parse_costs
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
@@ -61,9 +62,7 @@ class Case:
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("stages", "microbatches", "batches", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` should be at least 1. Found {getattr(self, name)}.")
+        check_at_least(1, stages=self.stages, microbatches=self.microbatches, batches=self.batches, rounds=self.rounds)
         if not 0 < self.slot_ms < 1e5:
             raise ValueError(f"`slot_ms` should be above 0 and below 100,000. Found {self.slot_ms}.")
         if not 0 <= self.message_mib < 1e4:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterable
 from importlib import import_module
 from numbers import Integral
@@ -47,14 +48,22 @@ def check_at_least(minimum: int, **values: object) -> None:
             raise ValueError(f"`{name}` should be an integer of at least {minimum}. Found {value!r}.")
 
 
-def check_share(**values: float) -> None:
-    """Raise ValueError unless every value is from 0 to below 1.
+def check_limits(**values: int | None) -> None:
+    """Raise ValueError unless every value is an integer of at least 1, or None for no limit.
 
-    >>> check_share(withheld=0.1)
+    >>> check_limits(max_steps=None, train_limit=4)
     """
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"`{name}` should be from 0 to below 1. Found {value}.")
+    check_at_least(1, **{name: value for name, value in values.items() if value is not None})
+
+
+def check_range(name: str, number: float, high: float = math.inf, *, least: bool = False) -> None:
+    """Raise ValueError unless a number is above 0 (with `least`, at least 0) and below `high`.
+
+    >>> check_range("withheld", 0.0, 1, least=True)
+    """
+    if not (0 < number < high or (least and number == 0)):
+        between = f"{'at least' if least else 'above'} 0" + (f" and below {high:g}" if high < math.inf else "")
+        raise ValueError(f"`{name}` should be a finite number {between}. Found {number}.")
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 import nwise
+from nwise._errors import check_at_least
 from nwise._progress import progress_bar
 from nwise._records import json_line
 from nwise.cli.costs import parse_costs
@@ -91,8 +92,9 @@ class ScheduleCommand:
             raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
         if self.out is not None and self.out.suffix in (".png", ".svg", ".pdf"):
             check_format(self.out)
-        if self.batches < 1:
-            raise ValueError(f"`batches` should be at least 1. Found {self.batches}.")
+        if self.out is not None and self.out.suffix == ".html":
+            check_page(self.out)
+        check_at_least(1, batches=self.batches)
         pictures = list(self._pictures())
         if self.out is not None:
             self._write(pictures, self.out)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from nwise._errors import check_at_least, check_limits
 from nwise._progress import progress_bar
 from nwise.cli.costs import parse_costs
 from nwise.cli.output import OK, Output, print_json
@@ -68,9 +69,8 @@ class PlanCommand:
                 "One of `recipe` and `costs` should be given: nwise measures a recipe and takes costs literally. Found "
                 + ("neither." if self.recipe is None else "both.")
             )
-        for name, value in (("devices", self.devices), ("batch_size", self.batch_size), ("rounds", self.rounds)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` should be at least 1. Found {value}.")
+        check_at_least(1, devices=self.devices, rounds=self.rounds)
+        check_limits(batch_size=self.batch_size)
         for name, number in (("memory", self.memory), ("bandwidth", self.bandwidth)):
             if number is not None and not number > 0:
                 raise ValueError(f"`{name}` should be above 0. Found {number}.")

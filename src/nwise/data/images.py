@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nwise._errors import check_share, needed
+from nwise._errors import check_limits, check_range, needed
 from nwise._progress import MANY, with_progress_bar
 from nwise.data import augment, sources
 from nwise.randomness import generator
@@ -154,18 +154,17 @@ def load_images(
     if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
         allowed = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
         raise ValueError(f"`augmentation` should be {allowed}. Found {augmentation!r} and `size = {size}`.")
-    for name, count in zip(("train_limit", "test_limit"), limit, strict=True):
-        if count is not None and count < 1:
-            raise ValueError(f"`{name}` should be at least 1. Found {count}.")
+    check_limits(train_limit=limit[0], test_limit=limit[1])
     if shrink < 1 or (shrink > 1 and size is not None):
         raise ValueError(f"`shrink` should be at least 1, and 1 with `size`. Found {shrink} and `size = {size}`.")
-    check_share(withheld=withheld)
+    check_range("withheld", withheld, 1, least=True)
     train_tables = sources.tables(source, splits[0], hub=hub)
     test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
+    own = [_Table(table, classes) for table in train_tables]
     if num_classes is not None and len(classes) != num_classes:
-        raise ValueError(_extra_class(train_tables, classes, num_classes))
-    train_rows = _Rows([_Table(table, classes) for table in train_tables])
+        raise ValueError(_extra_class(own, classes, num_classes))
+    train_rows = _Rows(own)
     if withheld:
         order = torch.randperm(len(train_rows), generator=generator(seed, "withheld")).tolist()
         share = max(1, round(withheld * len(order)))
@@ -210,21 +209,11 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     return tuple(map(str, sorted(values)))
 
 
-def _extra_class(tables: list[sources.Table], classes: tuple[str, ...], num_classes: int) -> str:
-    wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
-    for table in tables:
-        for row, value in enumerate(table.rows[sources.column(table, _LABEL, "label")][:]):
-            index = classes.index(str(value)) if str(value) in classes else value
-            if index >= num_classes:
-                return f"{wrong} The first class too many is {classes[index]!r} in {table.name}, row {row}."
-    return wrong
-
-
 class _Table:
     """The images and labels of one table."""
 
     def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
-        self._name = table.name
+        self.name = table.name
         image = sources.column(table, _IMAGE, "images")
         undecoded = sources.library().Image(decode=False)
         self._images = table.rows.select_columns([image]).cast_column(image, undecoded)
@@ -242,13 +231,22 @@ class _Table:
         name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
         if name not in self._classes:
             raise ValueError(
-                f"The label of {self._name}, row {row}, should be one of {len(self._classes)} classes. Found {value!r}."
+                f"The label of {self.name}, row {row}, should be one of {len(self._classes)} classes. Found {value!r}."
             )
         return self._classes[name]
 
     def image(self, row: int) -> Tensor:
         (cell,) = self._images[row].values()
-        return _decode(cell, f"{self._name}, row {row}")
+        return _decode(cell, f"{self.name}, row {row}")
+
+
+def _extra_class(tables: list[_Table], classes: tuple[str, ...], num_classes: int) -> str:
+    wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
+    for table in tables:
+        for row in range(len(table)):
+            if (label := table.label(row)) >= num_classes:
+                return f"{wrong} The first class too many is {classes[label]!r} in {table.name}, row {row}."
+    return wrong
 
 
 class _Rows(Sequence[Tensor]):

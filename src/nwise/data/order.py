@@ -7,13 +7,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nwise._errors import check_at_least
 from nwise.randomness import generator
 
 
 def steps_per_epoch(num_samples: int, batch_size: int) -> int:
     """Count the mini-batches of an epoch; training leaves out an incomplete last one."""
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` should be at least 1. Found {batch_size}.")
+    check_at_least(1, batch_size=batch_size)
     if num_samples < batch_size:
         raise ValueError(f"`batch_size` should be at most the {num_samples} samples there are. Found {batch_size}.")
     return num_samples // batch_size

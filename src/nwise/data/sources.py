@@ -42,14 +42,16 @@ def library() -> Any:
     return datasets
 
 
-def tables(source: str, split: str, *, hub: str | None = None, hub_split: str | None = None) -> list[Table]:
+_ON_HUB = {"heldout": "test"}  # One Billion Word's files have a name of their own for the test split
+
+
+def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     """Open the tables of a split: the files ``<split>...`` of a local folder, its folder of images, or a split of the hub.
 
     Args:
         source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
-        split: ``"train"``, ``"test"``, ...
+        split: ``"train"``, ``"test"``, or ``"heldout"``, the local name of One Billion Word's test split.
         hub: name on the hub if there is no local `source`; default: `source` itself.
-        hub_split: the split's name on the hub; default: `split`.
 
     Raises:
         FileNotFoundError: the source has nothing for this split.
@@ -57,10 +59,9 @@ def tables(source: str, split: str, *, hub: str | None = None, hub_split: str | 
     path = local_folder(source)
     datasets = library()
     if path is None:
-        name = hub or source
+        name, split = hub or source, _ON_HUB.get(split, split)
         try:
-            rows = datasets.load_dataset(name, split=hub_split or split)
-            return [Table(f"{name} ({hub_split or split})", rows)]
+            return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
         except Exception as error:
             raise FileNotFoundError(
                 f"`source` should be a local folder, a name inside $NWISE_DATA, or a data set of the hub. Found {name!r} "

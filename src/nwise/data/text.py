@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nwise._errors import check_share, needed
+from nwise._errors import check_range, needed
 from nwise._progress import MANY, with_progress_bar
 from nwise.data import sources
 
@@ -204,7 +204,7 @@ def embedded_text(
     Raises:
         ValueError: `withheld` is negative or at least 1.
     """
-    check_share(withheld=withheld)
+    check_range("withheld", withheld, 1, least=True)
     text = standard_library(max_bytes)
     border = int(len(text) * (1 - _TEST_SHARE))
     train, test = text[:border], text[border:]
@@ -241,10 +241,7 @@ def load_text(
             )
         border = len(lines) - max(1, len(lines) // 20)
         return lines[:border], lines[border:]
-    on_hub = {"heldout": "test"}
-    train, test = (
-        _lines(sources.tables(source, split, hub=hub, hub_split=on_hub.get(split)), sentences) for split in splits
-    )
+    train, test = (_lines(sources.tables(source, split, hub=hub), sentences) for split in splits)
     return train, test
 
 

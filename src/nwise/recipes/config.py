@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -12,12 +11,13 @@ import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise import models
+from nwise._errors import check_at_least, check_limits, check_range
 from nwise.data import images as image_data
 from nwise.data import text as text_data
 from nwise.data.images import Augmentation, Images
 from nwise.data.text import Tokenizer, Tokens
 from nwise.models import StagedModel
-from nwise.recipes.optimizers import Adam, Sgd, check_count, check_range
+from nwise.recipes.optimizers import Adam, Sgd
 from nwise.runtime.compression import parse_compression
 from nwise.schedule.named import ORDERS, check_order
 from nwise.schedule.placement import check_name, parse_placement
@@ -85,9 +85,9 @@ class EmbeddedText:
     """Share of the training text, its end, to test on instead of the test text; it is not trained on."""
 
     def __post_init__(self) -> None:
-        check_count("max_bytes", self.max_bytes)
-        check_count("test_limit", self.test_limit)
-        check_range("withheld", self.withheld, 0, 1, least=True)
+        check_at_least(1, max_bytes=self.max_bytes)
+        check_limits(test_limit=self.test_limit)
+        check_range("withheld", self.withheld, 1, least=True)
 
     def texts(self) -> tuple[list[str], list[str]]:
         return text_data.embedded_text(self.max_bytes, withheld=self.withheld, test_limit=self.test_limit)
@@ -111,8 +111,7 @@ class TextSource:
     """Test lines to keep, from the start; None for all."""
 
     def __post_init__(self) -> None:
-        check_count("train_limit", self.train_limit)
-        check_count("test_limit", self.test_limit)
+        check_limits(train_limit=self.train_limit, test_limit=self.test_limit)
 
     def texts(self) -> tuple[list[str], list[str]]:
         train, test = text_data.load_text(self.source, hub=self.hub, splits=self.splits, sentences=self.sentences)
@@ -274,14 +273,13 @@ class Recipe:
     """Seed of initial values, order, augmentation and dropout."""
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_count("log_every", self.log_every)
-        check_count("max_steps", self.max_steps)
+        check_at_least(1, batch_size=self.batch_size, log_every=self.log_every)
+        check_limits(max_steps=self.max_steps)
         for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
             if number is not None:
-                check_range(name, number, 0, math.inf)
+                check_range(name, number)
         for factor in self.stage_lr:
-            check_range("stage_lr", factor, 0, math.inf, least=True)
+            check_range("stage_lr", factor, least=True)
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"`microbatches` should be at most `batch_size = {self.batch_size}`. Found {self.microbatches}."

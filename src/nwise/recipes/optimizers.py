@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-
-def check_range(name: str, number: float, low: float, high: float, *, least: bool = False) -> None:
-    """Raise ValueError unless a number is above `low` (with `least`, at least `low`) and below `high`."""
-    if not (low < number < high or (least and number == low)):
-        between = f"{'at least' if least else 'above'} {low:g}" + (f" and below {high:g}" if high < math.inf else "")
-        raise ValueError(f"`{name}` should be a finite number {between}. Found {number}.")
-
-
-def check_count(name: str, count: int | None, least: int = 1) -> None:
-    """Raise ValueError if there is a count and it is below `least`."""
-    if count is not None and count < least:
-        raise ValueError(f"`{name}` should be at least {least}. Found {count}.")
+from nwise._errors import check_at_least, check_limits, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +27,14 @@ class Sgd:
     """Add the change between the last two updates once more, a correction for gradients that are one update late."""
 
     def __post_init__(self) -> None:
-        check_range("lr", self.lr, 0, math.inf)
-        check_range("momentum", self.momentum, 0, 1, least=True)
+        check_range("lr", self.lr)
+        check_range("momentum", self.momentum, 1, least=True)
         if self.nesterov and not self.momentum:
             raise ValueError("`nesterov` needs a momentum above 0. Found 0.")
-        check_range("weight_decay", self.weight_decay, 0, math.inf, least=True)
+        check_range("weight_decay", self.weight_decay, least=True)
         for share in self.drops:
-            check_range("drops", share, 0, 1)
-        check_count("plateau_epochs", self.plateau_epochs)
+            check_range("drops", share, 1)
+        check_limits(plateau_epochs=self.plateau_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +61,12 @@ class Adam:
     """Learning rate of Muon for the matrices of hidden layers; Adam, with decoupled weight decay, trains the rest. 0: no Muon."""
 
     def __post_init__(self) -> None:
-        check_range("lr", self.lr, 0, math.inf)
-        check_range("beta1", self.beta1, 0, 1, least=True)
-        check_range("beta2", self.beta2, 0, 1, least=True)
-        check_range("eps", self.eps, 0, math.inf)
-        check_range("weight_decay", self.weight_decay, 0, math.inf, least=True)
-        check_count("warmup_steps", self.warmup_steps, 0)
-        check_range("muon_lr", self.muon_lr, 0, math.inf, least=True)
+        check_range("lr", self.lr)
+        check_range("beta1", self.beta1, 1, least=True)
+        check_range("beta2", self.beta2, 1, least=True)
+        check_range("eps", self.eps)
+        check_range("weight_decay", self.weight_decay, least=True)
+        check_at_least(0, warmup_steps=self.warmup_steps)
+        check_range("muon_lr", self.muon_lr, least=True)
         if self.muon_lr and self.nesterov:
             raise ValueError("`nesterov` should be off with `muon_lr`, because Muon looks ahead anyway. Found both.")
