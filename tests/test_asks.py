@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 import nwise
 from launch import forked, results
+from nwise._arguments import check_same_target
 from nwise.runtime import launch as world
 from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
@@ -69,6 +71,22 @@ def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "Every rank should get the same mini-batches. Found other targets on rank 1 than on rank 0" in done.stderr
     assert "not refused" not in done.stderr
+
+
+def test_targets_of_any_layout_are_compared() -> None:
+    """Regression: a column of a table could not be viewed as bytes."""
+    codes: list[str] = []
+
+    def gather(name: str, code: str) -> list[str]:  # every call is another process
+        codes.append(code)
+        return codes
+
+    joining: Any = SimpleNamespace(size=2, gather=gather)
+    column = torch.arange(6).reshape(3, 2)[:, 1]
+    assert check_same_target(joining, column.clone())
+    assert check_same_target(joining, column)
+    with pytest.raises(ValueError, match="Found other targets on rank 2 than on rank 0"):
+        check_same_target(joining, column + 1)
 
 
 def test_rank_without_loss_accepts_target_none(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
 from nwise.planning.profile import Profile
 from nwise.planning.search import Search, _orders, search
+from nwise.program import Program
 from nwise.schedule import Costs, best
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.memory import peak_bytes
@@ -314,6 +316,11 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
     assert peak_bytes(limited, costs)[0] <= 25
     with pytest.warns(UserWarning, match="`memory` should be at least 10 bytes .* The pipeline runs the fastest order"):
         choose("best", flows, (0, 1), (0, 0), costs, 5.0)
+    pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, schedule="best")
+    pipe._program = Program(pipe.processes, (costs, 5.0), None)
+    with pytest.warns(UserWarning, match="whatever its memory") as seen:
+        pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))
+    assert [w.filename for w in seen] == [__file__], "regression: the warning named a line of nwise"
 
 
 def test_processes_that_disagree_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +350,9 @@ def test_wrong_kinds_of_arguments_raise(arguments: dict[str, Any], message: str)
 def test_targets_have_as_many_samples_as_inputs() -> None:
     with pytest.raises(ValueError, match=r"a mini-batch along dimension 0. Found shapes \[8, 16\], \[7\]"):
         nwise.plan(network(), X, Y[:7], devices=2)
+    with pytest.raises(ValueError, match=r"a mini-batch along dimension 0. Found shapes \[\]"):
+        nwise.plan(network(), torch.tensor(1.0), devices=2)
+    assert as_devices(np.int64(2)) == as_devices(2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_window_beyond_stages_is_end_to_end_and_warns_once() -> None:
         "training."
     ]
     assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
+    assert [w.filename for w in seen] == [__file__], "regression: the warning named the caller of the caller"
     with pytest.warns(UserWarning, match="`n = 4` is more than the number of stages, 3"):
         pipe.strategy = nwise.Switch(2, nwise.EndToEnd(), nwise.Hogwild(nwise.NWise(4)))
 
@@ -91,6 +92,9 @@ def test_names_stand_for_strategies_inside_others() -> None:
     assert nwise.Hogwild(nwise.NWise(2, heads="all")).heads == "all"
     third = nwise.Credit([[1 / 3]])
     assert nwise.strategy(third.name) == third
+    # Regression: the pattern of `Credit` swallowed the rest of the name.
+    switch = nwise.Switch(500, nwise.Credit([[1, 0], [1, 1]]), "2-wise")  # type: ignore[arg-type]
+    assert nwise.strategy(switch.name) == switch
 
 
 def test_options_by_keyword() -> None:

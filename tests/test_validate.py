@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, best, simulate, timed, validate
+from nwise.schedule.ages import message_ages
 from nwise.schedule.named import ORDERS
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 from nwise.schedule.schedule import Word, merge
@@ -70,6 +71,30 @@ def test_validate_rejects_swapped_turns() -> None:
     swapped = [tuple(a for turn in (1, 0) for a in word if a.turn == turn) for word in good.lists]
     with pytest.raises(ValueError, match=r"rank 0 should update.*call by call. Found U0/1 .* after 0 updates"):
         validate(good, lists=swapped)
+
+
+def test_validate_checks_ages_in_the_given_lists() -> None:
+    """Regression: the ages of messages came from the schedule and not from the lists, and nothing compared both ends."""
+    good = schedule("end-to-end-delay-2", 3, 2)
+    late = make_schedule("late", good.flows, depth_first, ages=message_ages(good.flows, good.ages))
+    validate(good, lists=late.lists)
+    lists = list(late.lists)
+    lists[1] = moved(lists[1], Kind.RECEIVE_GRADIENT, len(lists[1]) - 2)
+    for one in (good, late):
+        with pytest.raises(
+            ValueError, match=r"rank 1 should compute or receive the inputs.*without message 0 of stage 2"
+        ):
+            validate(one, lists=lists)
+    young = [tuple(a._replace(age=0) if a.kind is Kind.RECEIVE_GRADIENT else a for a in word) for word in late.lists]
+    with pytest.raises(
+        ValueError, match=r"received in the call in which it is sent, or later. Found RG.*, sent with age 2"
+    ):
+        validate(late, lists=young)
+    sent = [tuple(a._replace(age=0) if a.kind is Kind.SEND_GRADIENT else a for a in word) for word in young]
+    with pytest.raises(
+        ValueError, match=r"rank 1 should compute or receive the inputs.*Found SG1.*without message 0 of stage 1"
+    ):
+        validate(late, lists=sent)
 
 
 def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:

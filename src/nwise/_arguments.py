@@ -6,20 +6,18 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nwise._errors import check_at_least
+from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Input, Tensors, as_tuple, call, names
-
-if TYPE_CHECKING:
-    from nwise.planning.plan import Plan
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -104,18 +102,17 @@ def placed(
     """Return the plan, if the placement is one, the placement itself, and the number of micro-batches."""
     if num_microbatches is not None:
         check_at_least(1, num_microbatches=num_microbatches)
-    if not hasattr(placement, "check_stages"):
+    if not isinstance(placement, Plan):
         return None, placement, num_microbatches or 1
-    plan = cast("Plan", placement)
-    plan.check_stages(stages)
-    return plan, plan.placement, num_microbatches or plan.num_microbatches
+    placement.check_stages(stages)
+    return placement, placement.placement, num_microbatches or placement.num_microbatches
 
 
 def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:
     """Return True if all processes with a target have the same one, as from equal loaders; otherwise raise ValueError."""
     parts = () if target is None else as_tuple(target, "`target`")
     code = "".join(
-        sha256(t.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        sha256(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         for t in (parts if processes.size > 1 else ())
     )
     codes = [(rank, other) for rank, other in enumerate(processes.gather("target", code)) if other]
@@ -203,8 +200,8 @@ def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[
     return shared
 
 
-def warn_of_wide_windows(strategy: Strategy, num_stages: int) -> None:
-    """Warn the caller of `Pipeline`, or of its setter, of a window that is as wide as the network, in any phase."""
+def warn_of_wide_windows(strategy: Strategy, num_stages: int, stacklevel: int) -> None:
+    """Warn of a window that is wider than the network, in any phase; `stacklevel` counts from the caller of this function."""
     for first, _ in strategy.phases():
         if (text := strategy.in_force(first).caution(num_stages)) is not None:
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=1 + stacklevel)

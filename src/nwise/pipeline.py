@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
 from nwise.planning.observe import Observer
+from nwise.planning.plan import Plan
 from nwise.program import Program, check_heads
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
@@ -36,9 +37,6 @@ from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
-
-if TYPE_CHECKING:
-    from nwise.planning.plan import Plan
 
 
 class Pipeline(OldNames, nn.Module):
@@ -139,7 +137,7 @@ class Pipeline(OldNames, nn.Module):
         self._terms = make_terms(losses)
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
-        arguments.warn_of_wide_windows(rule, len(mains))
+        arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()
         check_heads(self._program.flows_from(0, rule, num_microbatches, self.heads), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches)
@@ -155,7 +153,7 @@ class Pipeline(OldNames, nn.Module):
     @strategy.setter
     def strategy(self, strategy: str | Strategy) -> None:
         self._strategy = parse(strategy)
-        arguments.warn_of_wide_windows(self._strategy, self.num_stages)
+        arguments.warn_of_wide_windows(self._strategy, self.num_stages, stacklevel=3)  # through nn.Module
 
     @property
     def num_microbatches(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from nwise._errors import check_at_least
@@ -56,9 +56,9 @@ def as_devices(devices: int | Sequence[Any]) -> tuple[Device, ...]:
     >>> [device.speed for device in as_devices([1, 2.5])]
     [1.0, 2.5]
     """
-    if isinstance(devices, int):
+    if isinstance(devices, int | Integral):
         check_at_least(1, devices=devices)
-        return (Device(),) * devices
+        return (Device(),) * int(devices)
     if isinstance(devices, str) or not hasattr(devices, "__iter__"):
         raise TypeError(f"`devices` should be a number, or a list of speeds or `nwise.Device`s. Found {devices!r}.")
     result = tuple(one if isinstance(one, Device) else Device(speed=one) for one in devices)

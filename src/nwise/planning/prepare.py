@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ def batch_size(inputs: Tensors, target: Tensors | None) -> int:
         ValueError: a tensor has no samples, or another number of them.
     """
     given = (*inputs, *(target or ()))
-    if any(not x.dim() or len(x) != len(inputs[0]) for x in given if inputs[0].dim()) or not inputs[0].numel():
+    if not inputs[0].dim() or not inputs[0].numel() or any(not x.dim() or len(x) != len(inputs[0]) for x in given):
         shapes = ", ".join(str(list(x.shape)) for x in given)
         raise ValueError(
             f"`example` and `target` should have the samples of a mini-batch along dimension 0. Found shapes {shapes}."
@@ -168,7 +168,7 @@ def _mean_square(output: Any, target: object) -> Tensor:
     return torch.stack([y.float().square().mean() for y in tensors]).sum()
 
 
-def action_overhead(rounds: int = 20) -> float:
+def action_overhead() -> float:
     """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
     layer = nn.Linear(1, 1)
     stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
@@ -176,26 +176,20 @@ def action_overhead(rounds: int = 20) -> float:
     flow = find_flow(EndToEnd().credit(1)).stages[0]
     x = torch.zeros(1, 1)
     batch = Batch([(x,)], [(x,)], [[0.0]], seed=0)
-    times = []
-    for _ in range(rounds):
-        start_time = time.perf_counter()
+
+    def both() -> None:
         tape = Tape(flow, batch, 0, flow.passes, (0, 0), inputs=(x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
-        times.append(time.perf_counter() - start_time)
-    return statistics.median(times) / 2
+
+    return statistics.median(timeit.repeat(both, number=1, repeat=20)) / 2
 
 
-def message_latency(device: torch.device, rounds: int = 20) -> float:
+def message_latency(device: torch.device) -> float:
     """Measure the seconds of a small message between the processes; a call for all of them."""
     one = torch.zeros(1, device=device if dist.get_backend() == "nccl" else "cpu")
-    times = []
-    for _ in range(rounds):
-        start_time = time.perf_counter()
-        dist.all_reduce(one)  # there and back
-        one.item()
-        times.append(time.perf_counter() - start_time)
-    return statistics.median(times) / 2
+    there_and_back = timeit.repeat(lambda: (dist.all_reduce(one), one.item()), number=1, repeat=20)
+    return statistics.median(there_and_back) / 2
 
 
 def speeds(measured: Sequence[tuple[float, float]]) -> list[float]:

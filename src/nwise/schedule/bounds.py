@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.costs import Costs, Prices, prices
+from nwise.schedule.event_graph import EventGraph, Need
 from nwise.schedule.orders import depth_first
+from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import counted, held_back, merge, needs, product
 
@@ -112,68 +114,46 @@ def _least_times(
     flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool = True
 ) -> Matrix:
     """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
-    ways = _Ways(flows, costs, placement, ages)
-    num_ranks = 1 + max(placement)
-    heads = ways.heads()
-    tails = ways.tails()
+    # Any valid order works: in it every action comes after all the actions that it needs.
+    actions = merge(depth_first(flows, 0, fuse=False), [flows])
+    price, num_ranks = prices(costs, len(placement)), 1 + max(placement)
+    work = np.array([_least(price[a.stage], a, flows[a.microbatch]) for a in actions])
+    ranks = np.array([placement[a.stage] for a in actions])
+    before = _before(actions, flows, costs, placement)
+    # Longest paths if a rank could run any number of actions at once: from the start of rank a's list to the start of every
+    # action, and from the end of every action to the end of rank b's list.
+    heads, tails = (np.full((len(actions), num_ranks), -np.inf) for _ in range(2))
+    for i, rank in enumerate(ranks):
+        heads[i, rank] = 0.0
+        for other, lag in before[i]:
+            np.maximum(heads[i], heads[other] + (work[other] + lag), out=heads[i])
+    updates = np.zeros(num_ranks)  # a rank updates its stages one after another
+    np.add.at(updates, list(placement), [one.update for one in price])
+    for i, action in reversed(list(enumerate(actions))):
+        # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
+        if action.kind is not Kind.INPUT_GRAD or ages[action.stage] == max(ages):
+            tails[i, ranks[i]] = max(tails[i, ranks[i]], updates[ranks[i]])
+        for other, lag in before[i]:
+            np.maximum(tails[other], tails[i] + (work[i] + lag), out=tails[other])
     least = np.full((num_ranks, num_ranks), -np.inf)
-    ranks = np.array([placement[action.stage] for action in ways.actions])
     for s in range(num_ranks):
         here = ranks == s
         for a in range(num_ranks):
             ends = slice(None) if pairs else slice(a, a + 1)
-            bound = _jackson(heads[here, a], ways.work[here], tails[here, ends])
+            bound = _jackson(heads[here, a], work[here], tails[here, ends])
             least[a, ends] = np.maximum(least[a, ends], bound)
     return least
 
 
-class _Ways:
-    """Longest paths through one mini-batch if a rank could run any number of actions at once."""
-
-    def __init__(self, flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int]) -> None:
-        self._placement, self._num_ranks, self._ages = placement, 1 + max(placement), ages
-        self._prices = prices(costs, len(placement))
-        # Any valid order works: in it every action comes after all the actions that it needs.
-        self.actions = merge(depth_first(flows, 0, fuse=False), [flows])
-        place: dict[object, int] = {product(action): i for i, action in enumerate(self.actions)}
-        self.work = np.array([_least(self._prices[a.stage], a, flows[a.microbatch]) for a in self.actions])
-        self._before = _before(self.actions, place, flows, costs, placement)
-
-    def heads(self) -> Matrix:
-        """Return the times from the start of rank a's list to the start of every action, ``[action, a]``."""
-        heads = np.full((len(self.actions), self._num_ranks), -np.inf)
-        for i, action in enumerate(self.actions):
-            rank = self._placement[action.stage]
-            heads[i, rank] = max(heads[i, rank], 0.0)
-            for other, lag in self._before[i]:
-                np.maximum(heads[i], heads[other] + (self.work[other] + lag), out=heads[i])
-        return heads
-
-    def tails(self) -> Matrix:
-        """Return the times from the end of every action to the end of rank b's list, ``[action, b]``."""
-        tails = np.full((len(self.actions), self._num_ranks), -np.inf)
-        updates = [0.0] * self._num_ranks  # a rank updates its stages one after another
-        for k, rank in enumerate(self._placement):
-            updates[rank] += self._prices[k].update
-        for i in reversed(range(len(self.actions))):
-            kind, k = self.actions[i].kind, self.actions[i].stage
-            rank = self._placement[k]
-            # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
-            if kind is not Kind.INPUT_GRAD or self._ages[k] == max(self._ages):
-                tails[i, rank] = max(tails[i, rank], updates[rank])
-            for other, lag in self._before[i]:
-                np.maximum(tails[other], tails[i] + (self.work[i] + lag), out=tails[other])
-        return tails
-
-
 def _before(
-    actions: Sequence[Action], place: dict[object, int], flows: Sequence[Flow], costs: Costs, placement: Placement
+    actions: Sequence[Action], flows: Sequence[Flow], costs: Costs, placement: Placement
 ) -> list[list[tuple[int, float]]]:
     """Return for every action its predecessors, each with the time that its result travels."""
     # If micro-batches are alike, swapping two of them changes no time. So actions of one kind run in their order, without
     # loss of generality, and each also comes after the one before it.
     sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(flows[0].stages))]
     alike = all(flow == flows[0] for flow in flows)
+    place: dict[object, int] = {product(action): i for i, action in enumerate(actions)}
     last: dict[tuple[Kind, int, int | None], int] = {}
     before: list[list[tuple[int, float]]] = []
     for i, action in enumerate(actions):
@@ -222,31 +202,18 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
 
 
 def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
-    """Return the largest mean of a cycle, per call, by Karp's theorem.
+    """Return the largest mean of a cycle, per call.
 
     Args:
         matrices: weight of the arc from every rank to every other, ``[turns][rank, rank]``.
         calls: number of calls that an arc to a rank takes.
     """
-    # An arc over several calls becomes a chain of arcs over one. A node is a turn, a rank and the number of calls left:
-    #
-    #     (0, a, 0) --least[a, b]--> (1, b, 2) --0--> (2, b, 1) --0--> (3, b, 0)         an arc over 3 calls
-    turns = len(matrices)
-    nodes = [(turn, rank, left) for turn in range(turns) for rank, most in enumerate(calls) for left in range(most)]
-    place, size = {node: i for i, node in enumerate(nodes)}, len(nodes)
-    arcs = np.full((size, size), -np.inf)
-    for i, (turn, a, left) in enumerate(nodes):
-        after = (turn + 1) % turns
-        if left:
-            arcs[i, place[after, a, left - 1]] = 0.0
-        else:
-            arcs[i, [place[after, b, most - 1] for b, most in enumerate(calls)]] = matrices[turn][a]
-    # walks[i][v] is the heaviest walk of i arcs to v from an added start with an arc of weight 0 to every node.
-    walks = [np.zeros(size)]
-    for _ in range(size):
-        walks.append((walks[-1][:, None] + arcs).max(axis=0))
-    with np.errstate(invalid="ignore"):
-        means = [(walks[size] - walks[i]) / (size - i) for i in range(size)]
-    finite = walks[size] > -np.inf
-    least = np.min(np.where(np.isnan(means), np.inf, means), axis=0)
-    return float(least[finite].max()) if finite.any() else -np.inf
+    # A schedule of one action for every turn and rank, which take no time but wait for each other.
+    turns, size = len(matrices), len(calls)
+    needs: list[list[Need]] = [[] for _ in range(turns * size)]
+    for turn, matrix in enumerate(matrices):
+        for a, b in np.argwhere(matrix > -np.inf).tolist():
+            cycles, to = divmod(turn + calls[b], turns)
+            needs[to * size + b].append((turn * size + a, float(matrix[a, b]), cycles))
+    words = [[node] for node in range(turns * size)]
+    return period(EventGraph(len(words), words, [0.0] * len(words), needs, [])) / turns

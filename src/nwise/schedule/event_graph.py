@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs, prices
@@ -22,6 +24,8 @@ from nwise.schedule.schedule import Deadlock, Product, Schedule, held_back, need
 # A node that another one waits for: its number, the travel time of its result, and the number of calls (cycles, if the
 # strategy rotates) between the two.
 Need = tuple[int, float, int]
+# A node, and by how many calls its result is used later.
+Token = tuple[int, int]
 
 
 # The graph of two ranks with a stage of two actions each, one micro-batch, end-to-end (without the head). A node waits for those
@@ -36,7 +40,7 @@ Need = tuple[int, float, int]
 # Without the arcs ===> the graph has no cycle, so one sweep (`run`) times a call. With them it has cycles, which determine the
 # period (`nwise.schedule.period`). Under a delay of one, B1 works on the mini-batch before F1's, and the arc F1 -> B1 goes to
 # the next call, too.
-@dataclass(slots=True)
+@dataclass
 class EventGraph:
     """A graph of numbered nodes.
 
@@ -53,6 +57,17 @@ class EventGraph:
     duration: list[float]
     needs: list[list[Need]]
     actions: list[Action]
+
+    @cached_property
+    def previous(self) -> list[Token]:
+        """The node before every node on its machine, and how many calls before: 0, or 1 for the first of a word."""
+        previous: list[Token] = [(-1, 1)] * len(self.duration)
+        for word in self.words:
+            for before, node in pairwise(word):
+                previous[node] = before, 0
+            if word:
+                previous[word[0]] = word[-1], 1
+        return previous
 
 
 def event_graph(schedule: Schedule, costs: Costs) -> EventGraph:
@@ -128,10 +143,11 @@ def _add_links(graph: EventGraph, schedule: Schedule, times: Sequence[float]) ->
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The times of one self-timed call: start and end of each node."""
+    """The times of one self-timed call: start and end of each node, and the node that it waited for last."""
 
     start: list[float]
     end: list[float]
+    cause: list[Token]
 
 
 def run(graph: EventGraph, before: Sequence[Sequence[float]], duration: Sequence[float] | None = None) -> SimulatedRun:
@@ -152,7 +168,7 @@ def run(graph: EventGraph, before: Sequence[Sequence[float]], duration: Sequence
     start = [math.nan] * len(duration)
     end: list[float | None] = [None] * len(duration)
     now = [before[0][word[-1]] if before and word else 0.0 for word in graph.words]
-    place = [0] * len(graph.words)
+    cause, place = graph.previous.copy(), [0] * len(graph.words)
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(graph.words)))
     while ready:
@@ -164,6 +180,7 @@ def run(graph: EventGraph, before: Sequence[Sequence[float]], duration: Sequence
                 if calls:
                     if calls <= len(before) and before[calls - 1][other] + lag > t:
                         t = before[calls - 1][other] + lag
+                        cause[node] = other, calls
                     continue
                 arrived = end[other]
                 if arrived is None:
@@ -171,6 +188,7 @@ def run(graph: EventGraph, before: Sequence[Sequence[float]], duration: Sequence
                     break
                 if arrived + lag > t:
                     t = arrived + lag
+                    cause[node] = other, 0
             else:
                 start[node] = t
                 t += duration[node]
@@ -184,4 +202,4 @@ def run(graph: EventGraph, before: Sequence[Sequence[float]], duration: Sequence
     stuck = [graph.actions[word[i]] for word, i in zip(graph.words, place, strict=True) if i < len(word)]
     if stuck:
         raise Deadlock(stuck)
-    return SimulatedRun(start, end)  # type: ignore[arg-type]  # all have ended
+    return SimulatedRun(start, end, cause)  # type: ignore[arg-type]  # all have ended

@@ -136,7 +136,7 @@ def choose(
         try:
             return best_order(flows, costs, placement, ages, memory=memory).schedule
         except DoesNotFit as error:
-            warnings.warn(f"{error} The pipeline runs the fastest order, whatever its memory.", stacklevel=4)
+            warnings.warn(f"{error} The pipeline runs the fastest order, whatever its memory.", stacklevel=5)
             return best_order(flows, costs, placement, ages).schedule
     return named_schedule(order, flows, placement, ages, costs)
 

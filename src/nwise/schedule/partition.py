@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import sub
+from typing import Any
 
 import numpy as np
 
 from nwise.flow import Flow, StageFlow
 from nwise.schedule.assign import Matrix, assign
 from nwise.schedule.costs import Costs
+
+# Costs of a stage that are the sums of its pieces', and those of its last piece.
+_SUMS = (
+    *("forward", "input_grad", "weight_grad", "update", "activation_bytes", "cotangent_bytes", "gradient_bytes"),
+    *("weight_bytes", "fixed_bytes", "update_peak_bytes"),
+)
+_OF_LAST = ("head", "message_bytes", "head_gradient_bytes", "head_peak_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,47 +157,30 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     """
     ends = [*starts[1:], len(pieces)]
     stages = [pieces[a:b] for a, b in zip(starts, ends, strict=True)]
-    through = [sum(p.input_grad for p in stage) for stage in stages]
     heads = [any(flow.stages[k].head for flow in flows) for k in range(len(stages))]
-
-    def total(name: str) -> list[float]:
-        return [sum(getattr(piece, name) for piece in stage) for stage in stages]
-
-    def at_end(name: str) -> list[float]:
-        return [getattr(stage[-1], name) for stage in stages]
-
-    weights = [_weight_grad_peak(stage, inputs=False) for stage in stages]
-    both = [_weight_grad_peak(stage, inputs=True) for stage in stages]
-    fresh = []
-    for stage, w, b in zip(stages, weights, both, strict=True):
-        less_w = w - _weight_grad_peak(stage, inputs=False, later=True)
-        less_b = b - _weight_grad_peak(stage, inputs=True, later=True)
-        fresh.append(max(0.0, min(less_w, less_b)))
+    costs: dict[str, Any] = {name: [sum(getattr(piece, name) for piece in stage) for stage in stages] for name in _SUMS}
+    costs |= {name: [getattr(stage[-1], name) for stage in stages] for name in _OF_LAST}
+    costs["output_bytes"] = costs["message_bytes"]
+    costs["chain_share"] = [
+        min(1.0, _chain(stage) / t) if t else 0.0 for stage, t in zip(stages, costs["input_grad"], strict=True)
+    ]
+    for k, stage in enumerate(stages):
+        costs["activation_bytes"][k] += sum(_kept_inside(stage))
+        costs["fixed_bytes"][k] += heads[k] * stage[-1].head_bytes
+    w, b, later_w, later_b = (
+        [_weight_grad_peak(stage, inputs=inputs, later=later) for stage in stages]
+        for later in (False, True)
+        for inputs in (False, True)
+    )
     return Costs(
-        forward=total("forward"),
-        head=at_end("head"),
-        input_grad=through,
-        weight_grad=total("weight_grad"),
-        chain_share=[min(1.0, _chain(stage) / t) if t else 0.0 for stage, t in zip(stages, through, strict=True)],
-        update=total("update"),
-        message_bytes=at_end("message_bytes"),
-        output_bytes=at_end("message_bytes"),
-        activation_bytes=[sum(p.activation_bytes for p in stage) + sum(_kept_inside(stage)) for stage in stages],
-        cotangent_bytes=total("cotangent_bytes"),
-        gradient_bytes=total("gradient_bytes"),
-        head_gradient_bytes=at_end("head_gradient_bytes"),
-        weight_bytes=total("weight_bytes"),
-        fixed_bytes=[
-            sum(p.fixed_bytes for p in stage) + head * stage[-1].head_bytes
-            for stage, head in zip(stages, heads, strict=True)
-        ],
+        **costs,
         forward_peak_bytes=list(map(_forward_peak, stages)),
-        head_peak_bytes=at_end("head_peak_bytes"),
         input_grad_peak_bytes=list(map(_input_grad_peak, stages)),
-        weight_grad_peak_bytes=weights,
-        both_peak_bytes=both,
-        fresh_gradient_bytes=fresh,
-        update_peak_bytes=total("update_peak_bytes"),
+        weight_grad_peak_bytes=w,
+        both_peak_bytes=b,
+        fresh_gradient_bytes=[
+            max(0.0, min(*less)) for less in zip(map(sub, w, later_w), map(sub, b, later_b), strict=True)
+        ],
         **links,
     )
 

@@ -15,15 +15,10 @@ is one simulated call, linear in the number of actions.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-from nwise.schedule.event_graph import EventGraph, SimulatedRun, run
+from nwise.schedule.event_graph import EventGraph, Token, run
 
 # Times that differ by less than this share of the period are equal up to rounding.
 _CLOSE = 1e-10
-
-# A node, and by how many calls its result is used later.
-Token = tuple[int, int]
 
 
 def period(graph: EventGraph) -> float:
@@ -39,7 +34,6 @@ def period(graph: EventGraph) -> float:
     potential = dict.fromkeys(tokens, 0.0)
     # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
     arcs: dict[Token, tuple[Token, float]] = {}
-    previous = _previous(graph)
     while True:
         batch = run(graph, _ends(graph, potential, oldest))
         # A token of two calls was one of one call before.
@@ -53,7 +47,7 @@ def period(graph: EventGraph) -> float:
         origins: dict[int, Token] = {}
         for token in risen:
             node, calls = token
-            origin = _origin(graph, previous, batch, node, potential, origins) if calls == 1 else (node, calls - 1)
+            origin = _origin(batch.cause, node, origins) if calls == 1 else (node, calls - 1)
             arcs[token] = origin, later[token] - potential[origin]
         for token in risen:
             potential[token] = later[token] - longest
@@ -73,42 +67,15 @@ def _ends(graph: EventGraph, potential: dict[Token, float], oldest: int) -> list
     return ends
 
 
-def _previous(graph: EventGraph) -> list[Token]:
-    """Return the predecessor of every node on its machine: the node before, of this call, or the last one of the call before."""
-    previous: list[Token] = [(-1, 1)] * len(graph.duration)
-    for word in graph.words:
-        for before, node in pairwise(word):
-            previous[node] = before, 0
-        if word:
-            previous[word[0]] = word[-1], 1
-    return previous
-
-
-def _origin(
-    graph: EventGraph,
-    previous: list[Token],
-    batch: SimulatedRun,
-    node: int,
-    potential: dict[Token, float],
-    origins: dict[int, Token],
-) -> Token:
+def _origin(cause: list[Token], node: int, origins: dict[int, Token]) -> Token:
     """Follow the critical path from a node back to the token at its start; `origins` has those of the nodes so far."""
-    # Equality is exact, because a start is a copy of one of these times.
     path: list[int] = []
-    origin = origins.get(node)
-    while origin is None:
+    while (origin := origins.get(node)) is None:
         path.append(node)
-        start, step = batch.start[node], previous[node]
-        if step[1] or batch.end[step[0]] != start:
-            for other, lag, calls in graph.needs[node]:
-                if calls and potential[other, calls] + lag == start:
-                    origin = other, calls
-                    break
-                if not calls and batch.end[other] + lag == start:
-                    step = other, 0
-        node = step[0]
-        if origin is None:
-            origin = step if step[1] else origins.get(node)
+        node, calls = cause[node]
+        if calls:
+            origin = node, calls
+            break
     origins.update(dict.fromkeys(path, origin))
     return origin
 

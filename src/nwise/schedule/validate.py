@@ -78,7 +78,9 @@ def validate(
     for rank, word in enumerate(lists):
         _check_complete(rank, word, schedule)
     _check_ages(lists, schedule)
-    _check_order(lists, schedule)
+    _check_deadlock(lists)
+    for rank, word in enumerate(lists):
+        _check_list(rank, word, schedule)
     if memory is not None:
         if costs is None:
             raise ValueError(
@@ -164,17 +166,27 @@ def _check_ages(lists: Sequence[Word], schedule: Schedule) -> None:
                 "Weight gradients should have their stage's age, forwards and heads age 0, and no result should be older than "
                 f"its use. Found {action} on a stage of age {schedule.ages[action.stage]}."
             )
+    sends = _sends(lists)
+    for action in (a for word in lists for a in word if a.kind in _RECEIVES):
+        if action.age < (age := sends[action._replace(age=0)]):
+            raise ValueError(
+                f"A message should be received in the call in which it is sent, or later. Found {action}, sent with age {age}."
+            )
 
 
-def _check_order(lists: Sequence[Word], schedule: Schedule) -> None:
-    """Run the lists without times, and raise ValueError for a wrong order or a deadlock."""
+def _sends(lists: Sequence[Word]) -> dict[Action, int]:
+    """Return the age of the send of every message, by its receive without age."""
+    return {counterpart(a)._replace(age=0): a.age for word in lists for a in word if a.kind in SENDS}
+
+
+def _check_deadlock(lists: Sequence[Word]) -> None:
+    """Run the lists without times, and raise ValueError for a deadlock."""
     # Sends never wait, and a receive waits for its send only, unless that was in an earlier call. So the sequence of ranks does
     # not matter: if one sequence reaches the end of all lists, every sequence does.
     sent: set[Action] = set()
-    sends = {counterpart(a)._replace(age=0): a.age for word in lists for a in word if a.kind in SENDS}
+    sends = _sends(lists)
     waiting: dict[Action, int] = {}
     place = [0] * len(lists)
-    ranks = [_Holdings(rank, schedule) for rank in range(len(lists))]
     ready = list(range(len(lists)))
     while ready:
         r = ready.pop()
@@ -185,7 +197,6 @@ def _check_order(lists: Sequence[Word], schedule: Schedule) -> None:
             if action.kind in _RECEIVES and name not in sent and sends[name] == action.age:
                 waiting[name] = r
                 break
-            ranks[r].run(action)
             if action.kind in SENDS:
                 receive = counterpart(action)._replace(age=0)
                 sent.add(receive)
@@ -217,54 +228,39 @@ def _brings(action: Action) -> Product | None:
     return product(action) if kind in COMPUTATIONS else None
 
 
-class _Holdings:
-    """The results that a rank holds while it runs its list."""
-
-    def __init__(self, rank: int, schedule: Schedule) -> None:
-        self._rank, self._schedule = rank, schedule
-        self._here = [k for k, r in enumerate(schedule.placement) if r == rank]
-        self._held: set[Product] = set()
-        self._dropped: set[tuple[int, int, int]] = set()
-        self._older: dict[Product, int] = {}
-        for action in schedule.lists[rank]:
-            if (made := _brings(action)) is not None:
-                self._older[made] = action.age
-        self._to_drop = Counter(schedule.call(a) for a in schedule.lists[rank] if a.kind is Kind.DROP)
-        self._updates = 0
-
-    def run(self, action: Action) -> None:
-        """Record an action; raise ValueError if it needs a result that the rank does not hold, or comes too late."""
+def _check_list(rank: int, word: Word, schedule: Schedule) -> None:
+    """Raise ValueError unless each action of a list finds what it needs, nothing follows its drop, and updates end each call."""
+    stages = [k for k, r in enumerate(schedule.placement) if r == rank]
+    ages = {made: a.age for a in word if (made := _brings(a)) is not None}
+    left = Counter(schedule.call(a) for a in word if a.kind is Kind.DROP)
+    held: set[Product] = set()
+    dropped: set[tuple[int, int, int]] = set()
+    updates = 0
+    for action in word:
         kind, k, m, _, turn, _ = action
         if kind is Kind.UPDATE:
-            self._update(action)
-            return
-        if (k, m, turn) in self._dropped:
+            if left[turn] or turn != updates // len(stages):
+                raise ValueError(
+                    f"The list of rank {rank} should update after all other actions of a call, call by call. Found "
+                    f"{action} before {left[turn]} of its micro-batches were dropped, after {updates} updates."
+                )
+            updates += 1
+            continue
+        if (k, m, turn) in dropped:
             raise ValueError(
-                f"The list of rank {self._rank} should drop a micro-batch after its last use. Found {action} after its drop."
+                f"The list of rank {rank} should drop a micro-batch after its last use. Found {action} after its drop."
             )
-        for key in _takes(action, self._schedule):
-            self._check(key, action)
+        for key in _takes(action, schedule):
+            # A result of a younger action is from an earlier call, and one of an older action from a mini-batch before.
+            age = ages.get(key, action.age)
+            if age > action.age or (age == action.age and key not in held):
+                thing = {"F": "the activation", "H": "the head"}.get(str(key[0]), f"message {key[0]}")
+                raise ValueError(
+                    f"The list of rank {rank} should compute or receive the inputs of an action before the action, and drop "
+                    f"them only afterwards. Found {action} without {thing} of stage {key[1]}."
+                )
         if (made := _brings(action)) is not None:
-            self._held.add(made)
+            held.add(made)
         if kind is Kind.DROP:
-            self._dropped.add((k, m, turn))
-            self._to_drop[self._schedule.call(action)] -= 1
-
-    def _update(self, action: Action) -> None:
-        left, turn = self._to_drop[action.turn], self._updates // len(self._here)
-        if left or action.turn != turn:
-            raise ValueError(
-                f"The list of rank {self._rank} should update after all other actions of a call, call by call. Found "
-                f"{action} before {left} of its micro-batches were dropped, after {self._updates} updates."
-            )
-        self._updates += 1
-
-    def _check(self, key: Product, action: Action) -> None:
-        # A result of a younger action is from an earlier call.
-        if key not in self._held and self._older.get(key, action.age) == action.age:
-            what, stage = key[0], key[1]
-            thing = {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}")
-            raise ValueError(
-                f"The list of rank {self._rank} should compute or receive the inputs of an action before the action, and drop "
-                f"them only afterwards. Found {action} without {thing} of stage {stage}."
-            )
+            dropped.add((k, m, turn))
+            left[schedule.call(action)] -= 1

@@ -73,17 +73,10 @@ class Strategy(ABC):
         """Return the strategy in force at a step; only for `Switch` it differs from this one."""
         return self
 
-    def next_switch(self, step: int) -> int | None:
-        """Return the first step after `step` with another strategy in force, or None."""
-        return None
-
     def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
         """Iterate over the phases between two steps: the first step of each, and the step after its last."""
-        while first < stop:
-            switch = self.next_switch(first)
-            last = stop if switch is None else min(switch, stop)
-            yield first, last
-            first = last
+        if first < stop:
+            yield first, stop
 
     def caution(self, num_stages: int) -> str | None:
         """Return a warning about the use of the strategy with this number of stages, or None."""

@@ -249,7 +249,7 @@ class Credit(Strategy):
     [[1.0, 0.0], [0.5, 1.0]]
     """
 
-    pattern = r"credit-(?!.*-(?:hogwild|delay-\d+)$)(.+)"
+    pattern = r"credit-(?!.*-(?:hogwild|delay-\d+)$)([^@]+)"
     examples = ("credit-1,0;1,1",)
 
     matrix: Any

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,8 +167,9 @@ class Switch(Strategy):
         inner = self.before if step < self.at else self.after.in_force(step)
         return replace(inner, heads="all") if self.heads == "all" else inner
 
-    def next_switch(self, step: int) -> int | None:
-        return self.at if step < self.at else self.after.next_switch(step)
+    def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
+        yield from self.before.phases(first, min(self.at, stop))
+        yield from self.after.phases(max(self.at, first), stop)
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
         return self.before.credit(num_stages, turn)
