@@ -20,9 +20,11 @@ from torch import Tensor, nn
 import nwise
 from launch import results
 from nwise.models.chain import Chain
+from nwise.recipes import Adam, Sgd
 from nwise.training import CheckpointPolicy, Checkpoints, DamagedError, Resumed
 from nwise.training.checkpoint import files
 from nwise.training.checkpoint.policy import Saver
+from nwise.training.optimizers import make_optimizer as optimizer_of
 from ranks import mesh_resume
 from ranks.common import batches, make_optimizer
 from ranks.resume import WIDTH, main, pipeline
@@ -601,6 +603,29 @@ def test_resume_optimizer_state_of_other_dtype(name: str, tmp_path: Path) -> Non
     run(tmp_path / "a", 3)
     resumed, whole = run(tmp_path / "a", 6), run(tmp_path / "b", 6)
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("before", "cut"), [(Sgd(), ["2", "3"]), (Adam(), ["2", "4"])], ids=["new head", "another optimizer"]
+)
+def test_momentum_after_resume_without_it(before: Sgd | Adam, cut: list[str], tmp_path: Path) -> None:
+    """Regression: fused SGD failed after a resume that left some parameters, or some turns' heads, without momenta."""
+
+    def run(cut: list[str], config: Sgd | Adam, steps: int) -> list[bool]:
+        stages = nwise.split(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), at=cut)
+        pipe = nwise.Pipeline(stages, [nn.Linear(4, 4) for _ in stages[1:]], strategy="rotating-2")
+        optimizer = optimizer_of(config, pipe.parameters())
+        checkpoints = Checkpoints(tmp_path, pipe, optimizer)
+        checkpoints.resume()
+        for _ in range(steps):
+            pipe.step(torch.ones(3, 4), target=torch.tensor([0, 1, 2]))
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoints.save()
+        return ["momentum_buffer" in optimizer.state[p] for p in pipe.parameters()]
+
+    run(["2", "4"], before, 1)
+    assert all(run(cut, Sgd(), 3))
 
 
 def test_resume_with_other_optimizer_variant_drops_state(tmp_path: Path) -> None:

@@ -100,6 +100,11 @@ def test_bad_thresholds_are_refused() -> None:
     pipe.heads[0] = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
     with pytest.raises(ValueError, match="Stage 0's head or output should be logits .* Found shape \\[16\\]"):
         pipe.exit(x)
+    pipe, x = pipeline()
+    pipe.heads[0] = nn.Linear(5, 7).double()
+    with pytest.raises(ValueError, match=r"outputs of one shape for a sample. Found \[7\] of stage 0, \[\d\] of stage"):
+        # Regression: torch spoke of sizes of tensors.
+        pipe.exit(x, threshold={0: confidence(pipe.heads[0](pipe.stages[0](x))).median().item()})
 
 
 SEEN = Seen(

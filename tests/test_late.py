@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,17 @@ def test_muon_trains_hidden_matrices_only() -> None:
         "heads.0.0.weight",
         "stages.1.second.weight",
     ]
+
+
+def test_copies_of_muon_with_adam_train_alone() -> None:
+    """Regression: a copy had no parts."""
+    pipe = network()
+    both = copy.deepcopy((pipe, make_optimizer(Adam(muon_lr=0.02), pipe.parameters(), hidden_matrices(pipe))))
+    before = [p.clone() for p in pipe.parameters()]
+    both[0].step(torch.tensor([1, 2]), target=torch.tensor([3, 4]))
+    both[1].step()
+    assert all(map(torch.equal, pipe.parameters(), before))
+    assert not any(map(torch.equal, both[0].heads.parameters(), pipe.heads.parameters()))
 
 
 def test_muon_with_adam_is_muon_and_adam() -> None:

@@ -107,7 +107,7 @@ def test_deferred_batchnorm_sums_are_float64_and_reset() -> None:
     nwise.defer_batchnorm(pipe)
     deferred = pipe.stages[0][0]  # type: ignore[index]
     pipe.bfloat16()
-    assert deferred._sum.dtype == torch.float64
+    assert deferred._sums.dtype == torch.float64
     pipe.float()
     with pytest.raises(IndexError):
         pipe.step(X, target=torch.tensor([0, 1, 2, 0, 1, 99]))

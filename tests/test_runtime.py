@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 import nwise
 from launch import RANKS, forked, results
 from nwise.flow import flows_for
+from nwise.recipes import recipe
 from nwise.runtime import replicas
 from nwise.runtime.launch import make_mesh
 from nwise.schedule.named import choose
 from nwise.stage import Stage
+from nwise.training.build import pick_device
 from ranks import mesh, placements
 from ranks.equality import CASES, case
 from test_interchange import written
@@ -186,6 +189,20 @@ def test_ranks_may_outnumber_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     finally:
         dist.destroy_process_group()
     assert taken == [1], "the first choice stays"
+
+
+def test_every_rank_puts_its_data_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: data were moved before the rank chose its GPU, so with `cuda` all ranks shared the first."""
+    taken: list[int] = []
+    for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for device in ("auto", "cuda", "cuda:0"):
+        assert pick_device(replace(recipe("digits"), device=device)).index == (0 if device == "cuda:0" else 1)
+    assert taken == [1, 1, 0]
 
 
 def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:

@@ -14,57 +14,38 @@ from nwise.batchnorm import DeferredBatchNorm
 _STATEFUL = (_NormBase, torch.jit.ScriptModule)
 
 
-class Snapshot:
-    """Keeps the gradients and the statistics of batch norms from before a step.
+@contextmanager
+def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Run the body as a whole or not at all: move deferred statistics after it; restore gradients and statistics if it raises.
 
     A gradient that is None costs nothing to keep, so a loop that sets gradients to None between steps pays only for the
     statistics. Other buffers that a forward changes are not kept.
 
     Args:
-        modules: all modules that the step runs.
-        parameters: parameters to whose gradients the step adds.
+        modules: all modules that the body runs.
+        parameters: parameters to whose gradients it adds.
     """
-
-    def __init__(self, modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
-        # Autograd adds to a gradient in place, so the tensor and its values are both kept.
-        self._gradients = [(p, g, None if g is None else g.clone()) for p in parameters for g in (p.grad,)]
-        self._deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
-        for norm in self._deferred:
-            norm.discard()  # drops statistics of inference in training mode
-        norms = [module for module in modules if isinstance(module, _STATEFUL) and _moves_statistics(module)]
-        self._buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
-
-    def commit(self) -> None:
-        """Move the deferred statistics, after the whole mini-batch of a step."""
-        for norm in self._deferred:
-            norm.commit()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore gradients and statistics after an error."""
-        for parameter, gradient, values in self._gradients:
-            parameter.grad = gradient
-            if gradient is not None and values is not None:
-                gradient.copy_(values)
-        for buffer, values in self._buffers:
-            buffer.copy_(values)
-        for norm in self._deferred:
-            norm.discard()
-
-
-@contextmanager
-def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Run the body as a whole or not at all: move deferred statistics after it, restore everything if it raises.
-
-    Args:
-        modules, parameters: as for `Snapshot`.
-    """
-    before = Snapshot(modules, parameters)
+    # Autograd adds to a gradient in place, so the tensor and its values are both kept.
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+    deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
+    for norm in deferred:
+        norm.discard()  # drops statistics of inference in training mode
+    norms = [module for module in modules if isinstance(module, _STATEFUL) and _moves_statistics(module)]
+    buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
     try:
         yield
-        before.commit()
+        for norm in deferred:
+            norm.commit()
     except BaseException:
-        before.restore()
+        with torch.no_grad():
+            for parameter, gradient, values in gradients:
+                parameter.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
+            for buffer, values in buffers:
+                buffer.copy_(values)
+        for norm in deferred:
+            norm.discard()
         raise
 
 

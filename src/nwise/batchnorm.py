@@ -26,10 +26,7 @@ class DeferredBatchNorm(_BatchNorm):
     It shares the parameters and statistics of the batch norm that it replaces, and has the same names in the state dict.
     """
 
-    _SUMS = ("_count", "_sum", "_sum_of_squares")
-    _count: Tensor
-    _sum: Tensor
-    _sum_of_squares: Tensor
+    _sums: Tensor  # for each channel the number of values, their sum, and the sum of their squares
 
     def __init__(self, original: _BatchNorm) -> None:
         super().__init__(
@@ -39,42 +36,35 @@ class DeferredBatchNorm(_BatchNorm):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             setattr(self, name, getattr(original, name))
         assert self.running_mean is not None
-        for name in self._SUMS:
-            zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
-            self.register_buffer(name, zeros[:1].clone() if name == "_count" else zeros, persistent=False)
+        zeros = self.running_mean.new_zeros(3, original.num_features, dtype=torch.float64)
+        self.register_buffer("_sums", zeros, persistent=False)
         self.train(original.training)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.ndim < 2:
             raise ValueError(f"The input of a batch norm should have at least 2 dimensions. Found {input.ndim}.")
-        if not self.training:
-            return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
-        with torch.no_grad():
+        mean, variance = (None, None) if self.training else (self.running_mean, self.running_var)
+        if self.training:
             # Sums in float64: the variance is a difference of two large numbers.
             values = input.detach().double().transpose(0, 1).flatten(1)
-            self._count += values.shape[1]
-            self._sum += values.sum(1)
-            self._sum_of_squares += values.square().sum(1)
-        return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            total, squares = values.sum(1), values.square().sum(1)
+            self._sums += torch.stack([torch.full_like(total, values.shape[1]), total, squares])
+        return functional.batch_norm(input, mean, variance, self.weight, self.bias, self.training, 0.0, self.eps)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeferredBatchNorm:
         """Move the sums with the module, but keep them in float64."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name in self._SUMS:
-            setattr(self, name, getattr(self, name).double())
+        self._sums = self._sums.double()
         return self
 
     def discard(self) -> None:
         """Drop the statistics collected since the last commit, for example after an error."""
-        for name in self._SUMS:
-            getattr(self, name).zero_()
+        self._sums.zero_()
 
     @torch.no_grad()
     def commit(self) -> None:
         """Move the running statistics by the statistics collected since the last call."""
-        count = float(self._count)
+        count, total, squares = float(self._sums[0, 0]), self._sums[1], self._sums[2]
         if not count:
             return
         assert self.running_mean is not None
@@ -82,8 +72,8 @@ class DeferredBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        mean = self._sum / count
-        variance = (self._sum_of_squares / count - mean.square()).clamp(min=0) * (count / max(count - 1, 1))
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0) * (count / max(count - 1, 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
         self.discard()

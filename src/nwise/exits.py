@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nwise._arguments import HeadDict
 from nwise.microbatch import batch_size
 from nwise.runtime.processes import Alone, Processes
-from nwise.tensors import Tensors, as_inputs, call, each, names, run_module, unchanged, with_names
+from nwise.tensors import Tensors, as_inputs, call, each, run_module, unchanged
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
@@ -99,9 +99,10 @@ def answer(
     parts: list[tuple[Tensor, ...]] = []  # row, output, stage and confidence of the samples that leave at a stage
     for k in processes.here:
         if k and k - 1 not in processes.here:
-            # Samples that have left are not sent. With none left the message is empty, and the stage does not run.
-            rows, *rest = processes.receive(processes.stage_rank(k - 1))
-            hidden = with_names((x.to(device) for x in rest[1:]), _from_bytes(rest[0])) if rest else ()
+            # Samples that have left are not sent. With none left there is no second message, and the stage does not run.
+            (rows,) = processes.receive(processes.stage_rank(k - 1))
+            if len(rows):
+                hidden = each(processes.receive(processes.stage_rank(k - 1)), lambda x: x.to(device))
         if len(rows):
             hidden = run_module(stages[k], hidden, f"The output of stage {k}")
             if k == last or k in thresholds:
@@ -109,13 +110,13 @@ def answer(
                 sure = confidence(logits)
                 leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
                 here = leaves.cpu()
-                parts.append((rows[here], logits[leaves], torch.full_like(rows[here], k), sure[leaves]))
-                rows = rows[~here]
                 if here.any():  # else the tensors stay as they are, without a copy
-                    hidden = _select(hidden, ~leaves, k)
+                    parts.append((rows[here], logits[leaves], torch.full_like(rows[here], k), sure[leaves]))
+                    rows, hidden = rows[~here], _select(hidden, ~leaves, k)
         if k < last and k + 1 not in processes.here:
-            known = _to_bytes(names(hidden))
-            processes.send((rows, known, *hidden) if len(rows) else (rows,), processes.stage_rank(k + 1))
+            processes.send((rows,), processes.stage_rank(k + 1))
+            if len(rows):
+                processes.send(hidden, processes.stage_rank(k + 1))
     return _together(parts, device, processes)
 
 
@@ -209,15 +210,6 @@ def _select(hidden: Tensors, stays: Tensor, stage: int) -> Tensors:
     return each(hidden, lambda x: x[stays])
 
 
-def _to_bytes(names: Sequence[str]) -> Tensor:
-    """Return the names as a tensor of bytes, which travels with the tensors."""
-    return torch.tensor(list("\0".join(names).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(text: Tensor) -> tuple[str, ...]:
-    return tuple(bytes(text.tolist()).decode().split("\0")) if len(text) else ()
-
-
 def _together(parts: list[tuple[Tensor, ...]], device: torch.device, processes: Processes) -> Answers:
     """Collect the answers of all processes on the first one, and send them back to the others."""
     mine = _joined(parts, device)
@@ -236,4 +228,7 @@ def _together(parts: list[tuple[Tensor, ...]], device: torch.device, processes: 
 
 
 def _joined(parts: list[tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    if len({output.shape[1:] for _, output, *_ in parts}) > 1:
+        found = ", ".join(f"{list(output.shape[1:])} of stage {int(stage[0])}" for _, output, stage, _ in parts)
+        raise ValueError(f"All exits should return outputs of one shape for a sample. Found {found}.")
     return tuple(torch.cat([x.to(device) for x in column]) for column in zip(*parts, strict=True))

@@ -13,8 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from nwise.tensors import Tensors, names
 
@@ -111,7 +110,7 @@ class Divergence:
             )
 
 
-class TokenCrossEntropy:
+class TokenCrossEntropy(nn.CrossEntropyLoss):
     """Mean cross-entropy over the tokens ``[B, T]`` of logits ``[B, T, V]``.
 
     Args:
@@ -124,16 +123,10 @@ class TokenCrossEntropy:
     """
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
+        super().__init__(ignore_index=ignore_index, label_smoothing=label_smoothing)
 
-    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(
-            logits.flatten(0, 1),
-            target.flatten(),
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-        )
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return super().forward(logits.flatten(0, 1), target.flatten())
 
     def count(self, target: Tensor) -> int:
         """Return the number of tokens that count."""

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +54,6 @@ class Tape:
         batch: the mini-batch.
         microbatch: index of the micro-batch.
         passes_left: number of backward passes that will follow; the last one frees the graph.
-        seeds: seeds of the random numbers of the forward and of the head.
         versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last pass.
         inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
         messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
@@ -72,7 +70,6 @@ class Tape:
     batch: Batch
     microbatch: int
     passes_left: int
-    seeds: tuple[int, int]
     versions: Mapping[str, Tensor] | None = None
     inputs: Tensors = ()
     messages: dict[int, Cotangents] = field(default_factory=dict)
@@ -134,12 +131,7 @@ class Stage:
         k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[turn]]
         # Passes that come after an update need the parameters of the forward.
         versions = copy_parameters(self.module) if k in schedule.late_stages else None
-        # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
-        seeds = [
-            (derive(batch.seed, "stage", k, m), derive(batch.seed, "head", k, m) if flow.head else 0)
-            for m, flow in enumerate(flows, batch.first)
-        ]
-        return [Tape(flow, batch, m, schedule.passes[turn][k, m], seeds[m], versions) for m, flow in enumerate(flows)]
+        return [Tape(flow, batch, m, schedule.passes[turn][k, m], versions) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.
@@ -168,13 +160,8 @@ class Stage:
             tape.buffers = _copies(self.module.named_buffers())
         if tape.versions is not None:
             tape.modes = modes_in(self.module)
-        function = self._function(tape.versions)
-        _draw_from(tape.seeds[0], tape.inputs[0].device)
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
-        with _NOTHING_ELSE if tape.has_graph else torch.no_grad():
-            outputs = run_unchanged(function, tape.inputs, self._name)
-        if tape.versions is not None:
-            self._check_versions(tape, outputs)
+        outputs = self._outputs(tape, tape.versions)
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
@@ -184,27 +171,31 @@ class Stage:
         """Run F once more, for its graph."""
         # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
         assert tape.buffers is not None
-        function = self._function({**(tape.versions or {}), **_copies(tape.buffers.items())})
-        _draw_from(tape.seeds[0], tape.inputs[0].device)
-        tape.outputs, tape.has_graph = run_unchanged(function, tape.inputs, self._name), True
-        if tape.versions is not None:
-            self._check_versions(tape, tape.outputs)
+        tape.has_graph = True
+        tape.outputs = self._outputs(tape, {**(tape.versions or {}), **_copies(tape.buffers.items())})
 
-    def _check_versions(self, tape: Tape, outputs: Tensors) -> None:
-        """Raise ValueError if a graph uses a present parameter instead of its old version; look once for each set of them."""
-        if tape.has_graph and self._checked != set(self.learns):
+    def _outputs(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
+        """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
+        function = with_tensors(self.module, replaced, self._name) if replaced else self.module
+        self._draw("stage", tape, tape.inputs)
+        with _NOTHING_ELSE if tape.has_graph else torch.no_grad():
+            outputs = run_unchanged(function, tape.inputs, self._name)
+        # A graph must not use a present parameter instead of its old version; look once for each set of them.
+        if tape.versions is not None and tape.has_graph and self._checked != set(self.learns):
             check_names_used(outputs, self.learns, self.module, self._name)
             self._checked = set(self.learns)
+        return outputs
 
-    def _function(self, replaced: Mapping[str, Tensor] | None) -> Callable[..., Any]:
-        """Return the module, or a function that uses these parameters and buffers instead of its own."""
-        return with_tensors(self.module, replaced, self._name) if replaced else self.module
+    def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
+        """Seed the random numbers of the stage or its head."""
+        # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
+        _draw_from(derive(tape.batch.seed, what, self.index, tape.batch.first + tape.microbatch), inputs[0].device)
 
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
         batch, m, flow = tape.batch, tape.microbatch, tape.flow
         target, weight = batch.targets[m], batch.weights[m][self.index]
-        _draw_from(tape.seeds[1], tape.outputs[0].device)
+        self._draw("head", tape, tape.outputs)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         with unchanged(leaves, f"The head or loss of stage {self.index}"):
             try:

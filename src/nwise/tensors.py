@@ -45,7 +45,7 @@ class Named(tuple[Tensor, ...]):
         return dict(zip(self.names, self, strict=True))
 
 
-def names(tensors: Tensors) -> tuple[str, ...]:
+def names(tensors: Sequence[Tensor]) -> tuple[str, ...]:
     """Return the names of tensors; none if they are given by position."""
     return tensors.names if isinstance(tensors, Named) else ()
 

@@ -178,7 +178,7 @@ def action_overhead() -> float:
     batch = Batch([(x,)], [(x,)], [[0.0]], seed=0)
 
     def both() -> None:
-        tape = Tape(flow, batch, 0, flow.passes, (0, 0), inputs=(x,))
+        tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
 

@@ -75,7 +75,7 @@ def make_spec(tensor: Tensor, name: str = "") -> Spec:
     return Spec(tuple(tensor.shape), tensor.dtype, name)
 
 
-def make_specs(tensors: Tensors) -> tuple[Spec, ...]:
+def make_specs(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
     """Return the specs of tensors, with their names."""
     return tuple(map(make_spec, tensors, names(tensors) or ("",) * len(tensors)))
 

@@ -18,6 +18,7 @@ from nwise.randomness import derive, seeded
 from nwise.runtime.channel import Receiver, Sender
 from nwise.runtime.watch import Doing
 from nwise.schedule.placement import Placement
+from nwise.tensors import Tensors
 
 
 class Processes(ABC):
@@ -144,10 +145,10 @@ class Processes(ABC):
         return self.ranks[self.placement[stage]]
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send tensors of any shapes to another process, which calls `receive`."""
+        """Send tensors of any shapes, with their names if they have some, to another process, which calls `receive`."""
         raise AssertionError("one process has no other to send to")
 
-    def receive(self, rank: int) -> tuple[Tensor, ...]:
+    def receive(self, rank: int) -> Tensors:
         """Receive the tensors that another process sends, on the CPU."""
         raise AssertionError("one process has no other to receive from")
 

@@ -33,11 +33,12 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
-from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_spec
+from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
 from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
+from nwise.tensors import Named, Tensors, names, with_names
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
 _open: list[World] = []
@@ -207,17 +208,11 @@ class World(Processes):
         return f"{name}/{self._shared[name]}"
 
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
-        mine = torch.stack([rows[k] for k in self.here])
-        # All ranks send as many rows as the rank with the most stages has.
-        most = max(self.placement.count(place) for place in range(self.num_ranks))
-        padded = torch.zeros(most, *mine.shape[1:], dtype=mine.dtype)
-        padded[: len(mine)] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        parts: list[Any] = [None] * self.size
         with self.telling():
-            dist.all_gather(parts, padded, group=self.control)
-        by_place = torch.stack(parts).unflatten(0, (self.num_ranks, -1)).mean(1)
-        index = [self.placement[:k].count(place) for k, place in enumerate(self.placement)]
-        return torch.stack([by_place[place, i] for place, i in zip(self.placement, index, strict=True)])
+            dist.all_gather_object(parts, {k: rows[k] for k in self.here}, group=self.control)
+        of_stage = [[part[k] for part in parts if k in part] for k in range(len(self.placement))]
+        return torch.stack([torch.stack(copies).mean(0) for copies in of_stage])
 
     def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
         with self.telling():
@@ -232,25 +227,25 @@ class World(Processes):
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
-        names = self.gather("names", list(whole))
         assert self.control  # also on ranks that send nothing: all ranks make the group
         if self.rank:
             if 0 in self.ranks:  # one rank of every place sends
-                self.send(tuple(whole.values()), 0)
+                self.send(Named(whole), 0)
             return {}
         collected = {name: t.detach().cpu() for name, t in whole.items()}
         for rank in self.ranks[1:]:
-            collected.update(zip(names[rank], self.receive(rank), strict=True))
+            received = self.receive(rank)
+            collected.update(zip(names(received), received, strict=True))
         return collected
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         with self.telling():
-            dist.send_object_list([tuple(map(make_spec, tensors))], rank, group=self.control)
+            dist.send_object_list([make_specs(tensors)], rank, group=self.control)
             for tensor in tensors:
                 if tensor.numel():
                     dist.send(tensor.detach().cpu().contiguous(), rank, group=self.control)
 
-    def receive(self, rank: int) -> tuple[Tensor, ...]:
+    def receive(self, rank: int) -> Tensors:
         header: list[Any] = [()]
         with self.telling():
             dist.recv_object_list(header, rank, group=self.control)
@@ -258,7 +253,7 @@ class World(Processes):
             for tensor in tensors:
                 if tensor.numel():
                     dist.recv(tensor, rank, group=self.control)
-        return tensors
+        return with_names(tensors, spec_names(header[0]))
 
     @contextmanager
     def watched(self, *, closing: bool = False) -> Iterator[None]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._compiled import compile_module
+from nwise._process import choose_gpu
 from nwise.batchnorm import defer_batchnorm
 from nwise.data import Images, Tokens
 from nwise.losses import TokenCrossEntropy
@@ -29,12 +30,9 @@ from nwise.training.optimizers import make_optimizer
 
 def pick_device(recipe: Recipe) -> torch.device:
     """Return the recipe's device; ValueError if there is none."""
-    if recipe.device == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", local_gpu())
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(recipe.device)
+        device = torch.device(automatic if recipe.device == "auto" else recipe.device)
     except RuntimeError as error:
         raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.") from error
     if device.type not in ("cpu", "cuda"):
@@ -43,6 +41,9 @@ def pick_device(recipe: Recipe) -> torch.device:
         raise ValueError(
             f"`device` should be one of the {torch.cuda.device_count()} GPUs, or cpu. Found {recipe.device!r}."
         )
+    if device.type == "cuda" and launched():
+        device = torch.device("cuda", local_gpu() if device.index is None else device.index)
+        choose_gpu(device.index)  # before data are moved, which takes the current GPU for good
     return device
 
 

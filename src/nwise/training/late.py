@@ -70,6 +70,10 @@ class MuonWithAdam(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle, with the parts, which torch would leave out."""
+        return {**super().__getstate__(), "_parts": self._parts, "_matrices": self._matrices}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()

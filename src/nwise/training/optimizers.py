@@ -59,9 +59,7 @@ def make_optimizer(
             fused=fused,
         )
         if config.momentum:
-            # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
-            for p in (p for group in kept for p in group["params"]):
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            optimizer.register_step_pre_hook(_add_momenta)
     else:
         betas, eps = (config.beta1, config.beta2), config.eps
         if config.muon_lr:
@@ -73,6 +71,13 @@ def make_optimizer(
     if config.extrapolate:
         extrapolate(optimizer)
     return optimizer
+
+
+def _add_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Add the momenta that are missing: fused SGD needs all or none of those with a gradient."""
+    # A head may have no gradient before a later step (rotating strategies), and a checkpoint no momenta for a new head.
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
 
 def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:

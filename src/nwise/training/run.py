@@ -61,8 +61,12 @@ class Run:
     def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
         """Return the newest folder with this configuration that earlier processes of this torchrun made."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
-        for path in sorted(parent.glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-            with suppress(ValueError, AttributeError, RecursionError):  # another program's folder
+        folders = []
+        for path in parent.glob("*/run.json"):
+            with suppress(OSError):  # deleted meanwhile
+                folders.append((path.stat().st_mtime_ns, path))
+        for _, path in sorted(folders, reverse=True):
+            with suppress(OSError, ValueError, AttributeError, RecursionError):  # another program's folder
                 state = cls(path.parent)._state()
                 if wanted == {name: state.get(name) for name in wanted} and state.get("status") != "done":
                     return cls(path.parent)
