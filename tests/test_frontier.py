@@ -339,10 +339,10 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
         line for line in text.partition("## Earlier moments")[2].splitlines() if line.startswith("| muon local |")
     )
     assert [float(cell.split()[0]) for cell in row.split(" | ")[1:4]] == pytest.approx(ends, abs=0.001)
-    experiment.draw(runs, tmp_path / "medium")
+    plots.draw_frontier(runs, tmp_path / "medium")
     for name in ("muon", "adam", "muon-four"):
         assert (tmp_path / f"medium-{name}.png").stat().st_size > 10_000
-    experiment.draw(Runs([r for r in runs.records if "4 stages" not in r["method"]]), tmp_path / "few")
+    plots.draw_frontier(Runs([r for r in runs.records if "4 stages" not in r["method"]]), tmp_path / "few")
     assert not (tmp_path / "few-muon-four.png").exists(), "end-to-end training alone"
 
 

@@ -52,14 +52,16 @@ def test_rotating_blocks_cost_what_their_blocks_cost() -> None:
 
 def test_nine_cells_of_printed_table_differ_from_formula() -> None:
     """A printed cell may cover several A; it counts as different if any of them differs."""
-    off = {(cell.method, cell.num_stages) for cell in best_table() if cell.loss > 1e-12}
+    off = {(cell["method"], cell["num_stages"]) for cell in best_table() if cell["loss"] > 1e-12}
     expected = {("3-wise", a) for a in (3, 4)} | {("4-wise", a) for a in (4, 5, 6)} | {("5-wise", a) for a in (2, 4, 5)}
     assert off == expected | {("5-wise", a) for a in (6, 7, 8)}
     # of 36 cells: two, three (4; 5; 6-11) and four (2; 4; 5; 6-11)
     groups = [range(a, a + 1) for a in (2, 3, 4, 5)] + [range(6, 12), range(12, 31)]
     cells = {(method, next(i for i, group in enumerate(groups) if a in group)) for method, a in off}
     assert len(cells) == 9
-    losses = {(c.method, c.num_stages): (c.printed, c.formula, round(100 * c.loss, 1)) for c in best_table()}
+    losses = {
+        (c["method"], c["num_stages"]): (c["printed"], c["formula"], round(100 * c["loss"], 1)) for c in best_table()
+    }
     assert losses["3-wise", 3] == (4, 8, 11.9)
     assert losses["4-wise", 5] == (2, 8, 28.4)
     assert losses["5-wise", 5] == (4, 16, 31.4)

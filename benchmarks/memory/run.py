@@ -475,7 +475,7 @@ def show() -> None:
     if not all(records.values()):
         return
     figure = Figure(figsize=(11, 3.8), layout="constrained")
-    for axes, (name, rows) in zip(figure.subplots(1, len(records)), records.items(), strict=True):
+    for axes, (name, rows) in zip(figure.subplots(1, len(records), squeeze=False)[0], records.items(), strict=True):
         groups = {"autograd": "0.25", "end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for row in rows:

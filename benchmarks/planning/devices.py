@@ -9,12 +9,10 @@ processes whose stages wait as long as such devices would compute.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -22,16 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.runtime.bench import Case, start_all  # noqa: E402
-from nwise.planning.devices import as_devices  # noqa: E402
-from nwise.planning.search import Cut, Search  # noqa: E402
-from nwise.schedule.costs import Costs  # noqa: E402
-from nwise.schedule.partition import Piece  # noqa: E402
-from nwise.strategies import strategy as parse  # noqa: E402
+from benchmarks.runtime.bench import Case, start_all
+from nwise.planning.devices import as_devices
+from nwise.planning.search import Cut, Search
+from nwise.schedule.costs import Costs
+from nwise.schedule.partition import Piece
+from nwise.strategies import strategy as parse
 
 RECORDS = Path(__file__).parent / "records" / "devices.jsonl"
 SPEEDS = (1, 2, 4)
@@ -72,24 +68,25 @@ def case(cut: Cut, name: str) -> Case:
     return Case(method=name, stages=len(SPEEDS), microbatches=MICROBATCHES, slot_ms=SLOT_MS, costs=text, batches=8)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", type=int, default=100, help="random networks for each strategy")
-    parser.add_argument("--measured", type=int, default=4, help="networks for each strategy that also run on processes")
-    options = parser.parse_args(arguments)
+def main(networks: int = 100, measured: int = 4) -> None:
+    """Run the benchmark.
+
+    Args:
+        networks: random networks for each strategy.
+        measured: networks for each strategy that also run on processes.
+    """
     records: list[dict[str, Any]] = []
     for name in STRATEGIES:
         cuts: list[tuple[Cut, Cut]] = []
-        for seed in range(options.networks):
+        for seed in range(networks):
             search = Search(blocks(seed), parse(name), MICROBATCHES, as_devices(SPEEDS), len(SPEEDS), {})
             planned, even = search.improved(), equal(search)
             periods = {"planned": planned.timed.period, "equal": even.timed.period}
             records.append({"strategy": name, "seed": seed, **periods, "best": best(search, planned.timed.period)})
             cuts.append((even, planned))
-        chosen = cuts[: options.measured]
+        chosen = cuts[:measured]
         results = start_all([case(cut, name) for pair in chosen for cut in pair])
-        for i, record in enumerate(records[-options.networks :][: options.measured]):
+        for i, record in enumerate(records[-networks:][:measured]):
             before, after = results[2 * i : 2 * i + 2]
             record["measured"] = {"equal": before.measured_slots, "planned": after.measured_slots}
             record["efficiency"] = {"equal": before.efficiency, "planned": after.efficiency}
@@ -108,4 +105,4 @@ def summary(name: str, records: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
 from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
 from nwise._errors import check_at_least
@@ -51,7 +52,7 @@ class Case:
         rounds: number of rounds.
     """
 
-    method: str = "2-wise"
+    method: Annotated[str, tyro.conf.arg(name="strategy")] = "2-wise"
     stages: int = 4
     ranks: int = 0
     microbatches: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from benchmarks.runtime.bench import Case, start
 from nwise.cli.output import OK, print_json
+from nwise.recipes.config import FLAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,37 +21,12 @@ class Bench:
 
     what: Annotated[Literal["runtime"], tyro.conf.Positional] = "runtime"
     """What to measure."""
-    stages: int = 4
-    """Processes, one stage each, A."""
-    strategy: str = "2-wise"
-    """Which one, or gpipe, 1f1b, zb-h1."""
-    microbatches: int = 1
-    """Micro-batches in a mini-batch, M."""
-    slot_ms: float = 20.0
-    """Milliseconds of a slot."""
-    message_mib: float = 0.0
-    """MiB of every activation and of every gradient; 0 for a few bytes."""
-    costs: str = "paper"
-    """Of one micro-batch, in slots: paper (a slot for a forward and for each loss's pass, heads free), transformer, or a list
-    like forward=1,head=0.5,input_grad=1,weight_grad=1."""
-    batches: int = 20
-    """Mini-batches that are timed in every round."""
-    rounds: int = 3
-    """How often they are timed."""
+    case: Annotated[Case, FLAT] = field(default_factory=Case)
     json: bool = False
     """Print the result as JSON, and nothing else."""
 
     def run(self, console: Console) -> int:
-        case = Case(
-            method=self.strategy,
-            stages=self.stages,
-            microbatches=self.microbatches,
-            slot_ms=self.slot_ms,
-            message_mib=self.message_mib,
-            costs=self.costs,
-            batches=self.batches,
-            rounds=self.rounds,
-        )
+        case = self.case
         with console.status(f"{case.stages} processes start and measure") if not self.json else console.capture():
             result = start(case)
         if self.json:

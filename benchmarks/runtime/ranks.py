@@ -50,7 +50,6 @@ class Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, module: VirtualModule) -> Tensor:
         """F, after what was received unless it is the first stage."""
-        del parameter
         ctx.module = module
         module.device.work(module.slots[0], received=0.0 if module.first else time.perf_counter())
         return x.view_as(x)
@@ -90,7 +89,6 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """The output."""
-        del gradient
         return ctx.saved_tensors[0]
 
 

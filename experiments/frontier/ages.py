@@ -31,14 +31,7 @@ RECORDS = Path(__file__).parent / "ages.jsonl"
 
 
 def make_trainer(near: str, far: str, rate: float, steps: int) -> Trainer:
-    """Return the trainer of a trial whose steps add the gradients of two strategies.
-
-    Args:
-        near: the strategy whose gradients are prompt.
-        far: the strategy whose gradients may be late.
-        rate: peak rate of Muon.
-        steps: number of steps.
-    """
+    """Return the trainer of a trial whose steps add the gradients of two strategies."""
     trainer = Trainer(replace(Arm("muon", far).trial(rate), max_steps=steps))
     pipe = trainer.pipe
     heads = [pipe.heads[str(k)] for k in range(pipe.num_stages - 1)]

@@ -14,18 +14,11 @@ from nwise.strategies import Strategy
 
 COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
 LATENCIES = (0.0, 1.0)  # of a message, in forwards of a stage: none, and a slow link
-OVERHEAD = 0.02  # of an action, in forwards of a stage
 
 
-def costs(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> Costs:
-    """Return the costs of the arm's network: F = I = W = 1 slot a stage, heads by their multiplications.
-
-    Args:
-        one: the arm.
-        latency: of a message, in slots.
-        overhead: of an action, in slots.
-    """
-    return replace(clock.network_costs(one.model, one.num_stages), latency=latency, overhead=overhead)
+def costs(one: Arm, latency: float = 0.0) -> Costs:
+    """Return the costs of the arm's network: F = I = W = 1 slot a stage, heads by their multiplications."""
+    return replace(clock.network_costs(one.model, one.num_stages), latency=latency)
 
 
 @cache
@@ -42,14 +35,9 @@ def fastest(
     costs: Callable[[int], Costs],
     memory: float | None = None,
 ) -> tuple[Timed, int] | None:
-    """Return the fastest schedule that nwise runs, and its M; None if none fits the memory.
+    """Return the fastest schedule that nwise runs, and its M, the best unless it is given; None if none fits the memory.
 
-    Args:
-        strategy: the strategy.
-        num_stages: A.
-        microbatches: M, or None for the best.
-        costs: function from M to the costs of a micro-batch.
-        memory: bytes of each accelerator; default: any.
+    `costs` is a function from M to the costs of a micro-batch, and `memory` the bytes of each accelerator.
     """
 
     def find(m: int) -> Timed:
@@ -64,15 +52,9 @@ def _phases(one: Arm) -> Iterator[tuple[int, Strategy]]:
     return ((stop - first, whole.in_force(first)) for first, stop in whole.phases(0, STEPS))
 
 
-def slots(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> list[tuple[int, float, int]]:
-    """Return for every phase its steps, the slots of a step of the fastest schedule that nwise runs, and its M.
-
-    Args:
-        one: the arm.
-        latency: of a message, in slots.
-        overhead: of an action, in slots.
-    """
-    price = costs(one, latency, overhead)
+def slots(one: Arm, latency: float = 0.0) -> list[tuple[int, float, int]]:
+    """Return for every phase its steps, the slots of a step of the fastest schedule that nwise runs, and its M."""
+    price = costs(one, latency)
     return [
         (steps, timed.period, m)
         for steps, strategy in _phases(one)
@@ -80,30 +62,23 @@ def slots(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> list[tu
     ]
 
 
-def steps_done(one: Arm, time: float, latency: float = 0.0, overhead: float = OVERHEAD) -> float:
-    """Return the steps that an arm has done at a time, at most those of the whole run.
-
-    Args:
-        one: the arm.
-        time: in slots.
-        latency: of a message, in slots.
-        overhead: of an action, in slots.
-    """
+def steps_done(one: Arm, time: float, latency: float = 0.0) -> float:
+    """Return the steps that an arm has done at a time in slots, at most those of the whole run."""
     done = 0.0
-    for steps, each, _ in slots(one, latency, overhead):
+    for steps, each, _ in slots(one, latency):
         done += min(float(steps), time / each)
         time = max(0.0, time - steps * each)
     return done
 
 
-def total(one: Arm, latency: float = 0.0, overhead: float = OVERHEAD) -> float:
+def total(one: Arm, latency: float = 0.0) -> float:
     """Return the slots of the whole run."""
-    return sum(steps * each for steps, each, _ in slots(one, latency, overhead))
+    return sum(steps * each for steps, each, _ in slots(one, latency))
 
 
 def work(one: Arm) -> float:
     """Return what all stages compute in a mean step, in forwards of a stage; overheads are not counted."""
-    price = costs(one, overhead=0.0).split_in(one.microbatches or 1)
+    price = replace(costs(one), overhead=0.0).split_in(one.microbatches or 1)
     sums = [
         steps * clock.work_in(_fastest(strategy, one.num_stages, one.microbatches or 1, price)[0].schedule, price)
         for steps, strategy in _phases(one)

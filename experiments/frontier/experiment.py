@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 from experiments.frontier import clock, memory
 from experiments.frontier.arms import ARMS, EVERY, STAGES, STEPS, Arm, arm, rates
@@ -16,13 +15,13 @@ from experiments.harness.claims import Claim, Seeds, difference, greater, no_gre
 from experiments.harness.experiment import Result, Size
 from experiments.harness.runs import Runs, loss, loss_at
 from experiments.harness.trained import Parts, Trained
+from nwise.schedule.costs import TRANSFORMER
 
 _SMALL = 0.03  # nats; chosen before the runs; a Muon run of end-to-end training falls by 0.018 in its last tenth
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: every arm that was tried with all rates, by seed."""
-    del size
     best = rates()
     return [
         Cell(method=one.name, recipe=one.run(best[one.name], seed))
@@ -144,7 +143,7 @@ def tables(runs: Runs) -> str:
 
 _COSTS = (
     "Costs: F = I = W = 1 slot. A head with its backward takes time in proportion to its multiplications, and an action adds "
-    f"{clock.OVERHEAD:g}. Every arm runs the fastest order that nwise finds, at its best M up to 16."
+    f"{TRANSFORMER.overhead:g}. Every arm runs the fastest order that nwise finds, at its best M up to 16."
 )
 
 
@@ -190,15 +189,10 @@ def _deeper() -> str:
     return markdown.table(["slots a step", *headings], rows)
 
 
-def draw(runs: Runs, path: Path) -> None:
-    """Draw loss against time."""
-    draw_frontier(runs, path)
-
-
 EXPERIMENT = Trained(
     "frontier",
     "The frontier of credit and delay",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"medium": 3}),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw_frontier, seeds={"medium": 3}),
     [
         Result("", "ours: does depth help where methods are compared? (frontier)", "gate"),
         Result("", "figure 7 again, eight stages and tuned rates (frontier)", "figure 7"),

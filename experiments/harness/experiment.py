@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from experiments.harness.claims import Claim
 from experiments.harness.pool import OnProgress
+from experiments.harness.store import Store
 
 Size = Literal["small", "medium", "full"]
 SIZES: tuple[Size, ...] = get_args(Size)
@@ -120,6 +121,10 @@ class Experiment(ABC):
     @abstractmethod
     def claims(self, job: Job) -> list[Claim]:
         """Return the claims, tested on the records alone; empty if there are none."""
+
+    def store(self, job: Job) -> Store:
+        """Return the store of the records of a size."""
+        return Store(job.folder / self.owner / f"{job.size}.jsonl")
 
     def page(self, job: Job) -> Path:
         """Return the path of the tables of a size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import mean, stdev
 
 import numpy as np
@@ -30,19 +31,14 @@ def loss(record: Record) -> float:
     return _number(record["tests"][-1]["loss"][-1])
 
 
-def ensemble(record: Record, count: int) -> float:
-    """Return the test accuracy of the top heads together, per cent."""
-    return 100 * float(record["ensembles"][count - 1]["accuracy"])
-
-
 def head_accuracy(index: int) -> Score:
     """Return the score that is the accuracy of a head."""
-    return lambda record: accuracy(record, index)
+    return partial(accuracy, head=index)
 
 
 def ensemble_accuracy(count: int) -> Score:
     """Return the score that is the accuracy of so many top heads."""
-    return lambda record: ensemble(record, count)
+    return lambda record: 100 * float(record["ensembles"][count - 1]["accuracy"])
 
 
 def loss_at(steps: float) -> Score:

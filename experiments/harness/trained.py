@@ -15,7 +15,6 @@ from experiments.harness.experiment import Experiment, Job, NothingMatches, Resu
 from experiments.harness.pool import run_cells
 from experiments.harness.runs import Runs
 from experiments.harness.search import RECORDS
-from experiments.harness.store import Store
 from nwise.recipes import EmbeddedText, Gpt, Recipe
 
 # SHA-256 of the source code of records that do not name it.
@@ -71,10 +70,6 @@ class Trained(Experiment):
                 f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."
             )
         return sorted(cells, key=lambda cell: cell.recipe.seed)
-
-    def store(self, job: Job) -> Store:
-        """Return the store of the records."""
-        return Store(job.folder / self.owner / f"{job.size}.jsonl")
 
     def reproduce(self, job: Job) -> None:
         """Run the cells that have no record, then write."""

@@ -17,7 +17,6 @@ SEARCHES = (*arms.SEARCHES, e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH)
 
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: every method with every rate, with the seeds of its search."""
-    del size, seeds
     return [cell for search in SEARCHES for cell in search.cells()]
 
 

@@ -9,9 +9,8 @@ from experiments.harness import claims as claiming
 from experiments.harness import markdown
 from experiments.harness.claims import Claim, exact
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
-from experiments.harness.store import Store
 from experiments.t import plots as timing_plots
-from experiments.t.printed import PRINTED_STAGES, BestCell
+from experiments.t.printed import PRINTED_STAGES
 from experiments.t.timing import MEASURED, SETTINGS, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot
 from nwise.schedule.baselines import timed_method
@@ -43,10 +42,6 @@ class Timing(Experiment):
         done = {row["piece"] for row in self.rows(job)}
         names = [name for name, _ in _pieces(job)]
         return sum(name in done for name in names), len(names)
-
-    def store(self, job: Job) -> Store:
-        """Return the store of the rows."""
-        return Store(job.folder / self.name / f"{job.size}.jsonl")
 
     def rows(self, job: Job) -> list[Row]:
         """Return the rows so far."""
@@ -135,23 +130,22 @@ def _per_batch(rows: Sequence[Row]) -> str:
 
 
 def _best(rows: Sequence[Row]) -> str:
-    fields = BestCell.__dataclass_fields__
-    cells = [BestCell(**{k: r[k] for k in fields}) for r in rows if r["kind"] == "best M"]
+    cells = [row for row in rows if row["kind"] == "best M"]
     lines = []
-    for method in dict.fromkeys(cell.method for cell in cells):
-        row = [_cell([c for c in cells if c.method == method and c.num_stages in group]) for group in PRINTED_STAGES]
-        lines.append((method, *row))
+    for method in dict.fromkeys(cell["method"] for cell in cells):
+        own = [cell for cell in cells if cell["method"] == method]
+        lines.append((method, *(_cell([c for c in own if c["num_stages"] in group]) for group in PRINTED_STAGES)))
     table = markdown.table(("A", "2", "3", "4", "5", "6-11", "12-30"), lines)
     return f"## Best M among powers of two\n\npaper / formula where they differ, with what the paper's M costs more\n\n{table}"
 
 
-def _cell(cells: Sequence[BestCell]) -> str:
+def _cell(cells: Sequence[Row]) -> str:
     """Return a cell of the printed table, which may stand for several A; marked where the formula differs for one of them."""
-    off = [cell for cell in cells if cell.loss > 1e-12]
+    off = [cell for cell in cells if cell["loss"] > 1e-12]
     if not off:
-        return str(cells[0].printed)
-    formula = ", ".join(f"{c.formula} at {c.num_stages}" if len(cells) > 1 else str(c.formula) for c in off)
-    return f"**{cells[0].printed} / {formula}** (+{100 * max(c.loss for c in off):.1f} %)"
+        return str(cells[0]["printed"])
+    formula = ", ".join(f"{c['formula']} at {c['num_stages']}" if len(cells) > 1 else str(c["formula"]) for c in off)
+    return f"**{cells[0]['printed']} / {formula}** (+{100 * max(c['loss'] for c in off):.1f} %)"
 
 
 def _speedup() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from nwise.schedule.paper import Slot
 
@@ -18,33 +18,18 @@ PRINTED_BEST = {
 PRINTED_STAGES = (range(2, 3), range(3, 4), range(4, 5), range(5, 6), range(6, 12), range(12, 31))
 
 
-@dataclass(frozen=True, slots=True)
-class BestCell:
-    """A cell of the paper's table of the best M.
+def best_table() -> list[dict[str, Any]]:
+    """Return the paper's table of the best M beside the formula's, for every A from 2 to 30.
 
-    Args:
-        method: name of the row.
-        num_stages: number of stages, A.
-        printed: M in the paper.
-        formula: M from the formula, among powers of two.
-        loss: time by the formula with the printed M over that with the formula's M, minus 1.
+    The loss is the time by the formula with the printed M over that with the formula's M, minus 1.
     """
-
-    method: str
-    num_stages: int
-    printed: int
-    formula: int
-    loss: float
-
-
-def best_table() -> list[BestCell]:
-    """Return the paper's table of the best M beside the formula's, for every A from 2 to 30."""
     slot, cells = Slot(), []
-    for method, row in PRINTED_BEST.items():
-        for printed, stages in zip(row, PRINTED_STAGES, strict=True):
+    for method, best in PRINTED_BEST.items():
+        for printed, stages in zip(best, PRINTED_STAGES, strict=True):
             for num_stages in stages:
                 n = num_stages if method == "end-to-end" else int(method.split("-")[0])
                 formula = slot.best_microbatches(num_stages, n)
                 times = [slot.batch_seconds(num_stages, m, n) for m in (printed, formula)]
-                cells.append(BestCell(method, num_stages, printed, formula, times[0] / times[1] - 1))
+                row = {"method": method, "num_stages": num_stages, "printed": printed, "formula": formula}
+                cells.append({"kind": "best M", **row, "loss": times[0] / times[1] - 1})
     return cells

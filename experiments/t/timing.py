@@ -45,7 +45,7 @@ def predicted() -> Iterator[Piece]:
     yield "slots per batch", lambda: [per_batch(name) for name in PER_BATCH]
     for a in range(1, 17):
         yield f"formula, {a} stages", partial(_formula, a)
-    yield "best M", lambda: [{"kind": "best M", **dataclasses.asdict(cell)} for cell in best_table()]
+    yield "best M", best_table
     yield "speed-up", _speedups
     for a in (3, 4, 6, 8, 12, 16, 24, 32):
         yield f"honest costs, {a} stages", partial(_honest, a)

@@ -70,7 +70,6 @@ class Losses(Tensor):
         return torch.stack([self[k] for k, ran in enumerate(self.ran) if ran] or [self.new_tensor(torch.nan)]).mean()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it differently
-        del tensor_contents
         names = ["elsewhere" if not here else "not run" for here in self.here]
         values = [
             f"{value:.6g}" if ran else name for value, ran, name in zip(self.tolist(), self.ran, names, strict=True)

@@ -394,5 +394,4 @@ class Pipeline(OldNames, nn.Module):
 
 
 def _forget(pipe: Pipeline, keys: object) -> None:
-    del keys
     pipe.forget_pending("other weights were loaded")

@@ -125,7 +125,6 @@ def stopping(trainer: Trainer) -> Iterator[None]:
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def handler(number: int, frame: object) -> None:
-        del frame
         trainer.stop()
         signal.signal(number, before[number])  # a second signal ends the process at once
 

@@ -129,7 +129,6 @@ class Tokens:
             indices: numbers of the sequences.
             random: unused; text is not augmented.
         """
-        del random
         starts = indices.to(self.stream.device) * self.sequence_length
         window = self.stream[starts[:, None] + torch.arange(self.sequence_length + 1, device=self.stream.device)]
         return window[:, :-1], window[:, 1:]

@@ -54,7 +54,6 @@ class Chain(nn.Module):
 
     def entry_module(self, *, by_name: bool) -> nn.Module:
         """Return the module whose signature tells which inputs the chain takes: its first piece, or itself."""
-        del by_name
         own = type(self).forward is not Chain.forward
         return self if own else self.get_submodule(self._names[0])
 

@@ -76,11 +76,15 @@ def transformer(width: int, num_heads: int, vocabulary_size: int, num_blocks: in
 
 
 class PooledTokens(nn.Module):
-    """Mean over the tokens, layer norm and linear layer: ``[B, T, D] -> [B, classes]``.
+    """Mean over the tokens, layer norm and linear layer, for vision transformers and encoders: ``[B, T, D] -> [B, classes]``.
 
     Args:
         width: width of the tokens.
         num_classes: number of outputs.
+
+    >>> import torch
+    >>> PooledTokens(8, 10)(torch.zeros(2, 5, 8)).shape
+    torch.Size([2, 10])
     """
 
     def __init__(self, width: int, num_classes: int) -> None:
@@ -92,14 +96,7 @@ class PooledTokens(nn.Module):
         return self.classify(self.norm(x_BTD.mean(dim=1)))
 
 
-def pooled_tokens(width: int, num_classes: int) -> PooledTokens:
-    """Make a classifier of token sequences of any length, for vision transformers and encoders.
-
-    >>> import torch
-    >>> pooled_tokens(8, 10)(torch.zeros(2, 5, 8)).shape
-    torch.Size([2, 10])
-    """
-    return PooledTokens(width, num_classes)
+pooled_tokens = PooledTokens
 
 
 def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:

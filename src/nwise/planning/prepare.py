@@ -163,7 +163,6 @@ def _made(optimizer: Optimizers, parameters: list[nn.Parameter]) -> torch.optim.
 
 
 def _mean_square(output: Any, target: object) -> Tensor:
-    del target
     tensors = [y for y in as_tuple(output, "The output of a head") if y.is_floating_point()]
     return torch.stack([y.float().square().mean() for y in tensors]).sum()
 

@@ -59,18 +59,9 @@ class ImageSource:
     """Share of the training images to test on instead of the test images; they are not trained on."""
 
     def load(self, seed: int) -> tuple[Images, Images]:
-        return image_data.load_images(
-            self.source,
-            hub=self.hub,
-            num_classes=self.num_classes,
-            splits=self.splits,
-            augmentation=self.augmentation,
-            size=self.size,
-            limit=(self.train_limit, self.test_limit),
-            shrink=self.shrink,
-            withheld=self.withheld,
-            seed=seed,
-        )
+        options = dict(vars(self))
+        options["limit"] = options.pop("train_limit"), options.pop("test_limit")
+        return image_data.load_images(**options, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +133,8 @@ class ConvNet:
     """Filters of the first stages; the last two have twice as many."""
 
     def build(self, data: Images, seed: int) -> StagedModel:
-        return models.convnet(
-            self.num_stages,
-            len(data.classes),
-            in_channels=data.channels,
-            image_size=data.size,
-            filters=self.filters,
-            seed=seed,
-        )
+        images = {"num_classes": len(data.classes), "in_channels": data.channels, "image_size": data.size}
+        return models.convnet(**vars(self), **images, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,16 +170,7 @@ class Gpt:
     """Vocabulary size of a byte-pair encoding trained on the text; None for bytes."""
 
     def build(self, data: Tokens, seed: int) -> StagedModel:
-        return models.gpt(
-            self.num_stages,
-            self.blocks_per_stage,
-            self.width,
-            self.num_heads,
-            self.sequence_length,
-            data.tokenizer.vocabulary_size,
-            head_blocks=self.head_blocks,
-            seed=seed,
-        )
+        return models.gpt(**{**vars(self), "vocabulary_size": data.tokenizer.vocabulary_size}, seed=seed)
 
 
 Text = EmbeddedText | TextSource

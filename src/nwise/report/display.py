@@ -121,7 +121,6 @@ class LiveDisplay(_Display):
 
     def evaluated(self, step: int, scores: Scores) -> None:
         """Show the scores."""
-        del step
         self.scores = scores
         self.live.update(self.draw())
 
@@ -159,7 +158,6 @@ class PlainDisplay(_Display):
 
     def stepped(self, step: int, losses: Tensor) -> None:
         """Remember the losses for the next line."""
-        del step
         self.losses = "  training loss " + " ".join(number(loss, 3) for loss in losses.tolist())
 
     def evaluated(self, step: int, scores: Scores) -> None:

@@ -70,13 +70,11 @@ class TensorBoard(Logger):
 
     def resumed(self, step: int, changes: str) -> None:
         """Hide the events after the checkpoint."""
-        del changes
         self._writer.close()
         self._writer = self._new_writer(self._folder, purge_step=step + 1)
 
     def finished(self, status: str) -> None:
         """Close the file."""
-        del status
         self._writer.close()
 
 
@@ -109,7 +107,6 @@ class Tracker(Logger):
 
     def finished(self, status: str) -> None:
         """Close the log."""
-        del status
         self._package.finish()
 
 

@@ -111,13 +111,11 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
     before: dict[Tensor, Tensor] = {}
 
     def remember(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        del arguments
         learns = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         before.update({p: p.detach().clone() for p in learns})
 
     @torch.no_grad()
     def add(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        del arguments
         for p, old in before.items():
             update = p - old
             state = optimizer.state[p]
