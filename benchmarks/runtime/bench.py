@@ -41,15 +41,15 @@ class Case:
     """A measurement to make.
 
     Args:
-        method: a strategy, or gpipe, 1f1b, zb-h1.
-        stages: A.
-        ranks: processes that share them; 0 for one each.
-        microbatches: M.
-        slot_ms: milliseconds of a slot.
-        message_mib: MiB of every activation, and of every gradient.
-        costs: of one micro-batch in slots, see `nwise.cli.costs.parse_costs`.
-        batches: mini-batches of a round that are timed.
-        rounds: number of rounds.
+        method: Strategy, or gpipe, 1f1b, zb-h1.
+        stages: Number of stages, A.
+        ranks: Processes that share the stages; 0 for one each.
+        microbatches: Micro-batches in a mini-batch, M.
+        slot_ms: Milliseconds of a slot.
+        message_mib: MiB of every activation, and of every gradient; 0 for a few bytes.
+        costs: Costs of one micro-batch in slots: paper, transformer, or a list like forward=1,head=0.5,input_grad=1,weight_grad=1.
+        batches: Mini-batches of a round that are timed.
+        rounds: Number of rounds.
     """
 
     method: Annotated[str, tyro.conf.arg(name="strategy")] = "2-wise"
