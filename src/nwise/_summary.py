@@ -49,6 +49,15 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
+def milliseconds(seconds: float) -> str:
+    """Return a time as text.
+
+    >>> milliseconds(0.25)
+    '250 ms'
+    """
+    return f"{1e3 * seconds:.4g} ms"
+
+
 def count(module: nn.Module | None) -> int:
     """Return the number of a module's parameters."""
     return 0 if module is None else sum(p.numel() for p in module.parameters())

@@ -27,7 +27,7 @@ from nwise.program import Program, check_heads
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
-from nwise.runtime.engine import Engine
+from nwise.runtime.engine import Engine, Recorder
 from nwise.runtime.processes import build_modules
 from nwise.runtime.world import join
 from nwise.schedule.actions import Action
@@ -125,7 +125,7 @@ class Pipeline(OldNames, nn.Module):
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.loss_shares: Mapping[int, float] = {}
-        self.recorder: Callable[[int, Action, float, float], None] | None = None
+        self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence = True
         self._divergence = Divergence()

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from nwise._errors import check_at_least, check_limits
 from nwise._progress import progress_bar
+from nwise._summary import milliseconds
 from nwise.cli.costs import parse_costs
 from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
@@ -86,7 +87,7 @@ class PlanCommand:
             )
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
-        lines = verdict(plan) if measured is None else verdict(plan, _milliseconds)
+        lines = verdict(plan) if measured is None else verdict(plan, milliseconds)
         if self.json:
             print_json(self._as_json(plan, measured, lines))
             return OK
@@ -215,7 +216,3 @@ class PlanCommand:
             record["placement"] = self._placement(plan, measured)
             record["profile"] = measured.as_json()
         return record
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import io
 import warnings
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from nwise._errors import check_limits, check_range, needed
 from nwise._progress import MANY, with_progress_bar
@@ -24,6 +22,7 @@ from nwise.data import augment, sources
 from nwise.randomness import generator
 
 Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
+Rows = ConcatDataset[Tensor] | Subset[Tensor]  # images that are decoded on access
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Images:
     """Labelled images as bytes ``[C, H, W]``, all of one size or decoded on access.
 
     Args:
-        pixels: uint8 ``[num, C, H, W]``, or a sequence of uint8 ``[C, H, W]`` of any size.
+        pixels: uint8 ``[num, C, H, W]``, or a data set of uint8 ``[C, H, W]`` of any size.
         labels: int64 ``[num]``.
         classes: names of the classes.
         mean: mean of each channel, by which batches are normalised, in units of 255.
@@ -40,7 +39,7 @@ class Images:
         size: height and width of the images in a batch.
     """
 
-    pixels: Tensor | Sequence[Tensor]
+    pixels: Tensor | Rows
     labels: Tensor
     classes: tuple[str, ...]
     mean: tuple[float, ...]
@@ -87,7 +86,8 @@ class Images:
 
     def subset(self, indices: Tensor) -> Images:
         """Select some of the images; the normalisation stays."""
-        pixels = self.pixels[indices] if isinstance(self.pixels, Tensor) else [self.pixels[i] for i in indices.tolist()]
+        own = self.pixels
+        pixels = own[indices] if isinstance(own, Tensor) else Subset(own, indices.tolist())
         return replace(self, pixels=pixels, labels=self.labels[indices])
 
 
@@ -164,24 +164,23 @@ def load_images(
     own = [_Table(table, classes) for table in train_tables]
     if num_classes is not None and len(classes) != num_classes:
         raise ValueError(_extra_class(own, classes, num_classes))
-    train_rows = _Rows(own)
+    train = _together(own)
     if withheld:
-        order = torch.randperm(len(train_rows), generator=generator(seed, "withheld")).tolist()
+        order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
         share = max(1, round(withheld * len(order)))
-        train, test = train_rows.pick(order[share:]), train_rows.pick(order[:share])
+        train, test = train.pick(order[share:]), train.pick(order[:share])
     else:
-        train, test = train_rows, _Rows([_Table(table, classes) for table in test_tables])
-    parts = [_limited(rows, count, seed) for rows, count in zip((train, test), limit, strict=True)]
-    labels = [rows.labels for rows in parts]
-    pixels: list[Tensor | Sequence[Tensor]] = [*parts]
+        test = _together([_Table(table, classes) for table in test_tables])
+    parts = [rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True)]
+    pixels: list[Tensor | Rows] = [rows.images for rows in parts]
     statistics = _IMAGENET
     if size is None:
-        stacked = [_shrink(_stack(rows), shrink) for rows in parts]
+        stacked = [_shrink(_stack(rows.images), shrink) for rows in parts]
         pixels, size = [*stacked], stacked[0].shape[-1]
         statistics = _statistics(stacked[0])
     return (
-        Images(pixels[0], labels[0], classes, *statistics, augmentation, size),
-        Images(pixels[1], labels[1], classes, *statistics, "none", size),
+        Images(pixels[0], parts[0].labels, classes, *statistics, augmentation, size),
+        Images(pixels[1], parts[1].labels, classes, *statistics, "none", size),
     )
 
 
@@ -209,7 +208,7 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     return tuple(map(str, sorted(values)))
 
 
-class _Table:
+class _Table(Dataset[Tensor]):
     """The images and labels of one table."""
 
     def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
@@ -235,7 +234,7 @@ class _Table:
             )
         return self._classes[name]
 
-    def image(self, row: int) -> Tensor:
+    def __getitem__(self, row: int) -> Tensor:
         (cell,) = self._images[row].values()
         return _decode(cell, f"{self.name}, row {row}")
 
@@ -249,40 +248,26 @@ def _extra_class(tables: list[_Table], classes: tuple[str, ...], num_classes: in
     return wrong
 
 
-class _Rows(Sequence[Tensor]):
-    """Rows of several tables, all or those of some indices; their images are decoded on access."""
+@dataclass(frozen=True)
+class _Labelled:
+    """Images that are decoded on access, and their labels."""
 
-    def __init__(self, tables: list[_Table], indices: Sequence[int] | None = None) -> None:
-        self._tables = tables
-        self._starts = [0, *accumulate(map(len, tables))]
-        self._indices = range(self._starts[-1]) if indices is None else indices
+    images: Rows
+    labels: Tensor
 
-    def pick(self, numbers: Sequence[int]) -> _Rows:
-        return _Rows(self._tables, [self._indices[i] for i in numbers])
+    def pick(self, indices: Tensor) -> _Labelled:
+        return _Labelled(Subset(self.images, indices.tolist()), self.labels[indices])
 
-    @property
-    def labels(self) -> Tensor:
-        places = map(self._place, range(len(self)))
-        return torch.tensor([table.label(row) for table, row in places], dtype=torch.int64)
-
-    def _place(self, number: int) -> tuple[_Table, int]:
-        index = self._indices[number]
-        t = bisect_right(self._starts, index) - 1
-        return self._tables[t], index - self._starts[t]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, number: Any) -> Any:
-        table, row = self._place(number)
-        return table.image(row)
+    def limited(self, count: int | None, seed: int) -> _Labelled:
+        """Draw at most `count` of the images by the seed."""
+        if count is None or count >= len(self.labels):
+            return self
+        return self.pick(torch.randperm(len(self.labels), generator=generator(seed, "subset"))[:count])
 
 
-def _limited(rows: _Rows, count: int | None, seed: int) -> _Rows:
-    """Draw at most `count` of the rows by the seed."""
-    if count is None or count >= len(rows):
-        return rows
-    return rows.pick(torch.randperm(len(rows), generator=generator(seed, "subset"))[:count].tolist())
+def _together(tables: list[_Table]) -> _Labelled:
+    labels = [table.label(row) for table in tables for row in range(len(table))]
+    return _Labelled(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
 
 
 def _decode(cell: Any, where: str) -> Tensor:
@@ -300,10 +285,11 @@ def _decode(cell: Any, where: str) -> Tensor:
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
 
-def _stack(images: Sequence[Tensor]) -> Tensor:
+def _stack(images: Rows) -> Tensor:
     first = images[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
-    for i, image in enumerate(with_progress_bar(images, "decoding images", least=MANY)):
+    for i in with_progress_bar(range(len(images)), "decoding images", least=MANY):
+        image = images[i]
         if image.shape != first.shape:
             raise ValueError(
                 f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "

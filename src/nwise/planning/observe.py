@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-from nwise._summary import table
+from nwise._summary import milliseconds, table
 from nwise.planning.plan import Plan
+from nwise.runtime.engine import Recorder
 from nwise.runtime.processes import Processes
 from nwise.schedule.actions import COMPUTATIONS, Action
 
 _WARMUP = 2  # steps that are not counted: the first allocate memory
 _STEPS = 5
-
-Recorder = Callable[[int, Action, float, float], None]
 
 
 class Observer:
@@ -71,9 +69,9 @@ def compared(plan: Plan, seconds: float, busy: list[float]) -> str:
         seconds: measured seconds of a step.
         busy: measured seconds of a step in which each device computes.
     """
-    title = f"A step takes {1e3 * seconds:.4g} ms, where {1e3 * plan.seconds:.4g} ms were expected."
+    title = f"A step takes {milliseconds(seconds)}, where {milliseconds(plan.seconds)} were expected."
     rows = [
-        [str(i), f"{1e3 * expected:.4g} ms", f"{1e3 * one:.4g} ms"]
+        [str(i), milliseconds(expected), milliseconds(one)]
         for i, (expected, one) in enumerate(zip(plan.busy, busy, strict=True))
     ]
     if plan.measured.device.startswith("cuda"):  # the host does not wait for its kernels

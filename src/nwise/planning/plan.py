@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from nwise._summary import table
+from nwise._summary import milliseconds, table
 from nwise.flow import flows_for
 from nwise.models.chain import Chain
 from nwise.planning.devices import Device, limits
@@ -63,7 +63,7 @@ class Plan:
         same = " (with these stages the same as end-to-end)" if self._is_end_to_end else ""
         title = (
             f"{len(self.devices)} device{several}, {self.strategy}{same}, M = {self.num_microbatches}: "
-            f"{_milliseconds(self.seconds)} a step expected"
+            f"{milliseconds(self.seconds)} a step expected"
         )
         if isfinite(self.equal):
             title += f", {self.equal / self.seconds:.2f} times as fast as stages with equal numbers of blocks"
@@ -74,7 +74,7 @@ class Plan:
         for i, device in enumerate(self.devices):
             stages = [k for k, place in enumerate(self.placement) if place == i]
             row = [str(i), f"{device.speed:.3g}", ", ".join(f"{k} from {begins[k]}" for k in stages)]
-            rows.append([*row, _milliseconds(self.busy[i]), *self._memory(i)])
+            rows.append([*row, milliseconds(self.busy[i]), *self._memory(i)])
         heads = ["device", "speed", "stages", "busy", *(["memory"] if self.limits else [])]
         return "\n".join([title, *table([heads, *rows])])
 
@@ -110,7 +110,3 @@ class Plan:
         limit = self.devices[device].memory
         most = f" of {limit / _MIB:,.0f}" if isfinite(limit) else ""
         return [f"{self.timed.peak_bytes[device] / _MIB:,.0f}{most} MiB"]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"

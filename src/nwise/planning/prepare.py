@@ -57,9 +57,8 @@ def numbers_to_try(microbatches: Any, size: int, model: nn.Module) -> list[int]:
         ValueError: the list is empty, or a number is not from 1 to the size of the mini-batch.
     """
     if microbatches is None:
-        least = (
-            2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-        )  # of samples: it needs two
+        # A batch norm needs two samples.
+        least = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
         return [m for m in (1, 2, 4, 8, 16, 32) if m == 1 or m * least <= size]
     ms = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
     if not ms:
