@@ -21,10 +21,11 @@ from torch import Tensor
 
 import nwise
 from experiments.frontier.arms import Arm
-from experiments.harness.cell import History, revision
+from experiments.harness.cell import History, revision, source_digest
 from experiments.harness.store import Store
 from nwise._machine import machine
 from nwise.losses import TokenCrossEntropy
+from nwise.recipes import EmbeddedText
 from nwise.training import Trainer
 
 RECORDS = Path(__file__).parent / "ages.jsonl"
@@ -58,6 +59,8 @@ def main(near: str = "local", far: str = "end-to-end-delay-2", rate: float = 0.0
     torch.set_num_threads(1)
     start_time = time.perf_counter()
     trainer = make_trainer(near, far, rate, steps)
+    text = trainer.recipe.data
+    assert isinstance(text, EmbeddedText)
     with Progress() as progress:
         task = progress.add_task(f"{near} and {far}", total=trainer.num_steps)
         history = History(lambda done, _: progress.update(task, completed=done))
@@ -65,7 +68,8 @@ def main(near: str = "local", far: str = "end-to-end-delay-2", rate: float = 0.0
     loss = {test["step"]: test["loss"][-1] for test in history.tests}
     record = {"near": near, "far": far, "rate": rate, "steps": steps, "loss": loss}
     seconds = round(time.perf_counter() - start_time, 1)
-    Store(RECORDS).add({**record, "seconds": seconds, "revision": revision(), "machine": machine()})
+    facts = {"seconds": seconds, "revision": revision(), "machine": machine(), "source": source_digest(text)}
+    Store(RECORDS).add({**record, **facts})
 
 
 if __name__ == "__main__":
