@@ -212,9 +212,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--strategy", "local@-5epochs,end-to-end"], "a number of epochs above 0 after '@'"),
         (["train", "--lr", "-1"], "`lr` should be a finite number above 0. Found -1"),
         (["train", "--lr", "nan"], "`lr` should be a finite number above 0. Found nan"),
-        (["train", "--beta1", "1"], "`beta1` should be a finite number at least 0 and below 1. Found 1"),
-        (["train", "--weight-decay", "-1"], "`weight_decay` should be a finite number at least 0. Found -1"),
-        (["train", "--stage-lr", "1", "1", "-1", "1"], "`stage_lr` should be a finite number at least 0. Found -1"),
+        (["train", "--beta1", "1"], "`beta1` should be a number of at least 0 and below 1. Found 1"),
+        (["train", "--weight-decay", "-1"], "`weight_decay` should be a finite number of at least 0. Found -1"),
+        (["train", "--stage-lr", "1", "1", "-1", "1"], "`stage_lr` should be a finite number of at least 0. Found -1"),
         (
             ["train", "cifar10-resnet-small", "--momentum", "1"],
             "`momentum` should be .* at least 0 and below 1. Found 1",

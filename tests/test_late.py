@@ -156,7 +156,7 @@ def test_recipe_trains_with_a_delay_and_muon() -> None:
     [
         (Sgd, {"nesterov": True, "momentum": 0.0}, "`nesterov` needs a momentum above 0. Found 0"),
         (Adam, {"nesterov": True, "muon_lr": 0.1}, "`nesterov` should be off with `muon_lr`.*Found both"),
-        (Adam, {"muon_lr": -1.0}, "`muon_lr` should be a finite number at least 0. Found -1"),
+        (Adam, {"muon_lr": -1.0}, "`muon_lr` should be a finite number of at least 0. Found -1"),
     ],
 )
 def test_bad_settings_are_refused(config: type[Sgd | Adam], options: dict[str, Any], message: str) -> None:

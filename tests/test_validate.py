@@ -91,10 +91,11 @@ def test_validate_checks_ages_in_the_given_lists() -> None:
     ):
         validate(late, lists=young)
     sent = [tuple(a._replace(age=0) if a.kind is Kind.SEND_GRADIENT else a for a in word) for word in young]
-    with pytest.raises(
-        ValueError, match=r"rank 1 should compute or receive the inputs.*Found SG1.*without message 0 of stage 1"
-    ):
+    with pytest.raises(ValueError, match=r"older than its use. Found SG1.* and message 0 of stage 1, of ages 0 and 2"):
         validate(late, lists=sent)
+    kept = [tuple(a._replace(age=3) if a.kind is Kind.DROP else a for a in word) for word in late.lists]
+    with pytest.raises(ValueError, match="in the call of its last use. Found D0.*, of age 3, and a last use of age 2"):
+        validate(late, lists=kept)
 
 
 def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:

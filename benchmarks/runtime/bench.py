@@ -47,7 +47,8 @@ class Case:
         microbatches: Micro-batches in a mini-batch, M.
         slot_ms: Milliseconds of a slot.
         message_mib: MiB of every activation, and of every gradient; 0 for a few bytes.
-        costs: Costs of one micro-batch in slots: paper, transformer, or a list like forward=1,head=0.5,input_grad=1,weight_grad=1.
+        costs: Costs of one micro-batch in slots: paper (a slot for a forward and for each loss's pass, heads free), transformer,
+            or a list like forward=1,head=0.5,input_grad=1,weight_grad=1.
         batches: Mini-batches of a round that are timed.
         rounds: Number of rounds.
     """
@@ -63,6 +64,7 @@ class Case:
     rounds: int = 3
 
     def __post_init__(self) -> None:
+        check_at_least(0, ranks=self.ranks)
         check_at_least(1, stages=self.stages, microbatches=self.microbatches, batches=self.batches, rounds=self.rounds)
         if not 0 < self.slot_ms < 1e5:
             raise ValueError(f"`slot_ms` should be above 0 and below 100,000. Found {self.slot_ms}.")

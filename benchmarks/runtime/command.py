@@ -27,7 +27,7 @@ class Bench:
 
     def run(self, console: Console) -> int:
         case = self.case
-        with console.status(f"{case.stages} processes start and measure") if not self.json else console.capture():
+        with console.status(f"{case.num_ranks} processes start and measure") if not self.json else console.capture():
             result = start(case)
         if self.json:
             print_json({**dataclasses.asdict(case), "strategy": case.method, **dataclasses.asdict(result)})

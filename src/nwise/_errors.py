@@ -62,8 +62,9 @@ def check_range(name: str, number: float, high: float = math.inf, *, least: bool
     >>> check_range("withheld", 0.0, 1, least=True)
     """
     if not (0 < number < high or (least and number == 0)):
-        between = f"{'at least' if least else 'above'} 0" + (f" and below {high:g}" if high < math.inf else "")
-        raise ValueError(f"`{name}` should be a finite number {between}. Found {number}.")
+        kind = f"number {'of at least' if least else 'above'} 0"
+        wanted = f"finite {kind}" if high == math.inf else f"{kind} and below {high:g}"
+        raise ValueError(f"`{name}` should be a {wanted}. Found {number}.")
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -10,7 +10,7 @@ A library should leave its process alone; these are the exceptions, and no other
     sys.excepthook tells all ranks too  several processes                    the others would wait for this one
     exit code 1 from an exit handler    an error while the last rank closes  Python would exit with 0
     os._exit(1) from a thread           another rank failed                  the main thread waits in a collective
-    a GPU becomes the current one       all ranks join, CUDA is not in use   torch takes the local rank, if it exists or not
+    a GPU becomes the current one       ranks join or pick their devices     torch takes the local rank, if it exists or not
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
     cudnn takes repeatable algorithms   a trainer is on a GPU                its fastest ones add in no fixed order

@@ -50,7 +50,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time as text.
+    """Return a time, given in seconds, as text.
 
     >>> milliseconds(0.25)
     '250 ms'

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 import nwise
-from nwise._errors import check_at_least
+from nwise._errors import check_at_least, needed
 from nwise._progress import progress_bar
 from nwise._records import json_line
 from nwise.cli.costs import parse_costs
@@ -93,7 +93,7 @@ class ScheduleCommand:
         if self.out is not None and self.out.suffix in (".png", ".svg", ".pdf"):
             check_format(self.out)
         if self.out is not None and self.out.suffix == ".html":
-            check_page(self.out)
+            needed("plotly.offline", "html", "A page")
         check_at_least(1, batches=self.batches)
         pictures = list(self._pictures())
         if self.out is not None:

@@ -22,7 +22,7 @@ from nwise.data import augment, sources
 from nwise.randomness import generator
 
 Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
-Rows = ConcatDataset[Tensor] | Subset[Tensor]  # images that are decoded on access
+LazyImages = ConcatDataset[Tensor] | Subset[Tensor]  # images that are decoded on access
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Images:
         size: height and width of the images in a batch.
     """
 
-    pixels: Tensor | Rows
+    pixels: Tensor | LazyImages
     labels: Tensor
     classes: tuple[str, ...]
     mean: tuple[float, ...]
@@ -86,8 +86,8 @@ class Images:
 
     def subset(self, indices: Tensor) -> Images:
         """Select some of the images; the normalisation stays."""
-        own = self.pixels
-        pixels = own[indices] if isinstance(own, Tensor) else Subset(own, indices.tolist())
+        every = self.pixels
+        pixels = every[indices] if isinstance(every, Tensor) else Subset(every, indices.tolist())
         return replace(self, pixels=pixels, labels=self.labels[indices])
 
 
@@ -148,8 +148,8 @@ def load_images(
         seed: seed of these draws.
 
     Raises:
-        ValueError: a damaged image or an invalid label, by file and row; a missing column; an augmentation that
-            contradicts `size`.
+        ValueError: a damaged image or an invalid label, by file and row (labels also of images that `limit` leaves out); a
+            missing column; an augmentation that contradicts `size`.
     """
     if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
         allowed = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
@@ -172,7 +172,7 @@ def load_images(
     else:
         test = _together([_Table(table, classes) for table in test_tables])
     parts = [rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True)]
-    pixels: list[Tensor | Rows] = [rows.images for rows in parts]
+    pixels: list[Tensor | LazyImages] = [rows.images for rows in parts]
     statistics = _IMAGENET
     if size is None:
         stacked = [_shrink(_stack(rows.images), shrink) for rows in parts]
@@ -252,7 +252,7 @@ def _extra_class(tables: list[_Table], classes: tuple[str, ...], num_classes: in
 class _Labelled:
     """Images that are decoded on access, and their labels."""
 
-    images: Rows
+    images: LazyImages
     labels: Tensor
 
     def pick(self, indices: Tensor) -> _Labelled:
@@ -285,7 +285,7 @@ def _decode(cell: Any, where: str) -> Tensor:
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
 
-def _stack(images: Rows) -> Tensor:
+def _stack(images: LazyImages) -> Tensor:
     first = images[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
     for i in with_progress_bar(range(len(images)), "decoding images", least=MANY):

@@ -42,7 +42,7 @@ def library() -> Any:
     return datasets
 
 
-_ON_HUB = {"heldout": "test"}  # One Billion Word's files have a name of their own for the test split
+_LM1B = "billion-word-benchmark/lm1b"  # whose files have a name of their own for the test split
 
 
 def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
@@ -50,7 +50,7 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
 
     Args:
         source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
-        split: ``"train"``, ``"test"``, or ``"heldout"``, the local name of One Billion Word's test split.
+        split: ``"train"``, ``"test"``, or ``"heldout"``, as the files of One Billion Word call their test split.
         hub: name on the hub if there is no local `source`; default: `source` itself.
 
     Raises:
@@ -59,7 +59,9 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     path = local_folder(source)
     datasets = library()
     if path is None:
-        name, split = hub or source, _ON_HUB.get(split, split)
+        name = hub or source
+        if name == _LM1B:
+            split = {"heldout": "test"}.get(split, split)
         try:
             return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
         except Exception as error:

@@ -96,7 +96,7 @@ class PooledTokens(nn.Module):
         return self.classify(self.norm(x_BTD.mean(dim=1)))
 
 
-pooled_tokens = PooledTokens
+pooled_tokens = PooledTokens  # the builders of heads have names of functions
 
 
 def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:

@@ -210,7 +210,7 @@ class World(Processes):
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
         parts: list[Any] = [None] * self.size
         with self.telling():
-            dist.all_gather_object(parts, {k: rows[k] for k in self.here}, group=self.control)
+            dist.all_gather_object(parts, {k: rows[k].detach().cpu() for k in self.here}, group=self.control)
         of_stage = [[part[k] for part in parts if k in part] for k in range(len(self.placement))]
         return torch.stack([torch.stack(copies).mean(0) for copies in of_stage])
 

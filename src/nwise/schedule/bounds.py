@@ -95,8 +95,7 @@ def lower_bound(
         # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
         alone = np.diag(_least_times(flows[0], costs, placement, ages, pairs=False)) / calls
         known = max(known, float(alone.max()))
-    nodes = len(flows) * sum(calls)
-    if known >= enough * (1 - _CLOSE) or max(effort * num_ranks, nodes**3) > _MOST_EFFORT:
+    if known >= enough * (1 - _CLOSE) or effort * num_ranks > _MOST_EFFORT:
         return known
     matrices = {batch: _least_times(batch, costs, placement, ages) for batch in dict.fromkeys(map(tuple, flows))}
     return max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))
@@ -202,13 +201,13 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
 
 
 def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
-    """Return the largest mean of a cycle, per call.
+    """Return the largest mean of a cycle, per call; 0 if there is none above 0.
 
     Args:
         matrices: weight of the arc from every rank to every other, ``[turns][rank, rank]``.
         calls: number of calls that an arc to a rank takes.
     """
-    # A schedule of one action for every turn and rank, which take no time but wait for each other.
+    # A schedule with one action for every turn and rank. The actions take no time but wait for each other.
     turns, size = len(matrices), len(calls)
     needs: list[list[Need]] = [[] for _ in range(turns * size)]
     for turn, matrix in enumerate(matrices):

@@ -291,11 +291,13 @@ def _work(action: Action) -> tuple[int, int, int, int, bool]:
 def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:
     """Insert the receives, sends and drops around a rank's computations."""
     placement, flows = schedule.placement, schedule.flows
-    last = {(a.stage, a.microbatch, a.turn): i for i, a in enumerate(word) if a.kind is not Kind.UPDATE}
-    # The first use of every message: that of the smallest age comes in the earliest call.
+    # The first use of every message and the last of every micro-batch: what is older comes in a later call.
     first: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    last: dict[tuple[int, int, int], tuple[int, int]] = {}
     for i, action in enumerate(word):
         kind, k, m, q, turn, age = action
+        if kind is not Kind.UPDATE:
+            last[k, m, turn] = max(last.get((k, m, turn), (age, i)), (age, i))
         for p in flows[turn][m].stages[k].cotangent(q).needed if kind in PASSES else ():
             first[k, m, p, turn] = min(first.get((k, m, p, turn), (age, i)), (age, i))
     for i, action in enumerate(word):
@@ -320,5 +322,5 @@ def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:
             yield action
             if q is not None and below:
                 yield Action(Kind.SEND_GRADIENT, k, m, q, turn, age)
-        if last[k, m, turn] == i:
+        if last[k, m, turn] == (age, i):
             yield Action(Kind.DROP, k, m, None, turn, age)

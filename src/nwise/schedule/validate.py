@@ -2,8 +2,8 @@
 
 1. complete: every rank's list contains each action of its stages exactly once. The flow and the placement determine what
    crosses each boundary, so every receive then has one send, and every send one receive;
-2. of the right age: no result is older than its use, the weight gradients of a stage have one age, and forwards and
-   heads have age 0;
+2. of the right age: no result is older than its use, a message is received in the call of its send or later, the weight
+   gradients of a stage have one age, and forwards and heads have age 0;
 3. in order: nothing is used before it exists or after it is dropped, updates come last, and there is no deadlock;
 4. bounded: the number of messages on every link is limited;
 5. within memory.
@@ -228,16 +228,25 @@ def _brings(action: Action) -> Product | None:
     return product(action) if kind in COMPUTATIONS else None
 
 
+def _name(made: Product) -> str:
+    what, stage, *_ = made
+    return {"F": "the activation", "H": "the head"}.get(str(what), f"message {what}") + f" of stage {stage}"
+
+
 def _check_list(rank: int, word: Word, schedule: Schedule) -> None:
-    """Raise ValueError unless each action of a list finds what it needs, nothing follows its drop, and updates end each call."""
+    """Raise ValueError unless each action finds its inputs, no action uses a dropped micro-batch, and updates end each call."""
     stages = [k for k, r in enumerate(schedule.placement) if r == rank]
     ages = {made: a.age for a in word if (made := _brings(a)) is not None}
     left = Counter(schedule.call(a) for a in word if a.kind is Kind.DROP)
+    uses: dict[tuple[int, int, int], int] = {}
+    for a in word:
+        if a.kind not in (Kind.UPDATE, Kind.DROP):
+            uses[a.stage, a.microbatch, a.turn] = max(a.age, uses.get((a.stage, a.microbatch, a.turn), 0))
     held: set[Product] = set()
-    dropped: set[tuple[int, int, int]] = set()
+    dropped: set[tuple[int, int, int, int]] = set()
     updates = 0
     for action in word:
-        kind, k, m, _, turn, _ = action
+        kind, k, m, _, turn, age = action
         if kind is Kind.UPDATE:
             if left[turn] or turn != updates // len(stages):
                 raise ValueError(
@@ -246,21 +255,30 @@ def _check_list(rank: int, word: Word, schedule: Schedule) -> None:
                 )
             updates += 1
             continue
-        if (k, m, turn) in dropped:
+        if (k, m, turn, age) in dropped:
             raise ValueError(
                 f"The list of rank {rank} should drop a micro-batch after its last use. Found {action} after its drop."
             )
         for key in _takes(action, schedule):
-            # A result of a younger action is from an earlier call, and one of an older action from a mini-batch before.
-            age = ages.get(key, action.age)
-            if age > action.age or (age == action.age and key not in held):
-                thing = {"F": "the activation", "H": "the head"}.get(str(key[0]), f"message {key[0]}")
+            made_at = ages.get(key, age)
+            if made_at > age:
+                raise ValueError(
+                    f"The list of rank {rank} should have no result that is older than its use. Found {action} and {_name(key)}, of "
+                    f"ages {age} and {made_at}."
+                )
+            # A result of a smaller age was made in an earlier call.
+            if made_at == age and key not in held:
                 raise ValueError(
                     f"The list of rank {rank} should compute or receive the inputs of an action before the action, and drop "
-                    f"them only afterwards. Found {action} without {thing} of stage {key[1]}."
+                    f"them only afterwards. Found {action} without {_name(key)}."
                 )
         if (made := _brings(action)) is not None:
             held.add(made)
         if kind is Kind.DROP:
-            dropped.add((k, m, turn))
+            if age != (last := uses[k, m, turn]):
+                raise ValueError(
+                    f"The list of rank {rank} should drop a micro-batch in the call of its last use. Found {action}, of age "
+                    f"{age}, and a last use of age {last}."
+                )
+            dropped.add((k, m, turn, age))
             left[schedule.call(action)] -= 1

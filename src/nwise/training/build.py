@@ -43,7 +43,7 @@ def pick_device(recipe: Recipe) -> torch.device:
         )
     if device.type == "cuda" and launched():
         device = torch.device("cuda", local_gpu() if device.index is None else device.index)
-        choose_gpu(device.index)  # before data are moved, which takes the current GPU for good
+        choose_gpu(device.index)  # before data are moved: that starts CUDA, and then the GPU stays
     return device
 
 

@@ -59,7 +59,8 @@ def make_optimizer(
             fused=fused,
         )
         if config.momentum:
-            optimizer.register_step_pre_hook(_add_momenta)
+            # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
+            add_momenta(optimizer)
     else:
         betas, eps = (config.beta1, config.beta2), config.eps
         if config.muon_lr:
@@ -73,11 +74,12 @@ def make_optimizer(
     return optimizer
 
 
-def _add_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Add the momenta that are missing: fused SGD needs all or none of those with a gradient."""
-    # A head may have no gradient before a later step (rotating strategies), and a checkpoint no momenta for a new head.
-    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+def add_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Add the missing momenta of fused SGD, which needs those of all parameters or of none."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for p in group["params"] if group["fused"] and group["momentum"] else ():
+            if p.requires_grad and "momentum_buffer" not in optimizer.state[p]:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:

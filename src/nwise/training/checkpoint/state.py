@@ -26,6 +26,7 @@ from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 from nwise.training.checkpoint import files
 from nwise.training.late import MuonWithAdam
+from nwise.training.optimizers import add_momenta
 from nwise.training.weights import local_weights, main_state, under
 
 # Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", "due" and
@@ -184,6 +185,8 @@ def restore(
     for parameter, entry, tensor in entries.values():
         device = parameter.device if entry != "step" or parameter in counted_on_device else tensor.device
         optimizer.state[parameter][entry] = tensor.to(device)  # type: ignore[union-attr]
+    if optimizer is not None:
+        add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
     if random in sizes:
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
