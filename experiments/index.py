@@ -13,6 +13,7 @@ from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.pictures import PICTURES
 from nwise._errors import hint
+from nwise._records import write_text
 
 
 def _import_experiments() -> list[Experiment]:
@@ -81,7 +82,7 @@ def write_index(folder: Path) -> None:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found none.")
-    path.write_text(f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
+    write_text(path, f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
 
 
 def table(folder: Path) -> str:
@@ -102,7 +103,7 @@ def table(folder: Path) -> str:
     for one in EXPERIMENTS.values():
         for waiting in one.waiting:
             records = Store(folder / one.name / "full.jsonl").read()
-            runs = sum(record["config"]["data"].get("source") in waiting.sources for record in records)
+            runs = sum(record.get("config", {}).get("data", {}).get("source") in waiting.sources for record in records)
             outcome = (f"full: {runs} runs", "see full") if runs else ("not run: no data", "–")
             rows.append((waiting.numbers, waiting.what, f"[{one.name}]({one.name}/)", *outcome))
     return markdown.table(("", "result", "experiment", "status", "verdict"), rows)

@@ -54,6 +54,8 @@ def test_train_evaluate_export(
     assert sum(result["exits"]["leaving"]) == pytest.approx(1)
     assert torch.load("x.pt", weights_only=False)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
+    assert cli.run(["export", run, "--out", f"{run}/weights.safetensors"]) == 2
+    assert "another file than the run's own weights" in capsys.readouterr().err
     assert cli.run(["export", run, "--out", "out/net.safetensors"]) == 0
     weights = load_file(tmp_path / "out" / "net.safetensors")
     whole = models.convnet(1, in_channels=1, image_size=8)
@@ -202,8 +204,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["flow", "--strategies"], "`strategy` should name at least one"),
         (["compare", "--strategies"], "`strategies` should name at least one"),
         (["compare", "--figure", "x.xyz"], "Found 'x.xyz'"),
-        (["train", "--epochs", "inf"], "`epochs` should be a finite number above 0. Found inf"),
-        (["train", "--eval-every", "nan"], "`eval_every` should be a finite number above 0. Found nan"),
+        (["train", "--epochs", "inf"], "`epochs` should be a number above 0 and below 1e\\+09. Found inf"),
+        (["train", "--eval-every", "nan"], "`eval_every` should be a number above 0 and below 1e\\+09. Found nan"),
+        (["explore", "--stages", "0", "--out", "x/e.html"], "`stages` should be an integer of at least 1. Found 0"),
         (["train", "--strategy", "local@infepochs,end-to-end"], "a number of epochs above 0 after '@'"),
         (["train", "--device", "meta"], "`device` should be auto, cpu, cuda or cuda:<number>. Found 'meta'"),
         (["train", "--warmup-steps", "-5"], "`warmup_steps` should be an integer of at least 0. Found -5"),

@@ -230,6 +230,62 @@ def test_unknown_data_set_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         load_images("nobody/nothing")
 
 
+def test_one_file_is_not_training_and_test_data(tmp_path: Path) -> None:
+    """Regression: the accuracy was that on the training images."""
+    folder = write(tmp_path / "data", [(png(10 * i), i % 2) for i in range(4)])
+    with pytest.raises(
+        ValueError, match="`withheld` be given. Found the file .*train-0.parquet, which has no test images"
+    ):
+        load_images(str(folder / "train-0.parquet"))
+    assert [len(part) for part in load_images(str(folder / "train-0.parquet"), withheld=0.25)] == [3, 1]
+    with pytest.raises(ValueError, match="`withheld` should leave one of the 4 training images at least. Found 0.999"):
+        load_images(str(folder / "train-0.parquet"), withheld=0.999)
+
+
+def test_names_in_image_folders_are_no_splits(tmp_path: Path) -> None:
+    """Regression: the library took files called test_0.png for another split, and left them out."""
+    folder = tmp_path / "set [1]"
+    for split in ("train", "test"):
+        for name in ("cat", "train"):
+            (folder / split / name).mkdir(parents=True)
+            for i, file in enumerate(("train_0.png", "test_0.png", "0.png")):
+                (folder / split / name / file).write_bytes(png(i))
+    train, test = load_images(str(folder))
+    assert (len(train), len(test), train.classes) == (6, 6, ("cat", "train"))
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("F", np.float32)])
+def test_images_of_more_than_8_bits_are_refused(mode: str, kind: type, tmp_path: Path) -> None:
+    """Regression: all their pixels became 255, or 0."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 300, dtype=kind)).save(buffer, "TIFF")
+    folder = write(tmp_path / "data", [(buffer.getvalue(), 0), (buffer.getvalue(), 1)])
+    with pytest.raises(
+        ValueError, match=f"row 0, should hold a readable image. Found ValueError: mode {mode} instead of 8 bits"
+    ):
+        load_images(str(folder))
+
+
+def test_labels_of_two_types_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(1), 0), (png(2), 1)])
+    (folder / "train-0.parquet").rename(folder / "train-1.parquet")
+    datasets.Dataset.from_dict({"img": [{"bytes": png(1), "path": None}], "label": ["a"]}).to_parquet(
+        str(folder / "train-0.parquet")
+    )
+    with pytest.raises(ValueError, match="should be of one type. Found int and str"):
+        load_images(str(folder))
+
+
+def test_text_in_another_encoding_names_it(tmp_path: Path) -> None:
+    (tmp_path / "text [1].txt").write_bytes("blå\n".encode("latin-1") * 3)
+    with pytest.raises(ValueError, match="should be a readable text file in UTF-8. Found: UnicodeDecodeError"):
+        load_text(str(tmp_path / "text [1].txt"))
+    (tmp_path / "text [1].txt").write_text("blå\n" * 3)
+    assert [len(part) for part in load_text(str(tmp_path / "text [1].txt"))] == [2, 1]
+    with pytest.raises(ValueError, match="`sequence_length` should be an integer of at least 1. Found 0"):
+        make_streams(["some text"], ["some text"], 0)
+
+
 def test_hub_names_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: experiments looked for the split `heldout` on the hub, where it is `test`, and so did not run."""
     asked = []

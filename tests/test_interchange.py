@@ -124,6 +124,13 @@ def test_both_formats_of_torch_are_one_schedule(tmp_path: Path) -> None:
     assert read_csv(texts[0]) == read_csv(texts[1])
 
 
+def test_csv_with_a_mark_at_its_start_and_csv_that_is_none() -> None:
+    text = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1"
+    assert read_csv("\ufeff" + text) == read_csv(text)
+    with pytest.raises(ValueError, match="A schedule should be in CSV format. Found: field larger than"):
+        read_csv("x" * 140_000)
+
+
 def test_torch_reads_what_nwise_writes(tmp_path: Path) -> None:
     path = tmp_path / "s.csv"
     found = baseline("zb-v", num_stages=4, num_ranks=2, num_microbatches=6, costs=COSTS)

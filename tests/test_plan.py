@@ -330,9 +330,15 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         (["--costs", "nowhere.json"], "JSON file. Found no file nowhere.json"),
         (["--recipe", "digit"], "A recipe should be.*Found 'digit'.*digits"),
         (["--recipe", "digits", "--devices", "40"], "at least one piece for each of the 40 stages"),
+        (["--recipe", "digits", "--strategies", "nonsense"], "`strategy` should be one like.*Found 'nonsense'"),
+        (["--recipe", "digits", "--latency", "-1"], "`latency` should be from 0 to 1e\\+30. Found -1"),
     ],
 )
-def test_bad_plans_get_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_plans_get_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if arguments[:2] == ["--recipe", "digits"] and "--devices" not in arguments:
+        monkeypatch.setattr("nwise.cli.planning.profile", None)  # regression: refused only after the measurement
     assert cli.run(["plan", "--rounds", "1", *arguments]) == 2
     out, err = capsys.readouterr()
     assert re.search(message, err), err

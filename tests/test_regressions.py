@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import nwise
 from nwise.flow import find_flow
-from nwise.training import save_tensors
+from nwise.recipes import Adam
+from nwise.training import make_optimizer, save_tensors
+from nwise.training.clip import Clip, squared_norm
 
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -414,3 +418,138 @@ def test_every_sample_leaves_at_the_end_even_with_a_confidence_of_nan() -> None:
         (0, 1), torch.tensor([[0.9, 0.9], [torch.nan, torch.nan]]), torch.tensor([[True, True], [False, False]])
     )
     assert outcome(seen, Work([50, 50], {0: 10}), {0: 0.8}).leaving == (0.5, 0.5)
+
+
+# Found by trying odd uses
+
+
+class Given(nwise.Strategy):
+    """A strategy that returns a given value as its credit."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "value", value)
+
+    def credit(self, num_stages: int, turn: int = 0) -> Any:
+        return self.value  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("credit", "message"),
+    [
+        (torch.ones(2, 2).triu(), "zeros above the diagonal"),
+        (torch.tensor([[1.0, 0.0], [float("nan"), 1.0]]), "should have finite numbers"),
+        ([[1, 0], [0, 1]], "a tensor of shape .2, 2. with values. Found list"),
+        (torch.eye(3), "Found shape .3, 3. on cpu"),
+        (torch.eye(2, device="meta"), "Found shape .2, 2. on meta"),
+    ],
+)
+def test_credit_of_custom_strategies_is_checked(credit: Any, message: str) -> None:
+    """A transposed matrix trained locally without a word; the others ended deep inside."""
+    with pytest.raises(ValueError, match=message):
+        nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], strategy=Given(credit))
+
+
+def test_head_set_to_none_is_missing() -> None:
+    """The stage learned from its raw output."""
+    pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], strategy="local")
+    pipe.heads["0"] = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="should have a head for stage 0"):
+        pipe.step(torch.ones(2, 2), target=torch.tensor([0, 1]))
+    del pipe.heads[0]
+    assert 0 not in pipe.heads
+
+
+def test_steps_from_a_file_may_be_a_tensor() -> None:
+    """No stage was trained from then on."""
+    pipe = nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end")
+    pipe.steps = torch.tensor(3)  # type: ignore[assignment]
+    assert torch.isfinite(pipe.step(torch.ones(2, 2), target=torch.tensor([0, 1]))).all()
+    assert pipe.steps == 4
+    assert isinstance(pipe.steps, int)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_batches_under_a_delay_may_reuse_their_memory(recompute: bool) -> None:
+    """The late gradient was that of the later values, or torch raised an error of changed memory."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)]
+    x, y = torch.randn(2, 6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    pipe = nwise.Pipeline(stages, None, strategy="end-to-end-delay-1", recompute=recompute)
+    memory = x[0].clone()
+    for batch in x:
+        memory.copy_(batch)
+        pipe.step(memory, target=y)
+    expected = torch.autograd.grad(
+        functional.cross_entropy(stages[1](stages[0](x[0])), y), list(stages[0].parameters())
+    )
+    for p, gradient in zip(stages[0].parameters(), expected, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, gradient)
+
+
+class ActNorm(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_deferring_keeps_what_a_batch_norm_does() -> None:
+    """A subclass lost its activation, and any batch norm its hooks."""
+    with pytest.raises(ValueError, match="the forward of torch's. Found ActNorm with its own"):
+        nwise.defer_batchnorm(nn.Sequential(ActNorm(3)))
+    norm, calls = nn.BatchNorm1d(3), []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    nwise.defer_batchnorm(nn.Sequential(norm))(torch.randn(4, 3))
+    assert calls == [1]
+
+
+def test_batch_norm_warning_when_m_rises() -> None:
+    pipe = nwise.Pipeline([nn.BatchNorm1d(2), nn.Linear(2, 2)], None, strategy="end-to-end")
+    with pytest.warns(UserWarning, match="With 2 micro-batches, batch norm") as seen:
+        pipe.num_microbatches = 2
+    assert seen[0].filename == __file__
+
+
+@dataclass
+class Masked:
+    """A mean over the targets that are there; constant if there are none."""
+
+    scale: float = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        there = ~target.isnan()
+        return self.scale * (output - target)[there].square().mean() if there.any() else torch.zeros(())
+
+    def count(self, target: Tensor) -> int:
+        return int((~target.isnan()).sum())
+
+
+def test_loss_of_a_dataclass_that_is_constant_where_nothing_counts() -> None:
+    """A micro-batch of weight 0 was refused, and a loss without a hash raised a TypeError."""
+    target = torch.randn(4, 2)
+    target[2:] = float("nan")
+    pipe = nwise.Pipeline([nn.Linear(3, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], Masked(), "local", 2)
+    assert torch.isfinite(pipe.step(torch.randn(4, 3), target=target)).all()
+
+
+def test_untie_copies_shared_buffers() -> None:
+    """`split` advised it, and it did nothing."""
+    table = torch.ones(2)
+    blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for block in blocks:
+        block.register_buffer("table", table)
+    assert nwise.untie(nn.Sequential(*blocks)) == ["1.table"]
+    assert blocks[1].table is not table
+
+
+def test_muon_takes_no_group_later_and_a_norm_is_positive() -> None:
+    """Parameters of a later group were never updated; a negative norm turned the gradients round."""
+    pipe = nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end")
+    optimizer = make_optimizer(Adam(muon_lr=0.01), pipe.parameters(), [pipe.stages[0].weight])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="should get all parameters when it is made"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="`max_norm` should be a finite number above 0. Found -1"):
+        Clip(pipe, -1.0)
+    half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    half.grad = torch.full_like(half, 2e4)
+    assert squared_norm([half]) == pytest.approx(8e8, rel=1e-3)

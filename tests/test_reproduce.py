@@ -179,8 +179,17 @@ def test_store_drops_truncated_last_line(tmp_path: Path) -> None:
     store.add({"number": 6})
     assert store.read() == [{"number": 5}, {"number": 6}], "a whole record without its line's end is kept"
     store.path.write_text('{"number": 1}\nnot json\n{"number": 2}\n')
-    with pytest.raises(ValueError, match=r"small.jsonl, line 2, should be a JSON record. Found 'not json'"):
+    with pytest.raises(
+        ValueError, match=r"small.jsonl, line 2, should be a JSON record. Found 'not json'; remove the line"
+    ):
         store.read()
+    store.path.write_text('[1]\n{"number": 2}\n')
+    with pytest.raises(
+        ValueError, match=r"small.jsonl, line 1, should be a JSON record. Found '\[1\]'; remove the line"
+    ):
+        store.read()
+    with pytest.raises(OSError, match="small.jsonl"):
+        Store(store.path / "below").check_writable()
 
 
 def test_recorded_cells_are_not_run_again(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ from nwise.recipes import (
     recipe,
     to_json,
 )
+from nwise.report.card import card_files
 from nwise.training import (
     Callback,
+    CheckpointPolicy,
     LearningRate,
     Run,
     Scores,
@@ -258,6 +260,37 @@ def test_interrupted_run_saves_usable_weights(tmp_path: Path) -> None:
     assert run.metrics()[-1]["kind"] == "interrupted"
     weights = run.weights()
     assert torch.equal(weights["model.output.1.weight"], main_state(trainer.pipe)["output.1.weight"])
+    assert run.weights_step == trainer.pipe.steps == 30
+    with pytest.raises(
+        ValueError, match="tested after step 30, whose weights it has. Found the last test after step 22; resume"
+    ):
+        card_files(run, tmp_path / "net.safetensors")
+
+
+class FailsAtFirst(Callback):
+    def started(self, trainer: Trainer) -> None:
+        raise UnicodeEncodeError("ascii", "–", 0, 1, "not in range")
+
+
+def test_run_whose_display_fails_is_not_left_running(tmp_path: Path) -> None:
+    run = new_run(SHORT, tmp_path)
+    with pytest.raises(UnicodeEncodeError):
+        Trainer(SHORT).train(run, (FailsAtFirst(),))
+    assert json.loads((run.folder / "run.json").read_text())["status"] == "failed"
+
+
+def test_samples_and_weights_step_after_a_resume_with_larger_batches(tmp_path: Path) -> None:
+    """Regression: samples were steps times the present size; weights of a killed run had the step of the last record."""
+    before = dataclasses.replace(SHORT, max_steps=4, eval_every=100.0)
+    run = new_run(before, tmp_path)
+    Trainer(before).train(run, policy=CheckpointPolicy())
+    assert run.weights_step == 4
+    run.record(kind="train", step=9)
+    assert run.weights_step == 4
+    after = dataclasses.replace(before, max_steps=6, batch_size=2 * before.batch_size)
+    Trainer(after).train(run, policy=CheckpointPolicy(), resume=True)
+    last = run.metrics()[-1]
+    assert (last["step"], last["samples"]) == (6, 4 * before.batch_size + 2 * after.batch_size)
 
 
 # Schedules of the rate

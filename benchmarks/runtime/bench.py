@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -234,8 +235,9 @@ def start_all(cases: Sequence[Case]) -> list[Measured]:
         raise ValueError(f"`cases` should have equally many ranks. Found {sorted({case.num_ranks for case in cases})}.")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "benchmarks.runtime.bench", json.dumps([asdict(case) for case in cases])]
+    root = Path(__file__).parents[2]  # where `python -m` finds this module
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=root)
     results = [Measured(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     if len(results) == len(cases):
         return results

@@ -44,12 +44,16 @@ class Store:
             except json.JSONDecodeError as error:
                 if number == len(lines):
                     continue
-                raise ValueError(
-                    f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}."
-                ) from error
+                raise ValueError(self._no_record(number, line)) from error
+            if record is not None and not isinstance(record, dict):
+                raise ValueError(self._no_record(number, line))
             if record is not None:
                 records.append(record)
         return records
+
+    def _no_record(self, number: int, line: str) -> str:
+        found = f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}"
+        return f"{found}; remove the line, and what it stood for runs again."
 
     def add(self, *records: Record) -> None:
         """Append some, all of them or none; other processes may do the same."""
@@ -65,6 +69,12 @@ class Store:
             file.write(("\n" if end and _is_record(end) else "").encode() + text.encode())
             file.flush()
             os.fsync(file.fileno())
+
+    def check_writable(self) -> None:
+        """Raise OSError if records could not be added."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a"):
+            pass
 
     def records_for(self, cells: Sequence[Cell]) -> list[tuple[Cell, Record | None]]:
         """Return every cell with its newest record, None where it was not run as it is configured now, on whatever device."""

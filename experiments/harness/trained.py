@@ -77,6 +77,8 @@ class Trained(Experiment):
         pairs = store.records_for(self.cells(job))
         missing = [] if job.redraw else self._select_possible([cell for cell, record in pairs if record is None], job)
         job.begin(self.title, len(pairs), len(missing))
+        if missing:
+            store.check_writable()  # before hours of work
         for _, record in run_cells(missing, job.workers, job.on_progress):
             store.add(record)
         self.write(job)

@@ -32,8 +32,11 @@ class HeadDict(nn.ModuleDict):
     def __setitem__(self, stage: int | str, head: nn.Module) -> None:
         super().__setitem__(str(stage), head)
 
+    def __delitem__(self, stage: int | str) -> None:
+        super().__delitem__(str(stage))
+
     def __contains__(self, stage: object) -> bool:
-        return super().__contains__(str(stage))
+        return self._modules.get(str(stage)) is not None
 
     def by_stage(self, num_stages: int) -> list[nn.Module | None]:
         """Return the head of each stage, None for a stage without one."""
@@ -103,7 +106,7 @@ def placed(
     if num_microbatches is not None:
         check_at_least(1, num_microbatches=num_microbatches)
     if not isinstance(placement, Plan):
-        return None, placement, num_microbatches or 1
+        return None, placement, int(num_microbatches or 1)
     placement.check_stages(stages)
     return placement, placement.placement, num_microbatches or placement.num_microbatches
 

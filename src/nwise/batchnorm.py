@@ -99,7 +99,7 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
 
     def replacement(child: nn.Module) -> nn.Module:
         if child not in replacements:  # a module used in several places stays shared
-            replacements[child] = DeferredBatchNorm(child) if _moves(child) else child  # type: ignore[arg-type]
+            replacements[child] = _deferred(child) if _moves(child) else child
         return replacements[child]
 
     if scripted := [name for name, child in module.named_modules() if _is_scripted(child)]:
@@ -114,6 +114,18 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
     return replacement(module)  # type: ignore[return-value]
 
 
+def _deferred(norm: nn.Module) -> DeferredBatchNorm:
+    own = type(norm).forward is not _BatchNorm.forward
+    if own and not type(norm).__module__.startswith("torch.nn.modules."):
+        raise ValueError(
+            f"Batch norms to defer should have the forward of torch's. Found {type(norm).__name__} with its own; split it into a "
+            "batch norm and the rest, or train without `defer_batchnorm`."
+        )
+    deferred = DeferredBatchNorm(norm)  # type: ignore[arg-type]
+    deferred.__dict__.update({name: value for name, value in vars(norm).items() if "hook" in name})
+    return deferred
+
+
 def _moves(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
 
@@ -122,8 +134,11 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(module.original_name)
 
 
-def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
-    """Warn that batch norms with several micro-batches compute a different function than with the whole batch."""
+def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: int) -> None:
+    """Warn that batch norms with several micro-batches compute a different function than with the whole batch.
+
+    `stacklevel` counts from the caller of this function.
+    """
     plain = [name for name, child in module.named_modules() if _moves(child) or _is_scripted(child)]
     if plain and num_microbatches > 1:
         warnings.warn(
@@ -131,5 +146,5 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
             "a different function than with the whole batch, and moves its running statistics with every micro-batch "
             f"({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
             "`defer_batchnorm`, moves the running statistics once per mini-batch.",
-            stacklevel=3,  # at the caller of `Pipeline`
+            stacklevel=1 + stacklevel,
         )

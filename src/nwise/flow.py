@@ -132,7 +132,9 @@ def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes
     """
     size = len(credit)
     learns = (True,) * size if trainable is None else tuple(map(bool, trainable))
-    return _cheapest(credit.double().numpy().tobytes(), learns, tuple(map(bool, probes or [False] * size)))
+    return _cheapest(
+        credit.detach().double().cpu().numpy().tobytes(), learns, tuple(map(bool, probes or [False] * size))
+    )
 
 
 def flows_for(
@@ -158,7 +160,16 @@ def flows_for(
     probes = (heads or [True] * num_stages) if strategy.heads == "all" else ()
     turns = range(strategy.turns)
     cycle = [[strategy.turn(step, m) for m in range(num_microbatches)] for step in turns]
-    flows = [find_flow(strategy.credit(num_stages, turn), trainable=trainable, probes=probes) for turn in turns]
+    matrices = [strategy.credit(num_stages, turn) for turn in turns]
+    for matrix in matrices:
+        if not isinstance(matrix, Tensor) or matrix.shape != (num_stages, num_stages) or matrix.is_meta:
+            is_tensor = isinstance(matrix, Tensor)
+            found = f"shape {list(matrix.shape)} on {matrix.device}" if is_tensor else type(matrix).__name__
+            raise ValueError(
+                f"`credit` of {strategy.name!r} should be a tensor of shape [{num_stages}, {num_stages}] with values. Found "
+                f"{found}."
+            )
+    flows = [find_flow(matrix, trainable=trainable, probes=probes) for matrix in matrices]
     return tuple(tuple(flows[turn] for turn in row) for row in cycle)
 
 
@@ -166,6 +177,11 @@ def flows_for(
 def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ...]) -> Flow:
     """Compute `find_flow` from hashable values, so every step finds its flow in the cache."""
     matrix = np.frombuffer(credit).reshape(len(trainable), -1).copy()
+    if not np.isfinite(matrix).all() or np.triu(matrix, 1).any():
+        raise ValueError(
+            "A credit matrix should have finite numbers, and zeros above the diagonal, because loss j does not depend on later "
+            f"stages. Found {matrix.tolist()}."
+        )
     runs = matrix.any(axis=1) | np.asarray(probes)
     matrix[:, ~np.asarray(trainable)] = 0.0
     messages = _messages(matrix)

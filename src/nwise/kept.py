@@ -14,9 +14,10 @@ So I and W together cost as much as one pass for both gradients (B). The price i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -24,26 +25,48 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Gradients = tuple[Tensor | None, ...]
 
 
+class Part(NamedTuple):
+    """A walk that is left.
+
+    Args:
+        node: the node at which it begins.
+        gradients: cotangents of the node's outputs; a custom function's backward may return none, which stands for zeros.
+        learns: the parameters beyond the node.
+        arrived: whether the cotangents have passed the tensor hooks of these outputs.
+    """
+
+    node: Node
+    gradients: Gradients
+    learns: list[Tensor]
+    arrived: bool
+
+
 class Kept:
     """The cotangents that a pass has kept.
 
     Attributes:
-        parts: the walks that are left: edges of the graph, their cotangents, and the parameters beyond them.
+        parts: the walks that are left.
     """
 
     def __init__(self) -> None:
-        self.parts: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
+        self.parts: list[Part] = []
 
-    def add(self, node: Node, gradients: Gradients, learns: list[Tensor]) -> None:
-        """Add the cotangents of a node's outputs; a custom function's backward may return none, which stands for zeros."""
-        edges = [GradientEdge(node, i) for i, g in enumerate(gradients) if g is not None]
-        if edges:
-            self.parts.append((edges, [g for g in gradients if g is not None], learns))
+    def replay(self, walk: Callable[[list[GradientEdge], list[Tensor], list[Tensor]], object]) -> None:
+        """Call ``walk(edges, cotangents, learns)`` for every part."""
+        for node, gradients, learns, arrived in self.parts:
+            present = [(GradientEdge(node, i), g) for i, g in enumerate(gradients) if g is not None]
+            # A tensor's hooks run again, but what they return must not count twice.
+            handle = node.register_prehook(lambda _, kept=gradients: kept) if arrived else None
+            try:
+                walk([edge for edge, _ in present], [g for _, g in present], learns)
+            finally:
+                if handle is not None:
+                    handle.remove()
 
     @property
     def num_bytes(self) -> int:
         """Size of the cotangents, in bytes."""
-        tensors = {g.data_ptr(): g for _, gradients, _ in self.parts for g in gradients}
+        tensors = {g.data_ptr(): g for part in self.parts for g in part.gradients if g is not None}
         return sum(g.nbytes for g in tensors.values())
 
 
@@ -71,8 +94,7 @@ def keep(
     ...     y.backward(one, inputs=[x], retain_graph=True)
     >>> x.grad is None, first.weight.grad is None
     (False, True)
-    >>> for edges, gradients, learns in kept.parts:
-    ...     torch.autograd.backward(edges, gradients, inputs=learns)
+    >>> kept.replay(lambda edges, gradients, learns: torch.autograd.backward(edges, gradients, inputs=learns))
     >>> first.weight.grad.shape
     torch.Size([2, 2])
     """
@@ -91,12 +113,13 @@ def keep(
         for handle in handles:
             handle.remove()
     for node, part in exits.items():
-        if node in gradients:
-            kept.add(node, gradients[node], part)
+        if any(g is not None for g in gradients.get(node, ())):
+            kept.parts.append(Part(node, gradients[node], part, arrived=True))
     # An output that no input reaches was not walked at all.
     for edge, cotangent in zip(edges, cotangents, strict=True):
         if edge.node in ends:
-            kept.add(edge.node, (*(None,) * edge.output_nr, cotangent), ends[edge.node])
+            alone = (*(None,) * edge.output_nr, cotangent)
+            kept.parts.append(Part(edge.node, alone, ends[edge.node], arrived=False))
 
 
 def _exits(

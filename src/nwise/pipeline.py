@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any, Self
 
 import torch
@@ -140,7 +141,7 @@ class Pipeline(OldNames, nn.Module):
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()
         check_heads(self._program.flows_from(0, rule, num_microbatches, self.heads), self.heads, rule.name)
-        warn_of_microbatches(self, num_microbatches)
+        warn_of_microbatches(self, num_microbatches, stacklevel=2)
         self.compress = fingerprint(self._compression)
         self.processes.agree(strategy=rule.name, placement=list(self.processes.placement))
         self.processes.agree(num_microbatches=num_microbatches, seed=self.seed, compress=self.compress)
@@ -163,7 +164,8 @@ class Pipeline(OldNames, nn.Module):
     @num_microbatches.setter
     def num_microbatches(self, num_microbatches: int) -> None:
         check_at_least(1, num_microbatches=num_microbatches)
-        self._num_microbatches = num_microbatches
+        self._num_microbatches = int(num_microbatches)
+        warn_of_microbatches(self, num_microbatches, stacklevel=3)
 
     @property
     def schedule(self) -> Order:
@@ -258,6 +260,7 @@ class Pipeline(OldNames, nn.Module):
             nwise.runtime.watch.RankError: a rank failed.
         """
         processes, given = self.processes, as_inputs(inputs, named, "The input of `step`")
+        self.steps = index(self.steps)  # which may have come from a file, as a tensor
         arguments.check_target(given, target, self.stages[0])
         batch = cut(
             given,

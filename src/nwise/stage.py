@@ -210,7 +210,7 @@ class Stage:
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
         wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
-        if flow.own and not loss.requires_grad:
+        if weight and flow.own and not loss.requires_grad:
             raise ValueError(
                 f"The loss of stage {self.index} should depend on the stage's output, because the strategy trains stages "
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
@@ -241,8 +241,7 @@ class Stage:
         inputs, weights = kind is not Kind.WEIGHT_GRAD, kind is not Kind.INPUT_GRAD
         walk = add_gradients if tape.versions is None else partial(run_with, self.module, tape.versions, add_gradients)
         if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-            for edges, cotangents, learns in tape.kept.parts:
-                walk(edges, cotangents, learns, retain_graph=again)
+            tape.kept.replay(partial(walk, retain_graph=again))
             tape.kept = None
         else:
             # An I and a later W that start from one cotangent share the walk.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import nwise
 
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     The exit code is 0 if done, 1 if training failed, 2 for bad input, 74 if trained but not fully written, 75 if stopped
     (resumable), 130 if interrupted, and 141 if the output was closed.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack some characters
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

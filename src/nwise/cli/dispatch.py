@@ -18,7 +18,7 @@ from nwise._errors import hint
 from nwise._renamed import current_name
 from nwise.cli import COMMANDS
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
-from nwise.recipes import recipe
+from nwise.recipes import RECIPES, recipe
 from nwise.runtime.launch import launched
 from nwise.runtime.watch import RankError
 from nwise.runtime.world import tell_all
@@ -41,7 +41,8 @@ def dispatch(name: str, arguments: list[str]) -> int:
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
             warnings.filterwarnings("default", category=DeprecationWarning, module="nwise")
             code = int(parse(name, [current_name(word) for word in arguments]).run(Output()))
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None if it is closed
+                sys.stdout.flush()
             return code
     except KeyboardInterrupt as error:
         tell_all(error)
@@ -77,7 +78,8 @@ def parse(name: str, arguments: list[str]) -> Any:
         return command
     # The recipe decides the defaults of all other options, and may come after them. Where the first guess is wrong, the first
     # parse finds the recipe and the second one has its defaults.
-    chosen = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
+    first = arguments[:1] if arguments and not arguments[0].startswith("-") else [a for a in arguments if a in RECIPES]
+    chosen = next(iter(first), "digits")
     while True:
         command = options(default=kind(recipe=chosen, config=recipe(chosen)))
         if command.recipe == chosen:

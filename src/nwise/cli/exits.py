@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import torch
 import tyro
+from rich.markup import escape
 from torch import Tensor
 
 from nwise._errors import check_at_least
@@ -60,6 +61,10 @@ class ExitsCommand:
         for run in runs:
             pipe, data = run.trained(self.device)
             assert isinstance(data, Images)
+            if len(data) < 2:
+                raise ValueError(
+                    f"{run.folder} should have two test images at least, a half for each choice. Found {len(data)}."
+                )
             if not pipe.needed_heads(later=False):
                 raise ValueError(
                     f"{run.folder} should have heads that training trained. Found none; train with `--strategy 2-wise`, `local` "
@@ -118,7 +123,7 @@ class ExitsCommand:
             saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
             accuracy, exits = result.seen.accuracy, result.outcome
             cells = [f"{100 * accuracy:.2f} %", f"{100 * exits.accuracy:.2f} %", f"{100 * (1 - exits.work):.0f} %"]
-            table.add_row(folder, *cells, saved)
+            table.add_row(escape(folder), *cells, saved)
         console.print(table)
         if len(results) == 1:
             result = next(iter(results.values()))

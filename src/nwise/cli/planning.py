@@ -22,7 +22,7 @@ from nwise.planning.profile import Profile, profile
 from nwise.recipes import recipe
 from nwise.report.verdict import verdict
 from nwise.schedule import Costs, methods
-from nwise.schedule.baselines import method_flows
+from nwise.schedule.baselines import known_method, method_flows
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
 from nwise.schedule.partition import partition, stage_costs
@@ -75,6 +75,9 @@ class PlanCommand:
         for name, number in (("memory", self.memory), ("bandwidth", self.bandwidth)):
             if number is not None and not number > 0:
                 raise ValueError(f"`{name}` should be above 0. Found {number}.")
+        for name in self.strategies:
+            known_method(name)
+        Costs(1, 0, 1, 1, **self._links())  # checks them
         costs, measured, size = self._parse_costs() if self.recipe is None else self._measure(self.recipe)
         try:
             plan = methods.time_methods(

@@ -164,17 +164,17 @@ class CompareCommand:
         comparison.check(self.config, self.strategies, data)
         parent = numbered(self.runs, f"compare-{self.config.name}")
         figure = self.figure or parent / "compare.png"
+        figure.parent.mkdir(parents=True, exist_ok=True)
         try:
             results = comparison.compare(self.config, self.strategies, parent, callbacks, data)
         except KeyboardInterrupt:
             note(f"Interrupted. The runs so far are in {parent}.")
             return INTERRUPTED
-        figure.parent.mkdir(parents=True, exist_ok=True)
-        comparison.draw(results, self.config, figure)
         budget = min(result.curve.slots[-1] for result in results)
         rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
         record = {"config": to_json(self.config), "versions": versions(), "results": rows, "equal_time_slots": budget}
         (parent / "compare.json").write_text(json_line(record))
+        comparison.draw(results, self.config, figure)
         if self.json:
             print_json({**record, "figure": str(figure)})
             return OK
@@ -248,6 +248,8 @@ class ExportCommand:
         out = self.out or self.folder / "model.safetensors"
         if out.exists() and not out.is_file():
             raise ValueError(f"`out` should be a file. Found that {out} is not one; give another name.")
+        if out.resolve() == run.weights_file.resolve():
+            raise ValueError(f"`out` should be another file than the run's own weights. Found {out}.")
         if not main:
             raise ValueError(
                 f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."

@@ -158,6 +158,12 @@ def load_images(
     if shrink < 1 or (shrink > 1 and size is not None):
         raise ValueError(f"`shrink` should be at least 1, and 1 with `size`. Found {shrink} and `size = {size}`.")
     check_range("withheld", withheld, 1, least=True)
+    path = sources.local_folder(source)
+    if path is not None and path.is_file() and not withheld:
+        raise ValueError(
+            f"`source` should be a folder with training and test images, or `withheld` be given. Found the file {path}, which "
+            "has no test images of its own."
+        )
     train_tables = sources.tables(source, splits[0], hub=hub)
     test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
@@ -168,6 +174,10 @@ def load_images(
     if withheld:
         order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
         share = max(1, round(withheld * len(order)))
+        if share >= len(order):
+            raise ValueError(
+                f"`withheld` should leave one of the {len(order)} training images at least. Found {withheld}."
+            )
         train, test = train.pick(order[share:]), train.pick(order[:share])
     else:
         test = _together([_Table(table, classes) for table in test_tables])
@@ -205,6 +215,12 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     if names is not None:
         return tuple(names)
     values = {value for table in tables for value in table.rows[name][:]} - {None}
+    kinds = sorted({type(value).__name__ for value in values})
+    if len(kinds) > 1:
+        found = " and ".join(kinds)
+        raise ValueError(
+            f"The labels of {tables[0].name} and the files beside it should be of one type. Found {found}."
+        )
     return tuple(map(str, sorted(values)))
 
 
@@ -277,6 +293,8 @@ def _decode(cell: Any, where: str) -> Tensor:
             warnings.simplefilter("error")
             content = cell["bytes"]
             picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
+            if picture.mode[0] in "IF":  # a conversion to bytes would clip almost all values
+                raise ValueError(f"mode {picture.mode} instead of 8 bits a channel")
             array = np.asarray(picture.convert("RGB"))
     except Exception as error:
         raise ValueError(

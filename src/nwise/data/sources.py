@@ -5,6 +5,7 @@ A table knows its file, so an error can name file and row.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,7 +74,9 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     if files:
         return [Table(str(file), _read(datasets, file)) for file in files]
     if (path / split).is_dir():
-        folder = datasets.load_dataset("imagefolder", data_dir=str(path / split), split="train", drop_labels=False)
+        # With `data_dir` the library would take words such as "test" in the names of files and classes for splits.
+        every = {"train": glob.escape(str((path / split).absolute())) + "/**"}
+        folder = datasets.load_dataset("imagefolder", data_files=every, split="train", drop_labels=False)
         return [Table(str(path / split), folder)]
     raise FileNotFoundError(
         f"{path} should hold {split}*.parquet, {split}*.txt or a folder {split}/ with one folder of images per class. "
@@ -92,9 +95,13 @@ def _files(path: Path, split: str) -> Iterator[Path]:
 def _read(datasets: Any, file: Path) -> Any:
     kind = "parquet" if file.suffix == ".parquet" else "text"
     try:
-        return datasets.load_dataset(kind, data_files={"train": str(file)}, split="train")
+        return datasets.load_dataset(kind, data_files={"train": glob.escape(str(file))}, split="train")
     except Exception as error:
-        raise ValueError(f"{file} should be a readable {kind} file. Found: {type(error).__name__}: {error}") from error
+        reason = error.__cause__ or error
+        need = " in UTF-8" if kind == "text" else ""
+        raise ValueError(
+            f"{file} should be a readable {kind} file{need}. Found: {type(reason).__name__}: {reason}"
+        ) from error
 
 
 def column(table: Table, wanted: tuple[str, ...], what: str) -> str:

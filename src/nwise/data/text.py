@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nwise._errors import check_range, needed
+from nwise._errors import check_at_least, check_range, needed
 from nwise._progress import MANY, with_progress_bar
 from nwise.data import sources
 
@@ -181,6 +181,7 @@ def make_streams(
     for name, text in (("training", train_text), ("test", test_text)):
         pieces = with_progress_bar(text, f"tokenising {name} text", least=MANY)
         numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
+        check_at_least(1, sequence_length=sequence_length)
         if len(numbers) <= sequence_length:
             raise ValueError(
                 f"The {name} text should have more than `sequence_length = {sequence_length}` tokens. Found {len(numbers)}."

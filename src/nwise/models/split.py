@@ -164,6 +164,11 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[
             setattr(module, name, parameter)
             new.append(path + name)
         seen.add(id(parameter))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and id(buffer) in seen:
+            setattr(module, name, buffer.clone())
+            new.append(path + name)
+        seen.add(id(buffer))
     for name, child in list(module._modules.items()):
         if child is None:
             continue

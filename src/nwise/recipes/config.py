@@ -251,9 +251,10 @@ class Recipe:
     def __post_init__(self) -> None:
         check_at_least(1, batch_size=self.batch_size, log_every=self.log_every)
         check_limits(max_steps=self.max_steps)
-        for name, number in (("epochs", self.epochs), ("eval_every", self.eval_every), ("clip", self.clip)):
-            if number is not None:
-                check_range(name, number)
+        check_range("epochs", self.epochs, 1e9)
+        check_range("eval_every", self.eval_every, 1e9)
+        if self.clip is not None:
+            check_range("clip", self.clip)
         for factor in self.stage_lr:
             check_range("stage_lr", factor, least=True)
         if self.microbatches > self.batch_size:

@@ -76,10 +76,15 @@ def card_files(run: Run, weights: Path) -> dict[Path, str]:
     Raises:
         ImportError: the package `huggingface_hub` is missing.
         FileExistsError: there is another file with one of these names.
-        ValueError: the run has no test yet.
+        ValueError: the run has no test of the weights.
     """
     hub = needed("huggingface_hub", "hf", "A model card")
     [summary] = Summary.open_all([run.folder])
+    if (step := summary.tests[-1]["step"] if summary.tests else None) != run.weights_step:
+        raise ValueError(
+            f"{run.folder} should have been tested after step {run.weights_step}, whose weights it has. Found the last test "
+            f"after {'none' if step is None else f'step {step}'}; resume the run (`nwise train --resume {run.folder}`)."
+        )
     tokenizer = run.folder / "tokenizer.json"
     texts = {"tokenizer.json": tokenizer.read_text()} if tokenizer.exists() else {}
     card = _card(hub, summary, weights.name, tokenizer=bool(texts))

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from nwise._errors import check_at_least
 from nwise.report.grid import KIND_COLOURS, Picture
 from nwise.report.html import write_page
 from nwise.schedule import Timed
@@ -63,6 +64,7 @@ class Choices:
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
         """
+        check_at_least(1, stages=min(self.stages), microbatches=min(self.microbatches))
         size = max(self.stages) * max(self.microbatches) * _ACTIONS
         if size > MOST:
             raise ValueError(

@@ -28,7 +28,7 @@ from nwise.runtime.watch import Doing
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage import Stage, Tape
-from nwise.tensors import Tensors, with_names
+from nwise.tensors import Tensors, each, with_names
 
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
@@ -109,7 +109,8 @@ class Engine:
         tapes = self._tapes[step] = {k: stage.tapes(schedule, turn, batch) for k, stage in self._stages.items()}
         if 0 in tapes:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
-                tape.inputs = inputs
+                # Under a delay the last passes come in a later call, when the caller may have reused the memory of the batch.
+                tape.inputs = each(inputs, torch.clone) if schedule.oldest else inputs
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
 

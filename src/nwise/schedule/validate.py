@@ -263,8 +263,8 @@ def _check_list(rank: int, word: Word, schedule: Schedule) -> None:
             made_at = ages.get(key, age)
             if made_at > age:
                 raise ValueError(
-                    f"The list of rank {rank} should have no result that is older than its use. Found {action} and {_name(key)}, of "
-                    f"ages {age} and {made_at}."
+                    f"The list of rank {rank} should have no result that is older than its use. Found {action} and "
+                    f"{_name(key)}, of ages {age} and {made_at}."
                 )
             # A result of a smaller age was made in an earlier call.
             if made_at == age and key not in held:

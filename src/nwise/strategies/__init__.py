@@ -1,6 +1,7 @@
 """Strategies: the rules by which losses train stages.
 
-To add one, write a class with `credit`, and with `pattern`, `examples` and `from_match` if it should have a name.
+To add one, write a class with `credit`, and with `pattern`, `examples` and `from_match` if it should have a name. If it has
+arguments, make it a frozen dataclass, as those here are.
 """
 
 from nwise.strategies.base import Heads, Strategy, strategy

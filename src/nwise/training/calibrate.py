@@ -138,9 +138,8 @@ def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
         if not last and k in thresholds:
             operations += here * work.heads[k]
         bound = thresholds.get(k, math.inf)
-        leaves = (
-            stays if last else stays & (seen.confidence[:, i] >= bound)
-        )  # a confidence of nan leaves at the end only
+        # A sample whose confidence is nan leaves at the end only.
+        leaves = stays if last else stays & (seen.confidence[:, i] >= bound)
         right += int((leaves & seen.right[:, i]).sum())
         leaving.append(int(leaves.sum()) / count)
         stays = stays & ~leaves

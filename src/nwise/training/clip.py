@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
+from nwise._errors import check_range
 from nwise.pipeline import Pipeline
 
 ClipBy = Literal["global", "stage", "loss"]
@@ -54,7 +55,9 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the squared norm of the gradients, on the CPU; in float64, where the order of the sum hardly matters."""
     total = torch.zeros((), dtype=torch.float64)
     for same in _by_kind(parameters):
-        norm = nn.utils.get_total_norm([p.grad for p in same if p.grad is not None])
+        # The sum of squares overflows in float16 at norms of 256.
+        gradients = [g.float() if g.dtype is torch.float16 else g for p in same if (g := p.grad) is not None]
+        norm = nn.utils.get_total_norm(gradients)
         whole = norm.full_tensor() if is_dtensor(norm) else norm
         total += whole.detach().double().cpu().square()
     return total
@@ -71,10 +74,11 @@ class Clip:
         by: ``"global"`` (default), ``"stage"`` or ``"loss"``.
 
     Raises:
-        ValueError: `by` is something else.
+        ValueError: `by` is something else, or `max_norm` is not above 0.
     """
 
     def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
+        check_range("max_norm", max_norm)
         self._pipe, self._max_norm = pipe, max_norm
         self._groups = clip_groups(pipe, by)
         pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])

@@ -60,7 +60,9 @@ class MuonWithAdam(torch.optim.Optimizer):
         if adam:
             self._parts.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._matrices = {p for group in muon for p in group["params"]}
+        self._complete = False
         super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._complete = True
         self._share()
 
     def _share(self) -> None:
@@ -72,11 +74,19 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, with the parts, which torch would leave out."""
-        return {**super().__getstate__(), "_parts": self._parts, "_matrices": self._matrices}
+        return {**super().__getstate__(), "_parts": self._parts, "_matrices": self._matrices, "_complete": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError: the parts have all parameters from the start."""
+        if self._complete:
+            raise ValueError(
+                "`MuonWithAdam` should get all parameters when it is made. Found a group to add later; make another."
+            )
+        super().add_param_group(param_group)
 
     def trains_by_muon(self, parameter: Tensor) -> bool:
         """Return whether Muon trains a parameter, not AdamW."""

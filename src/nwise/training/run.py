@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -195,14 +196,26 @@ class Run:
             records.append(record)
         return records
 
-    def save_weights(self, weights: dict[str, Tensor]) -> None:
-        """Write the result of `gather_weights`."""
-        path = self.folder / "weights.safetensors"
-        self.attempt(path, lambda: save_tensors(weights, path))
+    def save_weights(self, weights: dict[str, Tensor], step: int) -> None:
+        """Write the result of `gather_weights` after a step."""
+        path = self.weights_file
+        self.attempt(path, lambda: save_tensors(weights, path, {"step": str(step)}))
+
+    @property
+    def weights_file(self) -> Path:
+        """Path of the weights."""
+        return self.folder / "weights.safetensors"
+
+    @property
+    def weights_step(self) -> int:
+        """Step after which the weights were written; that of the last record if an older version wrote them."""
+        with safe_open(self.weights_file, "pt") as file:
+            facts = file.metadata() or {}
+        return int(facts.get("step", max((record["step"] for record in self.metrics()), default=0)))
 
     def weights(self) -> dict[str, Tensor]:
         """Read the weights that `save_weights` wrote."""
-        path = self.folder / "weights.safetensors"
+        path = self.weights_file
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} should hold the run's weights. Found none; did the run reach its first evaluation?"
@@ -216,7 +229,7 @@ class Run:
         """Load the weights into a pipeline of the same configuration."""
         weights = self.weights()
         load_main_state(pipe, under(weights, "model."))
-        pipe.steps = max((record["step"] for record in self.metrics()), default=0)
+        pipe.steps = self.weights_step
         discard_unsaved_heads(pipe, weights)
         try:
             pipe.heads.load_state_dict(under(weights, "heads."))

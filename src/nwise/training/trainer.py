@@ -93,6 +93,7 @@ class Trainer:
         self._agreement = Agreement(self.pipe.processes)
         self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
+        self._resumed_at = 0, 0  # step and samples
 
     def train(
         self,
@@ -126,9 +127,10 @@ class Trainer:
         with nullcontext() if run is None else run.locked():
             self.run, self.callbacks = run, callbacks
             checkpoint = self._open(policy, resume, allow_restart)
-            status = "failed"
-            self._notify("started", self)
+            status, begun = "failed", False
             try:
+                self._notify("started", self)
+                begun = True
                 if run is not None and isinstance(self.train_data, Tokens):
                     run.save_tokenizer(self.train_data.tokenizer)
                 scores = self._all_phases(checkpoint)
@@ -146,9 +148,10 @@ class Trainer:
                     # With several processes the last evaluation has saved the weights. They are also kept if training
                     # has failed after it.
                     if status in ("stopped", "interrupted") and self.pipe.processes.size == 1:
-                        run.save_weights(gather_weights(self.pipe))
+                        run.save_weights(gather_weights(self.pipe), self.pipe.steps)
                     run.finish(status)
-                self._notify("finished", status)
+                if begun:
+                    self._notify("finished", status)
         return scores
 
     def stop(self) -> None:
@@ -207,6 +210,7 @@ class Trainer:
             )
         if checkpoint is not None:
             self._began -= checkpoint.facts["seconds"]
+            self._resumed_at = self.pipe.steps, checkpoint.facts.get("samples", self._samples(self.pipe.steps))
         return checkpoint
 
     def _write_timeline(self) -> None:
@@ -288,7 +292,7 @@ class Trainer:
         self._write_log(wait=True)
         return {
             "seconds": self._seconds,
-            "samples": self.pipe.steps * self.recipe.batch_size,
+            "samples": self._samples(self.pipe.steps),
             "config": to_json(self.recipe),
             "versions": versions(),
         }
@@ -337,9 +341,14 @@ class Trainer:
         if self.run is not None or self.pipe.processes.size > 1:
             weights = gather_weights(self.pipe)
             if self.run is not None:
-                self.run.save_weights(weights)
+                self.run.save_weights(weights, step)
         self._notify("evaluated", step, scores)
         return scores
+
+    def _samples(self, step: int) -> int:
+        """Return the number of samples trained on up to a step; the batches before a resume may have had another size."""
+        first, samples = self._resumed_at
+        return samples + (step - first) * self.recipe.batch_size
 
     @property
     def _seconds(self) -> float:
@@ -347,8 +356,8 @@ class Trainer:
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
         if self.run is not None:
-            epoch = round(step / self.steps_per_epoch, 4)
-            samples = step * self.recipe.batch_size
+            samples = self._samples(step)
+            epoch = round(samples / self.recipe.batch_size / self.steps_per_epoch, 4)
             values = {"seconds": self._seconds, **values}  # a record that comes later than its step has its own time
             self.run.record(kind=kind, step=step, epoch=epoch, samples=samples, **values)
 

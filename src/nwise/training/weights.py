@@ -75,8 +75,13 @@ def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
         pipe.discard_heads()
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically: it is complete or not there.
+
+    Args:
+        tensors: the tensors.
+        path: the file.
+        facts: texts to keep with them; default: none.
 
     Raises:
         OSError: the file cannot be written; the earlier one stays.
@@ -84,7 +89,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         with replacing(path) as partial:
             # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
-            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial)
+            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            save_file(whole, partial, facts)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path} should be written. Found: {error}") from error
 
