@@ -234,11 +234,11 @@ def test_one_file_is_not_training_and_test_data(tmp_path: Path) -> None:
     """Regression: the accuracy was that on the training images."""
     folder = write(tmp_path / "data", [(png(10 * i), i % 2) for i in range(4)])
     with pytest.raises(
-        ValueError, match="`withheld` be given. Found the file .*train-0.parquet, which has no test images"
+        ValueError, match="or `withheld` above 0. Found the file .*train-0.parquet, which has no test images"
     ):
         load_images(str(folder / "train-0.parquet"))
     assert [len(part) for part in load_images(str(folder / "train-0.parquet"), withheld=0.25)] == [3, 1]
-    with pytest.raises(ValueError, match="`withheld` should leave one of the 4 training images at least. Found 0.999"):
+    with pytest.raises(ValueError, match="`withheld` should leave at least one of the 4 training images. Found 0.999"):
         load_images(str(folder / "train-0.parquet"), withheld=0.999)
 
 
@@ -255,13 +255,14 @@ def test_names_in_image_folders_are_no_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("F", np.float32)])
-def test_images_of_more_than_8_bits_are_refused(mode: str, kind: type, tmp_path: Path) -> None:
+def test_grey_images_whose_values_are_no_bytes_are_refused(mode: str, kind: type, tmp_path: Path) -> None:
     """Regression: all their pixels became 255, or 0."""
     buffer = io.BytesIO()
     Image.fromarray(np.full((4, 4), 300, dtype=kind)).save(buffer, "TIFF")
     folder = write(tmp_path / "data", [(buffer.getvalue(), 0), (buffer.getvalue(), 1)])
     with pytest.raises(
-        ValueError, match=f"row 0, should hold a readable image. Found ValueError: mode {mode} instead of 8 bits"
+        ValueError,
+        match=f"row 0, should hold a readable image. Found ValueError: mode {mode} with values that are no bytes",
     ):
         load_images(str(folder))
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import nwise
 from nwise.flow import find_flow
+from nwise.microbatch import Batch
 from nwise.recipes import Adam
 from nwise.training import make_optimizer, save_tensors
 from nwise.training.clip import Clip, squared_norm
@@ -437,7 +438,7 @@ class Given(nwise.Strategy):
 @pytest.mark.parametrize(
     ("credit", "message"),
     [
-        (torch.ones(2, 2).triu(), "zeros above the diagonal"),
+        (torch.ones(2, 2).triu(), r"zeros above the diagonal.*Found C.0, 1. = 1.0"),
         (torch.tensor([[1.0, 0.0], [float("nan"), 1.0]]), "should have finite numbers"),
         ([[1, 0], [0, 1]], "a tensor of shape .2, 2. with values. Found list"),
         (torch.eye(3), "Found shape .3, 3. on cpu"),
@@ -453,9 +454,11 @@ def test_credit_of_custom_strategies_is_checked(credit: Any, message: str) -> No
 def test_head_set_to_none_is_missing() -> None:
     """The stage learned from its raw output."""
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], strategy="local")
-    pipe.heads["0"] = None  # type: ignore[assignment]
+    pipe.heads[0] = None
     with pytest.raises(ValueError, match="should have a head for stage 0"):
         pipe.step(torch.ones(2, 2), target=torch.tensor([0, 1]))
+    assert (len(pipe.heads), 0 in pipe.heads) == (0, False)
+    pipe.heads[0] = nn.Linear(2, 2)
     del pipe.heads[0]
     assert 0 not in pipe.heads
 
@@ -495,7 +498,7 @@ class ActNorm(nn.BatchNorm1d):
 
 def test_deferring_keeps_what_a_batch_norm_does() -> None:
     """A subclass lost its activation, and any batch norm its hooks."""
-    with pytest.raises(ValueError, match="the forward of torch's. Found ActNorm with its own"):
+    with pytest.raises(ValueError, match="the forward of torch's batch norm. Found ActNorm, which has its own"):
         nwise.defer_batchnorm(nn.Sequential(ActNorm(3)))
     norm, calls = nn.BatchNorm1d(3), []
     norm.register_forward_hook(lambda *_: calls.append(1))
@@ -507,7 +510,9 @@ def test_batch_norm_warning_when_m_rises() -> None:
     pipe = nwise.Pipeline([nn.BatchNorm1d(2), nn.Linear(2, 2)], None, strategy="end-to-end")
     with pytest.warns(UserWarning, match="With 2 micro-batches, batch norm") as seen:
         pipe.num_microbatches = 2
-    assert seen[0].filename == __file__
+    assert [w.filename for w in seen] == [__file__]
+    for fewer in (2, 1):
+        pipe.num_microbatches = fewer  # without a warning
 
 
 @dataclass
@@ -548,8 +553,14 @@ def test_muon_takes_no_group_later_and_a_norm_is_positive() -> None:
     optimizer = make_optimizer(Adam(muon_lr=0.01), pipe.parameters(), [pipe.stages[0].weight])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="should get all parameters when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(ValueError, match="`max_norm` should be a finite number above 0. Found -1"):
+    with pytest.raises(ValueError, match="`max_norm` should be above 0. Found -1"):
         Clip(pipe, -1.0)
     half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     half.grad = torch.full_like(half, 2e4)
     assert squared_norm([half]) == pytest.approx(8e8, rel=1e-3)
+
+
+def test_losses_of_two_precisions_keep_theirs() -> None:
+    losses = {(0, 0): torch.tensor(1.0, dtype=torch.bfloat16), (1, 0): torch.tensor(1.0236), (2, 0): torch.tensor(2)}
+    batch = Batch([], [], [[1.0] * 4], seed=0, losses=losses)
+    assert batch.mean_losses(4).tolist() == pytest.approx([1.0, 1.0236, 2.0, float("nan")], nan_ok=True, abs=1e-6)

@@ -53,7 +53,7 @@ class Store:
 
     def _no_record(self, number: int, line: str) -> str:
         found = f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}"
-        return f"{found}; remove the line, and what it stood for runs again."
+        return f"{found}; remove the line, and its run is repeated."
 
     def add(self, *records: Record) -> None:
         """Append some, all of them or none; other processes may do the same."""

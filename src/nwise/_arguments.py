@@ -29,14 +29,18 @@ class HeadDict(nn.ModuleDict):
     def __getitem__(self, stage: int | str) -> nn.Module:
         return super().__getitem__(str(stage))
 
-    def __setitem__(self, stage: int | str, head: nn.Module) -> None:
-        super().__setitem__(str(stage), head)
+    def __setitem__(self, stage: int | str, head: nn.Module | None) -> None:
+        """Set a head; None removes it."""
+        if head is None:
+            self._modules.pop(str(stage), None)
+        else:
+            super().__setitem__(str(stage), head)
 
     def __delitem__(self, stage: int | str) -> None:
         super().__delitem__(str(stage))
 
     def __contains__(self, stage: object) -> bool:
-        return self._modules.get(str(stage)) is not None
+        return super().__contains__(str(stage))
 
     def by_stage(self, num_stages: int) -> list[nn.Module | None]:
         """Return the head of each stage, None for a stage without one."""

@@ -17,8 +17,8 @@ A library should leave its process alone; these are the exceptions, and no other
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
     KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
 
-The command line also handles SIGTERM and SIGINT while it trains, replaces a closed standard output and characters that the
-output lacks, and puts the folder of the repository on `sys.path` for `nwise reproduce` and `nwise bench`. Several processes
+The command line also handles SIGTERM and SIGINT while it trains, replaces a closed standard output, and characters that its
+encoding lacks, and puts the folder of the repository on `sys.path` for `nwise reproduce` and `nwise bench`. Several processes
 leave their group in an exit handler.
 """
 

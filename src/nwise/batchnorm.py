@@ -90,7 +90,7 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
         The module (a converted copy if it is itself a batch norm).
 
     Raises:
-        ValueError: a batch norm is compiled by TorchScript, which keeps its own code.
+        ValueError: a batch norm has a forward of its own, or is compiled by TorchScript, which keeps its own code.
 
     >>> type(defer_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))[0]).__name__
     'DeferredBatchNorm'
@@ -115,11 +115,10 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
 
 
 def _deferred(norm: nn.Module) -> DeferredBatchNorm:
-    own = type(norm).forward is not _BatchNorm.forward
-    if own and not type(norm).__module__.startswith("torch.nn.modules."):
+    if not norm.forward.__module__.startswith("torch.nn.modules."):
         raise ValueError(
-            f"Batch norms to defer should have the forward of torch's. Found {type(norm).__name__} with its own; split it into a "
-            "batch norm and the rest, or train without `defer_batchnorm`."
+            f"Batch norms to defer should use the forward of torch's batch norm. Found {type(norm).__name__}, which has its own; "
+            "split it into a batch norm and the rest, or train without `defer_batchnorm`."
         )
     deferred = DeferredBatchNorm(norm)  # type: ignore[arg-type]
     deferred.__dict__.update({name: value for name, value in vars(norm).items() if "hook" in name})

@@ -177,10 +177,12 @@ def flows_for(
 def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ...]) -> Flow:
     """Compute `find_flow` from hashable values, so every step finds its flow in the cache."""
     matrix = np.frombuffer(credit).reshape(len(trainable), -1).copy()
-    if not np.isfinite(matrix).all() or np.triu(matrix, 1).any():
+    wrong = np.argwhere(~np.isfinite(matrix) | (np.triu(matrix, 1) != 0))
+    if len(wrong):
+        j, k = wrong[0]
         raise ValueError(
             "A credit matrix should have finite numbers, and zeros above the diagonal, because loss j does not depend on later "
-            f"stages. Found {matrix.tolist()}."
+            f"stages. Found C[{j}, {k}] = {matrix[j, k]}."
         )
     runs = matrix.any(axis=1) | np.asarray(probes)
     matrix[:, ~np.asarray(trainable)] = 0.0

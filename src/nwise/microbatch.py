@@ -53,9 +53,9 @@ class Batch:
         for (k, m), loss in self.losses.items():
             by_stage.setdefault(k, []).append((self.weights[m][k], loss))
         means = {k: _mean(losses) for k, losses in by_stage.items()}
-        like = next(iter(means.values()), torch.zeros(()))
-        absent = torch.full_like(like if like.is_floating_point() else like.float(), torch.nan)
-        return torch.stack([means.get(k, absent).to(absent) for k in range(num_stages)])
+        means = {k: loss if loss.is_floating_point() else loss.float() for k, loss in means.items()}
+        absent = torch.full_like(next(iter(means.values()), torch.zeros(())), torch.nan)
+        return torch.stack([means.get(k, absent) for k in range(num_stages)])
 
 
 def _mean(losses: list[tuple[float, Tensor]]) -> Tensor:
@@ -195,11 +195,11 @@ class Terms:
 
 def make_terms(losses: Sequence[Callable[..., Tensor]]) -> list[Terms]:
     """Return the terms of every loss; equal losses share theirs, so one that cannot be counted warns once."""
-    made: list[tuple[Callable[..., Tensor], Terms]] = []  # a loss need not be hashable
-    for loss in losses:
-        if not any(known is loss for known, _ in made):
-            made.append((loss, Terms(loss)))
-    return [next(terms for known, terms in made if known is loss) for loss in losses]
+    try:
+        terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
+        return [terms[loss] for loss in losses]
+    except TypeError:  # a loss that has no hash
+        return [Terms(loss) for loss in losses]
 
 
 def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:

@@ -121,8 +121,7 @@ class Pipeline(OldNames, nn.Module):
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         # One process waits for no other, so the order with the least memory is the best.
         self._order: Order = schedule or ("depth-first" if self.processes.num_ranks == 1 else "best")
-        self._strategy, self._num_microbatches = rule, num_microbatches
-        self.steps = 0
+        self._strategy, self._num_microbatches, self.steps = rule, num_microbatches, 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.loss_shares: Mapping[int, float] = {}
@@ -164,8 +163,9 @@ class Pipeline(OldNames, nn.Module):
     @num_microbatches.setter
     def num_microbatches(self, num_microbatches: int) -> None:
         check_at_least(1, num_microbatches=num_microbatches)
+        if num_microbatches > self._num_microbatches:
+            warn_of_microbatches(self, num_microbatches, stacklevel=3)
         self._num_microbatches = int(num_microbatches)
-        warn_of_microbatches(self, num_microbatches, stacklevel=3)
 
     @property
     def schedule(self) -> Order:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal may lack some characters
+            stream.reconfigure(errors="backslashreplace")  # the encoding of an output may lack some characters
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -76,15 +76,12 @@ def parse(name: str, arguments: list[str]) -> Any:
                 f"`RECIPE` should be the run's own, {config.name!r}, or be left out. Found {command.recipe!r}."
             )
         return command
-    # The recipe decides the defaults of all other options, and may come after them. Where the first guess is wrong, the first
-    # parse finds the recipe and the second one has its defaults.
+    # The recipe decides the defaults of all other options, and may come after them. So a first parse with a guess finds the
+    # recipe: the first word, or any word that is one, unless it is the value of an option. The second has its defaults.
     first = arguments[:1] if arguments and not arguments[0].startswith("-") else [a for a in arguments if a in RECIPES]
-    chosen = next(iter(first), "digits")
-    while True:
-        command = options(default=kind(recipe=chosen, config=recipe(chosen)))
-        if command.recipe == chosen:
-            return command
-        chosen = command.recipe
+    guess = next(iter(first), "digits")
+    chosen = options(default=kind(recipe="", config=recipe(guess))).recipe or "digits"
+    return options(default=kind(recipe=chosen, config=recipe(chosen)))
 
 
 def _resume(arguments: list[str]) -> Path | None:

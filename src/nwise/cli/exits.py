@@ -63,7 +63,7 @@ class ExitsCommand:
             assert isinstance(data, Images)
             if len(data) < 2:
                 raise ValueError(
-                    f"{run.folder} should have two test images at least, a half for each choice. Found {len(data)}."
+                    f"{run.folder} should have at least two test images, one for each half. Found {len(data)}."
                 )
             if not pipe.needed_heads(later=False):
                 raise ValueError(

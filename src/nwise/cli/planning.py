@@ -22,11 +22,12 @@ from nwise.planning.profile import Profile, profile
 from nwise.recipes import recipe
 from nwise.report.verdict import verdict
 from nwise.schedule import Costs, methods
-from nwise.schedule.baselines import known_method, method_flows
+from nwise.schedule.baselines import method_flows
 from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
 from nwise.schedule.partition import partition, stage_costs
 from nwise.schedule.placement import balanced
+from nwise.strategies import strategy
 from nwise.training.build import measurable, pick_device
 
 _GIB = 2.0**30
@@ -76,7 +77,7 @@ class PlanCommand:
             if number is not None and not number > 0:
                 raise ValueError(f"`{name}` should be above 0. Found {number}.")
         for name in self.strategies:
-            known_method(name)
+            strategy(name)
         Costs(1, 0, 1, 1, **self._links())  # checks them
         costs, measured, size = self._parse_costs() if self.recipe is None else self._measure(self.recipe)
         try:

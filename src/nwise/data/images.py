@@ -161,8 +161,8 @@ def load_images(
     path = sources.local_folder(source)
     if path is not None and path.is_file() and not withheld:
         raise ValueError(
-            f"`source` should be a folder with training and test images, or `withheld` be given. Found the file {path}, which "
-            "has no test images of its own."
+            f"`source` should be a folder with training and test images, or `withheld` above 0. Found the file {path}, which has "
+            "no test images."
         )
     train_tables = sources.tables(source, splits[0], hub=hub)
     test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
@@ -176,7 +176,7 @@ def load_images(
         share = max(1, round(withheld * len(order)))
         if share >= len(order):
             raise ValueError(
-                f"`withheld` should leave one of the {len(order)} training images at least. Found {withheld}."
+                f"`withheld` should leave at least one of the {len(order)} training images. Found {withheld}."
             )
         train, test = train.pick(order[share:]), train.pick(order[:share])
     else:
@@ -293,8 +293,9 @@ def _decode(cell: Any, where: str) -> Tensor:
             warnings.simplefilter("error")
             content = cell["bytes"]
             picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
-            if picture.mode[0] in "IF":  # a conversion to bytes would clip almost all values
-                raise ValueError(f"mode {picture.mode} instead of 8 bits a channel")
+            # A conversion of grey images to bytes clips larger values, and cuts off fractions.
+            if picture.mode[0] in "IF" and not np.array_equal(grey := np.asarray(picture), grey.astype(np.uint8)):
+                raise ValueError(f"mode {picture.mode} with values that are no bytes")
             array = np.asarray(picture.convert("RGB"))
     except Exception as error:
         raise ValueError(

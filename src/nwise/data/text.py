@@ -175,13 +175,13 @@ def make_streams(
         vocabulary_size: size of the BPE's vocabulary; None for bytes.
         tokenizer: existing tokenizer to use instead of training one.
     """
+    check_at_least(1, sequence_length=sequence_length)
     if tokenizer is None:
         tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
     parts = []
     for name, text in (("training", train_text), ("test", test_text)):
         pieces = with_progress_bar(text, f"tokenising {name} text", least=MANY)
         numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
-        check_at_least(1, sequence_length=sequence_length)
         if len(numbers) <= sequence_length:
             raise ValueError(
                 f"The {name} text should have more than `sequence_length = {sequence_length}` tokens. Found {len(numbers)}."

@@ -132,7 +132,7 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
 
 
 def untie(model: nn.Module) -> list[str]:
-    """Copy, in place, every parameter that is used in two places, such as GPT-2's embedding and output.
+    """Copy, in place, every parameter and buffer that is used in two places, such as GPT-2's embedding and output.
 
     With losses on several stages a tied value would have several credits, and on two devices two values. For a Hugging Face
     network this also changes the configuration, so the network is saved and loaded untied.
@@ -141,7 +141,7 @@ def untie(model: nn.Module) -> list[str]:
         model: the network, which is changed.
 
     Returns:
-        Names of the new parameters.
+        Names of the copies.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
@@ -168,7 +168,7 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[
         if buffer is not None and id(buffer) in seen:
             setattr(module, name, buffer.clone())
             new.append(path + name)
-        seen.add(id(buffer))
+    seen.update(map(id, module._buffers.values()))
     for name, child in list(module._modules.items()):
         if child is None:
             continue

@@ -251,8 +251,8 @@ class Recipe:
     def __post_init__(self) -> None:
         check_at_least(1, batch_size=self.batch_size, log_every=self.log_every)
         check_limits(max_steps=self.max_steps)
-        check_range("epochs", self.epochs, 1e9)
-        check_range("eval_every", self.eval_every, 1e9)
+        check_range("epochs", self.epochs, 1e12)
+        check_range("eval_every", self.eval_every, 1e12)
         if self.clip is not None:
             check_range("clip", self.clip)
         for factor in self.stage_lr:

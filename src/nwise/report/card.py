@@ -80,10 +80,10 @@ def card_files(run: Run, weights: Path) -> dict[Path, str]:
     """
     hub = needed("huggingface_hub", "hf", "A model card")
     [summary] = Summary.open_all([run.folder])
-    if (step := summary.tests[-1]["step"] if summary.tests else None) != run.weights_step:
+    if (step := summary.tests[-1]["step"]) != run.weights_step:
         raise ValueError(
             f"{run.folder} should have been tested after step {run.weights_step}, whose weights it has. Found the last test "
-            f"after {'none' if step is None else f'step {step}'}; resume the run (`nwise train --resume {run.folder}`)."
+            f"after step {step}; resume the run (`nwise train --resume {run.folder}`)."
         )
     tokenizer = run.folder / "tokenizer.json"
     texts = {"tokenizer.json": tokenizer.read_text()} if tokenizer.exists() else {}

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -105,12 +106,15 @@ class Engine:
             self._schedule, self._first = schedule, step
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if (
+            schedule.oldest
+        ):  # the last passes come in a later call, when the caller may have reused the memory of the batch
+            batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
         turn = step % len(schedule.flows)
         tapes = self._tapes[step] = {k: stage.tapes(schedule, turn, batch) for k, stage in self._stages.items()}
         if 0 in tapes:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
-                # Under a delay the last passes come in a later call, when the caller may have reused the memory of the batch.
-                tape.inputs = each(inputs, torch.clone) if schedule.oldest else inputs
+                tape.inputs = inputs
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
 

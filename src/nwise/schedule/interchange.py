@@ -40,10 +40,10 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     >>> print(*schedule.words[1])
     F1(0) H1(0) B1(0.0) F1(1) H1(1) B1(1.0) U1
     """
+    # Some files begin with a byte order mark.
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
     try:
-        lines = list(
-            csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-        )  # without the mark at the start of some files
+        lines = list(reader)
     except csv.Error as error:
         raise ValueError(f"A schedule should be in CSV format. Found: {error}.") from error
     rows = [[cell for text in row for cell in _cells(text)] for row in lines if row]

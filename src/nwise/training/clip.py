@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
-from nwise._errors import check_range
 from nwise.pipeline import Pipeline
 
 ClipBy = Literal["global", "stage", "loss"]
@@ -78,7 +77,8 @@ class Clip:
     """
 
     def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
-        check_range("max_norm", max_norm)
+        if not max_norm > 0:
+            raise ValueError(f"`max_norm` should be above 0. Found {max_norm}.")
         self._pipe, self._max_norm = pipe, max_norm
         self._groups = clip_groups(pipe, by)
         pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])

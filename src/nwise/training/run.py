@@ -208,10 +208,14 @@ class Run:
 
     @property
     def weights_step(self) -> int:
-        """Step after which the weights were written; that of the last record if an older version wrote them."""
+        """Step after which the weights were written."""
         with safe_open(self.weights_file, "pt") as file:
-            facts = file.metadata() or {}
-        return int(facts.get("step", max((record["step"] for record in self.metrics()), default=0)))
+            step = (file.metadata() or {}).get("step", "")
+        if step.isdecimal():
+            return int(step)
+        # An older version wrote them: at a stop, or else at the last test.
+        kinds = ("train", "test", "interrupted") if self.status in ("stopped", "interrupted") else ("test",)
+        return max((record["step"] for record in self.metrics() if record["kind"] in kinds), default=0)
 
     def weights(self) -> dict[str, Tensor]:
         """Read the weights that `save_weights` wrote."""
