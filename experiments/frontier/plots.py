@@ -16,19 +16,21 @@ from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
 _POINTS = 60
-# Colour and line of every arm that is drawn, by its label. The colour is the credit, the line the delay, dotted also for
-# rotation by micro-batch.
+# Colour and line of every arm that is drawn, by its label. The colour is the credit and the line the delay, or the variant.
 _LOOKS = {
     "end-to-end": (COLOURS[0], "-"),
     "end-to-end-delay-1, extrapolated": (COLOURS[0], "--"),
     "end-to-end-delay-2, extrapolated": (COLOURS[0], "-."),
     "end-to-end-delay-4": (COLOURS[0], ":"),
+    "deep-supervision": (COLOURS[5], "-"),
     "local": (COLOURS[1], "-"),
+    "local, heads of 1": (COLOURS[1], "--"),
     "2-wise-mean": (COLOURS[2], "-"),
     "2-wise-mean-delay-1, extrapolated": (COLOURS[2], "--"),
     "3-wise-mean": (COLOURS[3], "-"),
     "rotating-2, all heads": (COLOURS[4], "-"),
     "rotating-2-microbatch, all heads": (COLOURS[4], ":"),
+    "rotating-3, all heads": (COLOURS[4], "-."),
     "local@half,end-to-end": (COLOURS[6], "-"),
     "hogwild": (COLOURS[5], ":"),
 }
