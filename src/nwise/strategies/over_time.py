@@ -83,7 +83,8 @@ class Delayed(_Late):
     Call s of `Pipeline.step` runs the forwards of mini-batch s and leaves the gradient of mini-batch s - d, at the parameters of
     call s - d: exact, of one consistent set of weights, and d updates old. Heads learn without delay. With ``d = 1`` and as many
     micro-batches as stages, an end-to-end pipeline has no bubble at any depth (PipeDream-2BW, Narayanan et al. 2021). The first
-    d calls leave no gradient, and `Pipeline.drain` gives the last ones.
+    d calls leave no gradient, and `Pipeline.drain` gives the last ones. The first stage keeps copies of the inputs of d + 1
+    mini-batches, so a loader may reuse their memory.
 
     Args:
         base: strategy that says which loss trains which stage, or its name; default: end-to-end.
