@@ -94,7 +94,7 @@ def test_train_prints_only_json_if_asked(capsys: pytest.CaptureFixture[str]) -> 
     assert len(result["heads"]) == 4
 
 
-def test_recipe_argument_may_come_last() -> None:
+def test_recipe_argument_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     command = parse("train", ["--max-steps", "2", "source-code", "--batch-size", "3"])
     expected = dataclasses.replace(RECIPES["source-code"](), max_steps=2, batch_size=3)
     assert (command.recipe, command.config) == ("source-code", expected)
@@ -102,6 +102,9 @@ def test_recipe_argument_may_come_last() -> None:
     assert (command.recipe, command.config.model.width) == ("source-code", 64)
     command = parse("train", ["--json", "--runs", "lm1b"])
     assert (command.recipe, command.runs, command.config) == ("digits", Path("lm1b"), RECIPES["digits"]())
+    with pytest.raises(SystemExit):
+        parse("train", ["--help"])
+    assert "(default: digits)" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,10 +78,12 @@ def parse(name: str, arguments: list[str]) -> Any:
         return command
     # The recipe decides the defaults of all other options, and may come after them. So a first parse with a guess finds the
     # recipe: the first word, or any word that is one, unless it is the value of an option. The second has its defaults.
-    first = arguments[:1] if arguments and not arguments[0].startswith("-") else [a for a in arguments if a in RECIPES]
-    guess = next(iter(first), "digits")
-    chosen = options(default=kind(recipe="", config=recipe(guess))).recipe or "digits"
-    return options(default=kind(recipe=chosen, config=recipe(chosen)))
+    is_first = bool(arguments) and not arguments[0].startswith("-")
+    words = arguments[:1] if is_first else [word for word in arguments if word in RECIPES]
+    guess = words[0] if words else "digits"
+    command = options(default=kind(recipe="" if words and not is_first else guess, config=recipe(guess)))
+    chosen = command.recipe or "digits"
+    return command if command.recipe == guess else options(default=kind(recipe=chosen, config=recipe(chosen)))
 
 
 def _resume(arguments: list[str]) -> Path | None:
