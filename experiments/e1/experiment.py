@@ -109,7 +109,7 @@ def tables(runs: Runs) -> str:
     """Return the accuracy by method and stages; the paper has it as a figure only."""
     stages = sorted({r["stages"] for r in runs.records})
     rows = [[method, *(runs.shown(accuracy, method, a) for a in stages)] for method in (*_WISE, DOUBLE)]
-    return markdown.table(["test accuracy, %", *(f"{a} stages" for a in stages)], rows)
+    return markdown.table(["test accuracy, %", *markdown.stages(stages)], rows)
 
 
 def draw(runs: Runs, path: Path) -> None:

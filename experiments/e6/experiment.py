@@ -145,9 +145,9 @@ def _at_every_moment(runs: Runs, clock: str, source: str, methods: Sequence[str]
 def tables(runs: Runs) -> str:
     """Return perplexity and step time by stages; at four stages also of the methods beyond the paper."""
     rows = [[m, *(runs.shown(perplexity, m, a) for a in _STAGES)] for m in (*PAPER, "hogwild")]
-    quality = markdown.table(["test perplexity per token", *(f"{a} stages" for a in _STAGES)], rows)
+    quality = markdown.table(["test perplexity per token", *markdown.stages(_STAGES)], rows)
     rows = [[m, *(_slots(m, a, clocks(runs, a)["honest"]) for a in _STAGES)] for m in PAPER]
-    times = markdown.table(["slots a step: paper's costs, honest costs (M)", *(f"{a} stages" for a in _STAGES)], rows)
+    times = markdown.table(["slots a step: paper's costs, honest costs (M)", *markdown.stages(_STAGES)], rows)
     return "\n\n".join([quality, times, "## Four stages: equal steps, equal time, equal memory", _four(runs)])
 
 

@@ -46,7 +46,7 @@ def tables(runs: Runs) -> str:
     """Return our perplexities beside the paper's, whose data, vocabulary and size are others: only the order can be compared."""
     rows = [[f"**ours**: {m}", *(runs.shown(perplexity, m, a) for a in e6.HOGWILD)] for m in _METHODS]
     rows.append(["paper: hogwild", *PRINTED.values()])
-    return markdown.table(["test perplexity", *(f"{a} stages" for a in e6.HOGWILD)], rows)
+    return markdown.table(["test perplexity", *markdown.stages(e6.HOGWILD)], rows)
 
 
 def draw(runs: Runs, path: Path) -> None:

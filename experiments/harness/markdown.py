@@ -22,6 +22,15 @@ def _line(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def stages(numbers: Iterable[int]) -> list[str]:
+    """Return headings.
+
+    >>> stages([3, 4])
+    ['3 stages', '4 stages']
+    """
+    return [f"{number} stages" for number in numbers]
+
+
 def machines(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the machines and versions that wrote some records.
 

@@ -41,19 +41,19 @@ class Store:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line) if line else None
-            except json.JSONDecodeError as error:
+            except json.JSONDecodeError:
                 if number == len(lines):
                     continue
-                raise ValueError(self._no_record(number, line)) from error
-            if record is not None and not isinstance(record, dict):
-                raise ValueError(self._no_record(number, line))
-            if record is not None:
-                records.append(record)
+                record = line
+            if record is None:
+                continue
+            if not isinstance(record, dict):
+                raise ValueError(
+                    f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}; remove the line, and its run is "
+                    "repeated."
+                )
+            records.append(record)
         return records
-
-    def _no_record(self, number: int, line: str) -> str:
-        found = f"{self.path}, line {number}, should be a JSON record. Found {line[:40]!r}"
-        return f"{found}; remove the line, and its run is repeated."
 
     def add(self, *records: Record) -> None:
         """Append some, all of them or none; other processes may do the same."""

@@ -112,7 +112,7 @@ def placed(
     if not isinstance(placement, Plan):
         return None, placement, int(num_microbatches or 1)
     placement.check_stages(stages)
-    return placement, placement.placement, num_microbatches or placement.num_microbatches
+    return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
 
 
 def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:

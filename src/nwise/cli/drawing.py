@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 import nwise
-from nwise._errors import check_at_least, needed
+from nwise._errors import check_at_least
 from nwise._progress import progress_bar
 from nwise._records import json_line
 from nwise.cli.costs import parse_costs
@@ -20,7 +20,7 @@ from nwise.cli.output import OK, Output, print_json
 from nwise.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.report.figures import check_format, flow_figure
 from nwise.report.grid import Picture, legend, schedule_figure, terminal_grid
-from nwise.report.html import check_page
+from nwise.report.html import check_page, plotly
 from nwise.report.trace import chrome_trace
 from nwise.schedule import Timed
 from nwise.schedule.baselines import BASELINES, timed_method, timed_order
@@ -88,12 +88,13 @@ class ScheduleCommand:
     """Print only JSON: lists and numbers."""
 
     def run(self, console: Output) -> int:
-        if self.out is not None and (self.out.suffix not in _FORMATS or self.out.is_dir()):
-            raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
-        if self.out is not None and self.out.suffix in (".png", ".svg", ".pdf"):
-            check_format(self.out)
-        if self.out is not None and self.out.suffix == ".html":
-            needed("plotly.offline", "html", "A page")
+        if self.out is not None:
+            if self.out.suffix not in _FORMATS or self.out.is_dir():
+                raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
+            if self.out.suffix in (".png", ".svg", ".pdf"):
+                check_format(self.out)
+            if self.out.suffix == ".html":
+                plotly()  # fails early where it is missing
         check_at_least(1, batches=self.batches)
         pictures = list(self._pictures())
         if self.out is not None:

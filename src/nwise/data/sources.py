@@ -61,8 +61,8 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     datasets = library()
     if path is None:
         name = hub or source
-        if name == _LM1B:
-            split = {"heldout": "test"}.get(split, split)
+        if name == _LM1B and split == "heldout":
+            split = "test"
         try:
             return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
         except Exception as error:

@@ -63,14 +63,15 @@ def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str
         f"<style>{(assets / 'page.css').read_text()}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the content</a><main id="content">{body}</main>',
         *(embed_json(name, value) for name, value in data.items()),
-        f"<script>{_plotly()}</script>",
+        f"<script>{plotly()}</script>",
         f"<script>{(assets / script).read_text()}</script></body></html>\n",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(parts))
 
 
-def _plotly() -> str:
+def plotly() -> str:
+    """Return the source of plotly; raise an ImportError that names the extra if it is missing."""
     return str(needed("plotly.offline", "html", "A page").get_plotlyjs())
 
 
@@ -85,4 +86,4 @@ def check_page(path: Path) -> None:
         partial.unlink()
     except OSError as error:
         raise OSError(f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}") from error
-    _plotly()
+    plotly()

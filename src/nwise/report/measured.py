@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import mean, median
 from typing import Any
 
-from nwise.report.trace import process_events
+from nwise.report.trace import make_trace, process_events
 from nwise.schedule import Costs, Schedule, Timeline, simulate
 from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart
 from nwise.schedule.simulate import Event, Message
@@ -150,7 +150,7 @@ class Comparison:
         heading = f"{title}: predicted with the measured costs"
         timeline = self.predicted
         predicted = process_events(1, heading, self.schedule.placement, timeline.events, timeline.messages)
-        return {"traceEvents": [*measured, *predicted], "displayTimeUnit": "ms"}
+        return make_trace([*measured, *predicted])
 
 
 def _offsets(events: Sequence[Event]) -> dict[Action, float]:

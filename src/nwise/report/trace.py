@@ -25,6 +25,11 @@ def chrome_trace(pictures: Sequence[Picture]) -> dict[str, Any]:
         timeline = picture.timeline
         title = f"{picture.title}; {picture.caption}"
         events += process_events(process, title, picture.timed.schedule.placement, timeline.events, timeline.messages)
+    return make_trace(events)
+
+
+def make_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Wrap events in a trace."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -106,9 +106,8 @@ class Engine:
             self._schedule, self._first = schedule, step
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if (
-            schedule.oldest
-        ):  # the last passes come in a later call, when the caller may have reused the memory of the batch
+        if schedule.oldest:
+            # The last passes come in a later call, when the caller may have reused the memory of the batch.
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
         turn = step % len(schedule.flows)
         tapes = self._tapes[step] = {k: stage.tapes(schedule, turn, batch) for k, stage in self._stages.items()}

@@ -60,9 +60,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         if adam:
             self._parts.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._matrices = {p for group in muon for p in group["params"]}
-        self._complete = False
         super().__init__([group for part in self._parts for group in part.param_groups], {})
-        self._complete = True
         self._share()
 
     def _share(self) -> None:
@@ -74,7 +72,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, with the parts, which torch would leave out."""
-        return {**super().__getstate__(), "_parts": self._parts, "_matrices": self._matrices, "_complete": True}
+        return {**super().__getstate__(), "_parts": self._parts, "_matrices": self._matrices}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -82,7 +80,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the parts have all parameters from the start."""
-        if self._complete:
+        if len(self.param_groups) == sum(len(part.param_groups) for part in self._parts):
             raise ValueError(
                 "`MuonWithAdam` should get all parameters when it is made. Found a group to add later; make another."
             )
