@@ -21,7 +21,7 @@ from launch import RANKS, forked, results
 from nwise.flow import flows_for
 from nwise.recipes import recipe
 from nwise.runtime import replicas
-from nwise.runtime.launch import make_mesh
+from nwise.runtime.launch import make_mesh, start
 from nwise.schedule.named import choose
 from nwise.stage import Stage
 from nwise.training.build import pick_device
@@ -189,6 +189,18 @@ def test_ranks_may_outnumber_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     finally:
         dist.destroy_process_group()
     assert taken == [1], "the first choice stays"
+
+
+def test_default_group_beside_a_gpu_carries_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(backend: str, **_: object) -> None:
+        assert backend == "cpu:gloo,cuda:nccl"
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", joined)
+    with pytest.raises(InterruptedError):
+        start()
 
 
 def test_every_rank_puts_its_data_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from nwise.training.clip import clip_groups
 from nwise.training.optimizers import parameter_groups
 from nwise.training.timeline import load
 from ranks import edges
-from ranks.common import pipeline
+from ranks.common import batches, pipeline
 
 
 @pytest.fixture(scope="module")
@@ -351,3 +351,21 @@ def test_one_process_holds_all_stages() -> None:
     assert (
         nwise.Pipeline([nn.Linear(2, 2)], None, nn.functional.mse_loss, "local", schedule="phase").schedule == "phase"
     )
+
+
+def test_cpu_network_beside_a_group_for_gpus(tmp_path: Path) -> None:
+    """Regression: beside a GPU torch's default group has nccl alone, so networks on the CPU did not train in several processes.
+
+    Gloo for GPUs alone refuses the same tensors.
+    """
+    script = tmp_path / "gpus.py"
+    script.write_text(
+        "import torch.distributed as dist\nfrom ranks.common import batches, closed, pipeline, write\n"
+        "dist.init_process_group('cuda:gloo')\npipe = pipeline(2, '2-wise', 1)\n"
+        "write(closed(pipe, [pipe.step(x, target=y)[-1].item() for x, y in batches(1)]))\n"
+    )
+    done = forked(2, [str(script), str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    pipe = pipeline(2, "2-wise", 1)
+    losses = [pipe.step(x, target=y)[-1].item() for x, y in batches(1)]
+    assert json.loads((tmp_path / "1.json").read_text()) == losses

@@ -185,7 +185,7 @@ def action_overhead() -> float:
 
 def message_latency(device: torch.device) -> float:
     """Measure the seconds of a small message between the processes; a call for all of them."""
-    one = torch.zeros(1, device=device if dist.get_backend() == "nccl" else "cpu")
+    one = torch.zeros(1, device=device)
     there_and_back = timeit.repeat(lambda: (dist.all_reduce(one), one.item()), number=1, repeat=20)
     return statistics.median(there_and_back) / 2
 

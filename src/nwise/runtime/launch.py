@@ -55,17 +55,25 @@ def start(timeout: float = 300.0) -> bool:
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     prepare_rank(variable("LOCAL_WORLD_SIZE", 1), one_machine=one_machine)
     limit = timedelta(seconds=timeout)
+    # Beside a GPU torch's own choice is nccl alone, which cannot carry the tensors of a network on the CPU.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or not one_machine:
-        dist.init_process_group(timeout=limit)
+        dist.init_process_group(backend, timeout=limit)
     else:
         # torchrun keeps its store over a restart, with the addresses of the processes that ended; a prefix hides them.
         store, rank, size = next(rendezvous("env://", timeout=limit))
         dist.init_process_group(
-            store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
+            backend, store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
         )
     atexit.register(dist.destroy_process_group)
     return True
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend of a new group for tensors on a device: the default group's, or torch's choice if that has none."""
+    chosen = dict(one.split(":") for one in dist.get_backend_config().split(","))
+    return chosen.get(device.type) or dist.get_default_backend_for_device(device)
 
 
 def exchange(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:

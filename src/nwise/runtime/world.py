@@ -34,7 +34,7 @@ from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
-from nwise.runtime.launch import exchange, launched, make_mesh, start, time_limit
+from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Alone, Processes
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
@@ -142,7 +142,8 @@ class World(Processes):
         if (device, self.placement) in self._channels:
             return self._channels[device, self.placement]
         # One group for each direction: neither waits behind the other.
-        groups = [self._group_forward(device), self._new_group()]
+        backend = backend_for(device)
+        groups = [self._group_forward(device, backend), self._new_group(backend=backend)]
         pairs = dict.fromkeys(
             pair
             for here, there in itertools.pairwise(self.placement)
@@ -160,13 +161,13 @@ class World(Processes):
         self._channels[device, self.placement] = senders, receivers
         return senders, receivers
 
-    def _group_forward(self, device: torch.device) -> dist.ProcessGroup:
+    def _group_forward(self, device: torch.device, backend: str) -> dist.ProcessGroup:
         """Return the group of the channels to higher ranks.
 
         The first call on the CPU takes the default group if it was made here: its gloo thread runs anyway, see `control`.
         """
         group, self._default = self._default, None
-        return group if group is not None and device.type == "cpu" else self._new_group()
+        return group if group is not None and device.type == "cpu" else self._new_group(backend=backend)
 
     def _columns(self) -> list[list[int]]:
         """Return one list for each replica and each part of a stage: its ranks, by place."""
