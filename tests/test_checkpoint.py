@@ -156,7 +156,7 @@ def test_resume_with_another_strategy_drops_due_gradients(tmp_path: Path) -> Non
     other = pipeline((1, 1, 1, 1), "end-to-end-delay-1")
     found = Checkpoints(tmp_path, other).resume()
     assert found is not None
-    assert found.changes.endswith("dropped 2 late gradients")
+    assert found.changes.endswith("dropped the late gradients of 2 mini-batches")
     assert not other.drain()
     same = pipeline((2, 2), "end-to-end-delay-2")
     assert Checkpoints(tmp_path, same).resume() is not None

@@ -766,7 +766,7 @@ X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
             X,
             Y,
             ValueError,
-            "at most the 4 samples of the mini-batch. Found 5; use 4 or fewer",
+            "at most the 4 samples of the mini-batch, over all replicas. Found 5; use fewer",
         ),
         (two(), {}, X, Y[:3], ValueError, "`target` should have the input's 4 samples. Found 3"),
         (

@@ -25,7 +25,7 @@ from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs
 from nwise.schedule.named import ORDERS, choose
-from nwise.training.clip import clip_groups
+from nwise.training.clip import Clip, clip_groups
 from nwise.training.optimizers import parameter_groups
 from nwise.training.timeline import load
 from ranks import edges
@@ -104,7 +104,8 @@ def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert re.search(
-        r"All ranks should make the same number of steps. Found \[3, 2\]|has left after 2 steps", done.stderr
+        r"All ranks should make the same number of steps. Found \[3, 2\]|has left after 2 steps",
+        done.stderr,
     )
 
 
@@ -369,3 +370,48 @@ def test_cpu_network_beside_a_group_for_gpus(tmp_path: Path) -> None:
     pipe = pipeline(2, "2-wise", 1)
     losses = [pipe.step(x, target=y)[-1].item() for x, y in batches(1)]
     assert json.loads((tmp_path / "1.json").read_text()) == losses
+
+
+def test_destroyed_process_group_leaves_no_error(tmp_path: Path) -> None:
+    """Regression: after `dist.destroy_process_group()`, which torch asks for, two exit handlers of nwise raised errors."""
+    script = tmp_path / "destroyed.py"
+    script.write_text(
+        "import torch.distributed as dist\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, '2-wise', 1)\n"
+        "for x, y in batches(2):\n    pipe.step(x, target=y)\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = forked(2, [str(script)], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_function_of_all_ranks_called_by_one_ends_all(tmp_path: Path) -> None:
+    """Regression: the rank waited for 20 minutes, and then the other one was blamed with a key of the store."""
+    script = tmp_path / "first.py"
+    script.write_text(
+        "from nwise.training import gather_weights\nfrom ranks.common import batches, pipeline\n"
+        "pipe = pipeline(2, '2-wise', 1)\nfor x, y in batches(2):\n    pipe.step(x, target=y)\n"
+        "if pipe.processes.is_first:\n    gather_weights(pipe)\n"
+    )
+    began = time.monotonic()
+    done = forked(2, [str(script)], tmp_path)
+    assert done.returncode != 0
+    assert "Rank 0 (stage 0) waits for rank 1, which has left after 2 steps" in done.stderr
+    assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
+
+
+def test_clip_follows_a_switch() -> None:
+    """Regression: a `Clip` made before the switch kept the groups of the first strategy."""
+
+    def train(anew: bool) -> list[torch.Tensor]:
+        pipe = pipeline(3, "local@2,end-to-end", 1)
+        update, clip = torch.optim.SGD(pipe.parameters(), lr=0.1), Clip(pipe, 0.05, "loss")
+        for x, y in batches(4):
+            if anew and pipe.steps == 2:
+                clip = Clip(pipe, 0.05, "loss")
+            pipe.step(x, target=y)
+            clip()
+            update.step()
+            update.zero_grad()
+        return [p.detach() for p in pipe.parameters()]
+
+    assert all(map(torch.equal, train(anew=False), train(anew=True)))

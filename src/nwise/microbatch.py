@@ -94,12 +94,8 @@ def cut(
         raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
     if not size:
         raise ValueError("The mini-batch should have at least one sample. Found none.")
+    check_parts(size, num_microbatches, num_replicas)
     num_parts = num_microbatches * num_replicas
-    if num_parts > size:
-        raise ValueError(
-            f"`num_microbatches` should be at most the {size} samples of the mini-batch. Found {num_parts}; "
-            f"use {size} or fewer, or a larger batch."
-        )
     parts = scatter(inputs, num_parts)
     target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts)
     weights = [[1.0] * len(terms)] if num_parts == 1 else _weights(parts, target_parts, terms)
@@ -118,6 +114,16 @@ def _weights(parts: Sequence[Tensors], targets: Sequence[Tensors | None], terms:
     if not all(totals):
         raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
     return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
+
+
+def check_parts(size: int, num_microbatches: int, num_replicas: int) -> None:
+    """Raise ValueError if a mini-batch of so many samples has too few for every micro-batch of every replica."""
+    if num_microbatches * num_replicas > size:
+        replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
+        raise ValueError(
+            f"`num_microbatches` should be at most the {size} samples of the mini-batch, over all replicas. Found "
+            f"{num_microbatches}{replicas}; use fewer, or a larger batch."
+        )
 
 
 def batch_size(tensors: Tensors, what: str) -> int:

@@ -64,7 +64,7 @@ class Pipeline(OldNames, nn.Module):
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
-    freeze parameters. The next step uses the new values.
+    freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
 
     Attributes:
         steps: number of finished mini-batches, used by `Switch`, rotating strategies and dropout. Set it when you
@@ -393,6 +393,11 @@ class Pipeline(OldNames, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
+        if self.processes.size > 1:
+            raise TypeError(
+                "A pipeline to copy or pickle should be in one process. Found several; copy `pipe.stages[k]` for the stages k of "
+                "`pipe.processes.here`, or save a checkpoint."
+            )
         return {**self.__dict__, "_engine": None}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -17,7 +16,7 @@ import nwise
 from nwise._errors import hint
 from nwise._renamed import current_name
 from nwise.cli import COMMANDS
-from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, hide_output, note
+from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, heading, hide_output, note
 from nwise.recipes import RECIPES, recipe
 from nwise.runtime.launch import launched
 from nwise.runtime.watch import RankError
@@ -56,9 +55,7 @@ def dispatch(name: str, arguments: list[str]) -> int:
         return CLOSED
     except (ValueError, TypeError, OSError, ImportError, RecursionError) as error:
         tell_all(error)
-        rank = os.environ.get("RANK", "0")
-        where = f"nwise {name}" if rank == "0" else f"nwise {name}, rank {rank}"
-        note(f"{where}: {error}", "red")
+        note(f"{heading(name)}: {error}", "red")
         return BAD_INPUT
 
 

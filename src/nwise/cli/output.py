@@ -43,6 +43,12 @@ class Output(Console):
         self.when_closed()
 
 
+def heading(command: str) -> str:
+    """Return the name of a command for its errors, with this process's rank if it is not the first."""
+    rank = os.environ.get("RANK", "0")
+    return f"nwise {command}" if rank == "0" else f"nwise {command}, rank {rank}"
+
+
 def note(text: str, style: str | None = None) -> None:
     """Print text literally to standard error."""
     Console(stderr=True).print(text, style=style, soft_wrap=True, highlight=False, markup=False)

@@ -17,7 +17,7 @@ import tyro
 from rich.table import Table
 
 from nwise._records import json_line, write_text
-from nwise.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, note, print_json
+from nwise.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, heading, note, print_json
 from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.recipes.config import FLAT
 from nwise.report import compare as comparison
@@ -87,7 +87,9 @@ class TrainCommand:
             return STOPPED
         except NotFiniteError as error:
             tell_all(error)
-            note(f"nwise train: {error}" + (f" See {run.folder / 'post-mortem.json'}." if run is not None else ""))
+            note(
+                f"{heading('train')}: {error}" + (f" See {run.folder / 'post-mortem.json'}." if run is not None else "")
+            )
             return FAILED
         except KeyboardInterrupt as error:
             tell_all(error)

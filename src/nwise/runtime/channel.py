@@ -180,7 +180,8 @@ class Sender:
         if expected != key or not fits:
             raise RuntimeError(
                 f"A channel should send {expected} of {specs} next. Found {key} of {tuple(map(make_spec, tensors))}; does the "
-                "stage's output depend on more than the shapes of its input?"
+                "stage's output depend on more than the shapes of its input, or was a stage cast or replaced by one of another "
+                "shape? That needs a new pipeline."
             )
         self._send(tensors)
         self.num_bytes[key.kind] += sum(t.nbytes for t in tensors)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from nwise._process import choose_gpu, prepare_rank
@@ -66,8 +66,15 @@ def start(timeout: float = 300.0) -> bool:
         dist.init_process_group(
             backend, store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
         )
-    atexit.register(dist.destroy_process_group)
+    # A rank that refuses its arguments must not leave while another is still connecting.
+    exchange(_get_default_store(), "nwise/joined", dist.get_rank(), dist.get_world_size(), None)
+    atexit.register(_leave)
     return True
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # the caller may have destroyed it
+        dist.destroy_process_group()
 
 
 def backend_for(device: torch.device) -> str:
@@ -79,7 +86,16 @@ def backend_for(device: torch.device) -> str:
 def exchange(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
     """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks."""
     store.set(f"{key}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
+    values = []
+    for other in range(size):
+        try:
+            values.append(json.loads(store.get(f"{key}/{other}")))
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"All ranks should call the same functions of nwise in the same order. Found that rank {other} has not come to "
+                f"the exchange of {key!r}."
+            ) from error
+    return values
 
 
 def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -88,8 +88,9 @@ class Watchdog:
 
     Attributes:
         calls: number of steps and forwards that this rank has begun.
+        other_calls: number of other calls that all ranks make together, which this rank has begun.
         on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
-        left: number of calls at which this rank began to close; None before.
+        left: number of all calls at which this rank began to close; None before.
         runs: the strategy and order of this rank; None before the first step.
     """
 
@@ -115,7 +116,7 @@ class Watchdog:
         self._tells = False  # whether this rank reports its own error
         self._reported = threading.Lock()  # acquired by the first report and kept: three threads may try to report
         self._closed = threading.Event()
-        self.calls = 0
+        self.calls = self.other_calls = 0
         # `on_beat` gets a store that only the watch's thread uses.
         self.on_beat: Callable[[Any], None] | None = None
         self.left: int | None = None
@@ -140,6 +141,11 @@ class Watchdog:
         """Say that this rank runs passes without a mini-batch, which all ranks must do between the same calls."""
         self._drains += 1
         self.train(*self._trains)
+
+    def leave(self) -> int:
+        """Say that this rank begins to close; return its steps and forwards."""
+        self.left = self.calls + self.other_calls
+        return self.calls
 
     @property
     def has_failed(self) -> bool:
@@ -269,9 +275,10 @@ class Watchdog:
         calls, mine = self.calls, self.runs
         beat = _last_beat(self._store, other)
         left, theirs = beat.get("left"), beat.get("runs")
-        if left is not None and self.calls > left:  # even if this rank waits before its first action
+        if left is not None and self.calls + self.other_calls > left:  # even if this rank waits before its first action
             self._tell(
-                f"waits for rank {other}, which has left after {left} steps, {_where(self._doing())}", store=self._store
+                f"waits for rank {other}, which has left after {beat['calls']} steps, {_where(self._doing())}",
+                store=self._store,
             )
         elif mine and theirs and _differ(mine, calls, Runs(*theirs), beat["calls"]):
             self._tell(

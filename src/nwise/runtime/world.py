@@ -127,7 +127,8 @@ class World(Processes):
         return self.new_group()
 
     def new_group(self) -> dist.ProcessGroup:
-        return self._new_group(backend="gloo")
+        with self._together():
+            return self._new_group(backend="gloo")
 
     def _new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         group = dist.new_group(None if ranks is None else list(ranks), timeout=self._timeout, backend=backend)
@@ -194,6 +195,10 @@ class World(Processes):
         return tuple(sorted({self.placement[k] for k in stages}))
 
     def gather(self, name: str, value: Any) -> list[Any]:
+        with self._together():
+            return self._exchange(name, value)
+
+    def _exchange(self, name: str, value: Any) -> list[Any]:
         return exchange(self.store, self._key(name), self.rank, self.size, value)
 
     def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
@@ -227,6 +232,10 @@ class World(Processes):
         return [values for _, values in rows]
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        with self._together():
+            return self._collect(tensors)
+
+    def _collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
         assert self.control  # also on ranks that send nothing: all ranks make the group
         if self.rank:
@@ -273,6 +282,13 @@ class World(Processes):
             self.doing = None
 
     @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Count a call that all ranks make outside of a step, so that none waits for a rank that has left."""
+        self.watch.other_calls += 1
+        with self.telling():
+            yield
+
+    @contextmanager
     def telling(self) -> Iterator[None]:
         self.watch.check()
         try:
@@ -300,16 +316,16 @@ class World(Processes):
             return
         _open.remove(self)
         # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
-        calls = self.watch.left = self.watch.calls
+        calls = self.watch.leave()
         with self.telling():
-            steps = self.gather("calls", calls)
+            steps = self._exchange("calls", calls)
         if len(set(steps)) > 1:
             raise self.watch.failed(ValueError(f"All ranks should make the same number of steps. Found {steps}."))
         for action in self._on_close:
             action()
-        self.gather("closed", None)
+        self._exchange("closed", None)
         self.watch.close()
-        while self._made:
+        while self._made and dist.is_initialized():  # with the default group the caller destroys all others
             dist.destroy_process_group(self._made.pop())
         atexit.unregister(self._close_at_exit)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
+from nwise.strategies import Strategy
 
 ClipBy = Literal["global", "stage", "loss"]
 
@@ -23,8 +24,8 @@ ClipBy = Literal["global", "stage", "loss"]
 Part = tuple[int, bool]
 
 
-def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
-    """Return the groups of parts that share a norm, for the strategy of the next step; `by` as for `Clip`.
+def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) -> list[tuple[Part, ...]]:
+    """Return the groups of parts that share a norm, by default for the strategy of the next step; `by` as for `Clip`.
 
     >>> stages, heads = [nn.Linear(2, 2) for _ in range(3)], [nn.Linear(2, 2) for _ in range(2)]
     >>> pipe = Pipeline(stages, heads, strategy="2-wise")
@@ -36,7 +37,7 @@ def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
     parts = [(k, False) for k in range(pipe.num_stages)] + [
         (k, True) for k in range(pipe.num_stages) if k in pipe.heads
     ]
-    credit = cycle_credit(pipe)
+    credit = cycle_credit(strategy or pipe.strategy.in_force(pipe.steps), pipe.num_stages)
     groups: dict[object, list[Part]] = defaultdict(list)
     for stage, is_head in parts:
         losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
@@ -44,10 +45,14 @@ def clip_groups(pipe: Pipeline, by: ClipBy) -> list[tuple[Part, ...]]:
     return sorted(tuple(sorted(group)) for group in groups.values())
 
 
-def cycle_credit(pipe: Pipeline) -> Tensor:
-    """Return the absolute credit summed over a cycle of the next step's strategy, ``[A, A]``."""
-    now = pipe.strategy.in_force(pipe.steps)
-    return torch.stack([now.credit(pipe.num_stages, turn) for turn in range(now.turns)]).abs().sum(0)
+def cycle_credit(strategy: Strategy, num_stages: int) -> Tensor:
+    """Return the absolute credit summed over a cycle of a strategy, ``[A, A]``."""
+    return torch.stack([strategy.credit(num_stages, turn) for turn in range(strategy.turns)]).abs().sum(0)
+
+
+def last_strategy(pipe: Pipeline) -> Strategy:
+    """Return the strategy of the last step, or of the first if there has been none."""
+    return pipe.strategy.in_force(max(pipe.steps - 1, 0))
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -68,7 +73,7 @@ class Clip:
     All processes of a pipeline make it and call it, at the same steps.
 
     Args:
-        pipe: the pipeline; its next step's strategy decides the groups.
+        pipe: the pipeline; its strategy decides the groups, and a switch changes them.
         max_norm: the largest norm of a group.
         by: ``"global"`` (default), ``"stage"`` or ``"loss"``.
 
@@ -79,12 +84,19 @@ class Clip:
     def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
         if not max_norm > 0:
             raise ValueError(f"`max_norm` should be above 0. Found {max_norm}.")
-        self._pipe, self._max_norm = pipe, max_norm
-        self._groups = clip_groups(pipe, by)
-        pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])
+        self._pipe, self._max_norm, self._by = pipe, max_norm, by
+        self._follow(pipe.strategy.in_force(pipe.steps))
+
+    def _follow(self, strategy: Strategy) -> None:
+        """Make the groups of a strategy."""
+        self._strategy = strategy
+        self._groups = clip_groups(self._pipe, self._by, strategy)
+        self._pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])
 
     def __call__(self) -> None:
         """Clip the gradients of the last step."""
+        if (last := last_strategy(self._pipe)) != self._strategy:
+            self._follow(last)
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
         owned = self._owned()
         # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nwise.pipeline import Pipeline
-from nwise.training.clip import cycle_credit, squared_norm
+from nwise.strategies import Strategy
+from nwise.training.clip import cycle_credit, last_strategy, squared_norm
 
 Policy = Literal["stop", "skip", "ignore"]
 
@@ -26,7 +27,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class NonFiniteGuard:
-    """Checks losses and gradients after each step, for the strategy of the pipeline's next step.
+    """Checks losses and gradients after each step; a switch of the strategy changes which updates are skipped together.
 
     All processes of a pipeline make it and call it, at the same steps. Under ``skip`` the processes whose stages share a loss
     wait for each other after every step; the others do not.
@@ -45,22 +46,26 @@ class NonFiniteGuard:
     ) -> None:
         if policy not in ("stop", "skip", "ignore"):
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
-        strategy = pipe.strategy.in_force(pipe.steps)
-        if policy == "skip" and (strategy.delay or strategy.asynchronous):
+        self._pipe, self._policy, self._report = pipe, policy, report
+        self._follow(pipe.strategy.in_force(pipe.steps))
+        pipe.warns_of_divergence = False  # this guard reports it
+        self._buffers: dict[Tensor, Tensor] = {}
+
+    def _follow(self, strategy: Strategy) -> None:
+        """Note which stages learn together under a strategy."""
+        if self._policy == "skip" and (strategy.delay or strategy.asynchronous):
             raise ValueError(
                 "`on_nan` should be stop or ignore under a delay, because heads learn from a mini-batch some steps before the "
                 f"stages do, so no update is that of one mini-batch. Found skip with {strategy.name!r}."
             )
-        self._pipe, self._policy, self._report = pipe, policy, report
-        pipe.warns_of_divergence = False  # this guard reports it
-        self._buffers: dict[Tensor, Tensor] = {}
-        size = range(pipe.num_stages)
-        credit = cycle_credit(pipe)
+        self._strategy = strategy
+        size = range(self._pipe.num_stages)
+        credit = cycle_credit(strategy, len(size))
         # For every loss, the stages that learn from it; for every stage, whether its own loss trains it.
         self._learners = [{k for k in size if credit[j, k]} | {j} for j in size]
         self._trains = [bool(credit[j, j]) for j in size]
-        if policy == "skip":
-            pipe.processes.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
+        if self._policy == "skip":
+            self._pipe.processes.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
 
     def remember(self) -> None:
         """Copy the buffers that a skipped mini-batch must not change; called before a step."""
@@ -78,6 +83,8 @@ class NonFiniteGuard:
         """
         if self._policy == "ignore":
             return []
+        if (last := last_strategy(self._pipe)) != self._strategy:
+            self._follow(last)
         bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in self._pipe.processes.here}
         if self._policy == "stop":
             wrong = [k for k, flags in bad.items() if any(flags)]

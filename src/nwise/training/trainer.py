@@ -15,6 +15,7 @@ from torch import Tensor
 from nwise._process import repeat_convolutions
 from nwise._records import write_text
 from nwise.data import Images, Tokens, batch_indices, steps_per_epoch
+from nwise.microbatch import check_parts
 from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
 from nwise.training.agreement import Agreement
@@ -78,6 +79,7 @@ class Trainer:
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
         self.pipe = make_pipeline(recipe, self.train_data, self.steps_per_epoch).to(self.device)
+        check_parts(recipe.batch_size, recipe.microbatches, self.pipe.processes.num_replicas)
         self._layout = torch.channels_last if recipe.channels_last else torch.preserve_format
         if recipe.channels_last:
             check_channels_last(self.pipe, self.device)

@@ -193,7 +193,8 @@ def restore(
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
     changes = _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
     lost = 0 if kept else int(facts.get("due", 0))
-    return "; ".join([*([changes] if changes else []), *([f"dropped {lost} late gradients"] if lost else [])])
+    dropped = f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}"
+    return "; ".join([*([changes] if changes else []), *([dropped] if lost else [])])
 
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
