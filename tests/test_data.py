@@ -209,6 +209,39 @@ def test_wrong_label_error_names_file_and_row(tmp_path: Path) -> None:
         load_images(str(folder))
 
 
+def test_images_that_are_not_square_are_refused(tmp_path: Path) -> None:
+    """Regression: the width alone was their size, so training ended in a traceback."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((4, 6, 3), dtype=np.uint8)).save(buffer, "PNG")
+    with pytest.raises(ValueError, match="Images should be square, or `size` be given. Found 4 x 6"):
+        load_images(str(write(tmp_path / "data", [(buffer.getvalue(), 0)])))
+
+
+def test_columns_of_another_kind_are_refused(tmp_path: Path) -> None:
+    for i, (image, label, message) in enumerate(
+        (
+            ([1, 2], [0, 1], r"train-0.parquet, column img, should hold encoded images. Found Value\('int64'\)"),
+            (
+                [{"bytes": png(1), "path": None}] * 2,
+                [[0], [1]],
+                r"column label, should be numbers or texts. Found \[0\]",
+            ),
+        )
+    ):
+        (folder := tmp_path / str(i)).mkdir()
+        for split in ("train", "test"):
+            table = datasets.Dataset.from_dict({"img": image, "label": label})
+            table.to_parquet(str(folder / f"{split}-0.parquet"))
+        with pytest.raises(ValueError, match=message):
+            load_images(str(folder))
+
+
+def test_a_note_beside_parquet_files_is_no_data(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [(png(i), i % 2) for i in range(4)])
+    (folder / "train_readme.txt").write_text("a note\n")
+    assert len(load_images(str(folder))[0]) == 4
+
+
 def test_missing_file_or_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"should hold train\*.parquet.*Found nothing"):
         load_images(str(tmp_path))

@@ -191,5 +191,11 @@ def test_csv_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "rank 1" in out
     assert cli.run(["schedule", "--csv", str(tmp_path / "none.csv")]) == 2
     assert "`csv` should be a file. Found none at" in capsys.readouterr().err
-    assert cli.run(["schedule", "--strategy", "2-wise", "--out", str(path)]) == 2
+    assert cli.run(["schedule", "--csv", str(path), "--ranks", "3"]) == 2
+    assert "`ranks` should not be given with `csv`, whose file has one. Found 3" in capsys.readouterr().err
+    (tmp_path / "latin.csv").write_bytes(b"\xff")
+    assert cli.run(["schedule", "--csv", str(tmp_path / "latin.csv")]) == 2
+    assert "`csv` should be a file in UTF-8" in capsys.readouterr().err
+    assert cli.run(["schedule", "--strategy", "2-wise", "--out", str(tmp_path / "new" / "2-wise.csv")]) == 2
     assert "should be end-to-end" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists(), "nothing is written"

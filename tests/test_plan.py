@@ -327,7 +327,7 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ),
         (["--costs", "paper", "--strategies", "0-wise"], "at least 1.*Found `n = 0`"),
         (["--costs", "paper", "--strategies", "credit-1,1;1,1"], "zero above the diagonal"),
-        (["--costs", "nowhere.json"], "JSON file. Found no file nowhere.json"),
+        (["--costs", "nowhere.json"], "`costs` should be a file. Found none at 'nowhere.json'"),
         (["--recipe", "digit"], "A recipe should be.*Found 'digit'.*digits"),
         (["--recipe", "digits", "--devices", "40"], "at least one piece for each of the 40 stages"),
         (["--recipe", "digits", "--strategies", "nonsense"], "`strategy` should be one like.*Found 'nonsense'"),

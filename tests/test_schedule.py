@@ -705,3 +705,25 @@ def test_no_message_is_used_before_it_arrives(strategy: str) -> None:
     messages = simulate(found.schedule, costs, cycles=6).messages
     assert messages
     assert all(one.sent <= one.arrives <= one.used for one in messages)
+
+
+@pytest.mark.parametrize("a", [2, 4])
+@pytest.mark.parametrize("strategy", ["end-to-end-delay-1", "2-wise-mean-delay-2", "rotating-2-delay-1", "hogwild"])
+def test_micro_batches_in_flight_under_a_delay(strategy: str, a: int) -> None:
+    """Regression: a pass of an earlier mini-batch that stands before the forward in the list was not the last use."""
+    found = of(strategy, a, 4)
+    assert in_flight(simulate(found.schedule, REAL, cycles=9)) == found.in_flight
+
+
+def test_first_calls_do_not_wait_for_missing_mini_batches() -> None:
+    """Regression: pictures showed stage 0 waiting for a gradient of the mini-batch before the first one."""
+    costs = Costs(1, 0, 1, 1, latency=4)
+    line = simulate(best("end-to-end-delay-1", num_stages=2, num_microbatches=1, costs=costs).schedule, costs)
+    starts = [e.start for e in line.events if e.action.kind is Kind.FORWARD and e.action.stage == 0]
+    assert starts[:2] == [0, 1]
+
+
+def test_memory_for_another_number_of_ranks_is_refused() -> None:
+    for memory, message in (([9.0, 9.0], "one number, or one for each of 4 ranks"), ("9", "a number of bytes above 0")):
+        with pytest.raises(ValueError, match=message):
+            best("2-wise", num_stages=4, num_microbatches=2, costs=REAL, memory=memory)  # type: ignore[arg-type]

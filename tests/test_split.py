@@ -103,6 +103,12 @@ def test_split_warns_of_lost_forward(model: nn.Module, at: Any, who: str) -> Non
         nwise.split(model, at=at, example=torch.randn(2, 4))
 
 
+def test_example_whose_output_is_nan_compares_equal() -> None:
+    """Regression: nan was another output than nan."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Threshold(torch.inf, torch.nan))
+    assert len(nwise.split(model, at=["1"], example=torch.randn(2, 4))) == 2
+
+
 def test_split_keeps_unopened_custom_sequential() -> None:
     model = nn.Sequential(Doubled(nn.Linear(4, 4)), nn.Linear(4, 4))
     assert len(nwise.split(model, at=["1"])) == 2

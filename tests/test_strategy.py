@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,3 +165,10 @@ def test_custom_strategy_needs_only_credit() -> None:
     pipe = nwise.Pipeline(stages, [torch.nn.Linear(2, 2) for _ in range(3)], strategy=Odd())
     assert pipe.strategy.name == "Odd"
     assert pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1])).ran == (False, False, True, True)
+
+
+def test_numbers_of_numpy_give_names_that_can_be_parsed() -> None:
+    """Regression: the name was geometric-np.float64(0.5), and True was a decay."""
+    assert nwise.Geometric(np.float64(0.5)).name == "geometric-0.5"
+    with pytest.raises(ValueError, match="`decay` should be above 0 and at most 1. Found `decay = True`"):
+        nwise.Geometric(True)

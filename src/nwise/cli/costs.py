@@ -14,41 +14,51 @@ from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
 PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
 
 
-def parse_costs(text: str) -> Costs:
+def parse_costs(text: str, *needed: str) -> Costs:
     """Parse costs from a text, as on the command line.
 
     Args:
         text: ``"paper"`` or ``"transformer"``; pairs like ``"forward=1,head=0.5,input_grad=1,weight_grad=1"``, with colons
             between the values of stages, as in ``head=0:0.5:0.5``; the leading values without any names, ``"1,0.5,1,1"``;
             a JSON object; or the path of a JSON file.
+        needed: names that the text has to give beside the times, for a limit of memory.
 
     Raises:
-        ValueError: the text is invalid.
+        ValueError: the text is invalid, or lacks a name.
 
     >>> parse_costs("forward=1:2,head=0.5,input_grad=1,weight_grad=1").forward
     (1.0, 2.0)
     """
-    if text in PRESETS:
-        return PRESETS[text]
     names = [field.name for field in fields(Costs)]
-    if text.startswith("{"):
+    values: dict[str, Any]
+    if text in PRESETS:
+        values = dict.fromkeys(names[:4])
+    elif text.startswith("{"):
         values = _from_json("The text", text)
     elif text.endswith(".json"):
-        path = Path(text)
-        if not path.is_file():
-            raise ValueError(f"Costs should be in a JSON file. Found no file {path}.")
-        values = _from_json(str(path), path.read_text())
+        values = _from_json(text, read_file(Path(text), "costs"))
     else:
         values = _from_pairs(text, names)
     for name in values:
         if name not in names:
             raise ValueError(f"Costs should have names among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
-    missing = [name for name in names[:4] if name not in values]
-    if missing:
+    if missing := [name for name in names[:4] if name not in values]:
         raise ValueError(
             f"Costs should have {', '.join(names[:4])}, or be one of {', '.join(PRESETS)}. Found no {missing[0]} in {text!r}."
         )
-    return Costs(**values)
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"`costs` should give `{missing[0]}` if `memory` is limited. Found none in {text!r}.")
+    return PRESETS[text] if text in PRESETS else Costs(**values)
+
+
+def read_file(path: Path, option: str) -> str:
+    """Read a text; raise ValueError that names the option if there is no such file, or it is not in UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"`{option}` should be a file. Found none at {str(path)!r}.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{option}` should be a file in UTF-8. Found {error} in {path}.") from error
 
 
 def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:

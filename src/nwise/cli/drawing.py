@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ import nwise
 from nwise._errors import check_at_least
 from nwise._progress import progress_bar
 from nwise._records import json_line
-from nwise.cli.costs import parse_costs
+from nwise.cli.costs import parse_costs, read_file
 from nwise.cli.output import OK, Output, print_json
 from nwise.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.report.figures import check_format, flow_figure
@@ -30,6 +30,7 @@ from nwise.schedule.placement import parse_placement
 from nwise.schedule.timed import timed
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
+_NOT_WITH_CSV = ("strategy", "stages", "microbatches", "order", "ranks", "placement")
 _METHODS = f"Strategies, or {', '.join(BASELINES)}, separated by spaces."
 
 
@@ -142,27 +143,28 @@ class ScheduleCommand:
             yield text, schedule, f"{name}, A = {stages}{ranks}, M = {m}"
 
     def _from_csv(self, path: Path) -> Iterator[tuple[str, Timed, str]]:
-        if self.order != "best":
-            raise ValueError(f"`order` should not be given with `csv`, whose file has one. Found {self.order!r}.")
-        if not path.is_file():
-            raise ValueError(f"`csv` should be a file. Found none at {str(path)!r}.")
-        schedule = read_csv(path.read_text(), path.stem)
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name in _NOT_WITH_CSV and given != field.default:
+                raise ValueError(f"`{field.name}` should not be given with `csv`, whose file has one. Found {given!r}.")
+        schedule = read_csv(read_file(path, "csv"), path.stem)
         title = f"{path.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
         for text in self.costs:
             yield text, timed(schedule, parse_costs(text)), title
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
+        if out.suffix == ".csv" and len(pictures) > 1:
+            raise ValueError(f"A CSV file should have one schedule. Found {len(pictures)}; give one of each option.")
+        csv = (
+            write_csv(pictures[0].timed.schedule) if out.suffix == ".csv" else ""
+        )  # or an error, before a folder is made
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".html":
             write_pictures(pictures, out)
         elif out.suffix == ".json":
             out.write_text(json_line(chrome_trace(pictures)))
         elif out.suffix == ".csv":
-            if len(pictures) > 1:
-                raise ValueError(
-                    f"A CSV file should have one schedule. Found {len(pictures)}; give one of each option."
-                )
-            out.write_text(write_csv(pictures[0].timed.schedule))
+            out.write_text(csv)
         else:
             schedule_figure(pictures, out)
 

@@ -123,13 +123,8 @@ class PlanCommand:
 
     def _parse_costs(self) -> tuple[methods.CostsOf, None, int | None]:
         assert self.costs is not None
-        costs = parse_costs(self.costs)
+        costs = parse_costs(self.costs, *(() if self.memory is None else ("activation_bytes",)))
         costs = dataclasses.replace(costs, **self._links())
-        if self.memory is not None and costs.activation_bytes == Costs(0, 0, 0, 0).activation_bytes:
-            raise ValueError(
-                "`costs` should give `activation_bytes` (and `fixed_bytes`), the memory of a mini-batch in a stage, if `memory` "
-                f"is limited. Found none in {self.costs!r}."
-            )
         return (lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // self.devices)), None, self.batch_size
 
     def _measure(self, name: str) -> tuple[methods.CostsOf, Profile, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -151,6 +151,8 @@ def load_images(
         ValueError: a damaged image or an invalid label, by file and row (labels also of images that `limit` leaves out); a
             missing column; an augmentation that contradicts `size`.
     """
+    if augmentation not in get_args(Augmentation):
+        raise ValueError(f"`augmentation` should be {', '.join(get_args(Augmentation))}. Found {augmentation!r}.")
     if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
         allowed = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
         raise ValueError(f"`augmentation` should be {allowed}. Found {augmentation!r} and `size = {size}`.")
@@ -186,7 +188,10 @@ def load_images(
     statistics = _IMAGENET
     if size is None:
         stacked = [_shrink(_stack(rows.images), shrink) for rows in parts]
-        pixels, size = [*stacked], stacked[0].shape[-1]
+        height, size = stacked[0].shape[-2:]
+        if height != size:
+            raise ValueError(f"Images should be square, or `size` be given. Found {height} x {size}.")
+        pixels = [*stacked]
         statistics = _statistics(stacked[0])
     return (
         Images(pixels[0], parts[0].labels, classes, *statistics, augmentation, size),
@@ -210,11 +215,11 @@ _LABEL = ("label", "fine_label", "labels")
 
 def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     """Return the names that the label column declares, or all its values in order."""
-    name = sources.column(tables[0], _LABEL, "label")
-    names = getattr(tables[0].rows.features[name], "names", None)
+    columns = [sources.column(table, _LABEL, "label") for table in tables]
+    names = getattr(tables[0].rows.features[columns[0]], "names", None)
     if names is not None:
         return tuple(names)
-    values = {value for table in tables for value in table.rows[name][:]} - {None}
+    values = {value for table, name in zip(tables, columns, strict=True) for value in _labels(table, name)} - {None}
     kinds = sorted({type(value).__name__ for value in values})
     if len(kinds) > 1:
         found = " and ".join(kinds)
@@ -224,16 +229,27 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     return tuple(map(str, sorted(values)))
 
 
+def _labels(table: sources.Table, name: str) -> list[Any]:
+    labels: list[Any] = table.rows[name][:]
+    if wrong := [value for value in labels if isinstance(value, list | dict)]:
+        raise ValueError(f"The labels of {table.name}, column {name}, should be numbers or texts. Found {wrong[0]!r}.")
+    return labels
+
+
 class _Table(Dataset[Tensor]):
     """The images and labels of one table."""
 
     def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
         self.name = table.name
         image = sources.column(table, _IMAGE, "images")
-        undecoded = sources.library().Image(decode=False)
-        self._images = table.rows.select_columns([image]).cast_column(image, undecoded)
+        undecoded, cells = sources.library().Image(decode=False), table.rows.select_columns([image])
+        try:
+            self._images = cells.cast_column(image, undecoded)
+        except Exception as error:
+            kind = cells.features[image]
+            raise ValueError(f"{table.name}, column {image}, should hold encoded images. Found {kind}.") from error
         label = sources.column(table, _LABEL, "label")
-        self._labels = table.rows[label][:]
+        self._labels = _labels(table, label)
         self._names = getattr(table.rows.features[label], "names", None)
         self._classes = {name: i for i, name in enumerate(classes)}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,7 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
                 f"`source` should be a local folder, a name inside $NWISE_DATA, or a data set of the hub. Found {name!r} "
                 f"in none of them ({type(error).__name__}); check the name, or give the path of a local copy."
             ) from error
-    files = sorted(_files(path, split))
-    if files:
+    if files := _files(path, split):
         return [Table(str(file), _read(datasets, file)) for file in files]
     if (path / split).is_dir():
         # With `data_dir` the library would take words such as "test" in the names of files and classes for splits.
@@ -84,12 +82,11 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     )
 
 
-def _files(path: Path, split: str) -> Iterator[Path]:
+def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
-        yield path
-        return
-    for ending in ("parquet", "txt"):
-        yield from path.glob(f"{split}*.{ending}")
+        return [path]
+    # Text beside parquet files is a note about them.
+    return sorted(path.glob(f"{split}*.parquet")) or sorted(path.glob(f"{split}*.txt"))
 
 
 def _read(datasets: Any, file: Path) -> Any:

@@ -227,7 +227,7 @@ def load_text(
         sentences: whether every line is one sentence (One Billion Word), so none may be empty.
 
     Returns:
-        Training and test lines, with their line ends.
+        Training and test lines, each with a line feed at its end if the file has one.
 
     Raises:
         ValueError: an empty text, by file and row.

@@ -294,9 +294,10 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) ->
         advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
         raise ValueError(f"{rule} Found that they cannot: {error}{advice}") from error
     try:
-        torch.testing.assert_close(hidden, expected)  # up to the rounding of their dtype
+        torch.testing.assert_close(hidden, expected, equal_nan=True)  # up to the rounding of their dtype
     except AssertionError as error:
-        raise ValueError(f"{rule} Found another output for `example`: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{rule} Found another output for `example`: {reason}") from error
 
 
 _RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)

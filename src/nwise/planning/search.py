@@ -113,7 +113,7 @@ class Search:
         """Return a cut with its best schedule.
 
         Raises:
-            DoesNotFit: no order fits the devices' memory.
+            DoesNotFit: no order that was tried fits the devices' memory.
         """
         flows = self._flows_for(self._trainable(starts))
         ages = weight_ages(self._strategy, flows)

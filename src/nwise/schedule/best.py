@@ -78,7 +78,7 @@ def best(
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the strategy is a `Switch`.
-        DoesNotFit: no order fits the memory; a ValueError too.
+        DoesNotFit: no order that it tries fits the memory; a ValueError too.
 
     >>> result = best("2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1))
     >>> result.period, result.lower_bound, result.order, max(result.in_flight)
@@ -141,15 +141,16 @@ def best_order(
         memory: limit in bytes, one for all ranks or one for each; default: none.
 
     Raises:
-        DoesNotFit: no order fits the memory.
+        DoesNotFit: no order that it tries fits the memory.
     """
+    check_memory(memory, 1 + max(placement))
     if any(ages):
         bound = lower_bound(flows, costs, placement, ages) / len(flows)
     else:
         bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
     schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
-    return fastest(schedules, costs, "the smallest order of this strategy", memory=memory, enough=bound * (1 + CLOSE))
+    return fastest(schedules, costs, "the smallest order that was tried", memory=memory, enough=bound * (1 + CLOSE))
 
 
 def fastest(

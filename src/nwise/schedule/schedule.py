@@ -129,7 +129,8 @@ class Schedule:
         now, most = [0] * self.num_stages, [0] * self.num_stages
         for word in self.words:
             work = [a for a in word if a.kind is not Kind.UPDATE]
-            last = {(a.stage, a.microbatch, a.turn): a for a in work}
+            # The last in time: a pass of an earlier mini-batch may stand before the forward in the list.
+            last = {(a.stage, a.microbatch, a.turn): a for a in sorted(work, key=self.cycles_late)}
             # A cycle begins with the micro-batches of earlier ones whose last action comes late.
             for a in last.values():
                 now[a.stage] += self.cycles_late(a)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nwise._errors import check_at_least
@@ -186,11 +186,12 @@ def simulate(
     numbers = random.Random(seed)
     runs: list[SimulatedRun] = []
     for cycle in range(cycles):
-        times = [
-            0.0 if _batch(schedule, a, cycle) < 0 else t for t, a in zip(graph.duration, graph.actions, strict=True)
-        ]
+        # The first calls leave out the passes of mini-batches that do not exist: these take no time and wait for nothing.
+        left_out = {node for node, a in enumerate(graph.actions) if _batch(schedule, a, cycle) < 0}
+        times = [0.0 if node in left_out else time for node, time in enumerate(graph.duration)]
         if jitter:
             for node in (node for word in graph.words[: graph.num_ranks] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        runs.append(run(graph, [one.end for one in reversed(runs)], times))
+        needs = [[] if node in left_out else needed for node, needed in enumerate(graph.needs)]
+        runs.append(run(replace(graph, needs=needs), [one.end for one in reversed(runs)], times))
     return Timeline(schedule, costs, graph, runs)

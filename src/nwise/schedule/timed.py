@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.costs import Costs
@@ -81,11 +82,16 @@ def timed(schedule: Schedule, costs: Costs) -> Timed:
     return Timed(schedule, costs, period(event_graph(schedule, costs)) / len(schedule.flows))
 
 
-def check_memory(memory: Limit) -> None:
-    """Raise ValueError unless `memory` is None or all of it is above 0."""
-    for limit in memory if isinstance(memory, Sequence) else [memory]:
-        if limit is not None and not limit > 0:
+def check_memory(memory: Limit, num_ranks: int | None = None) -> None:
+    """Raise ValueError unless `memory` is None or above 0, one number for all ranks or one for each of so many."""
+    if memory is None:
+        return
+    several = isinstance(memory, Sequence) and not isinstance(memory, str)
+    for limit in memory if several else [memory]:  # type: ignore[union-attr]
+        if not isinstance(limit, Real) or not limit > 0:  # type: ignore[operator]
             raise ValueError(f"`memory` should be a number of bytes above 0. Found {limit!r}.")
+    if several and num_ranks not in (None, len(memory)):  # type: ignore[arg-type]
+        raise ValueError(f"`memory` should be one number, or one for each of {num_ranks} ranks. Found {memory!r}.")
 
 
 def excess(sizes: Sequence[float], memory: Limit) -> tuple[float, float, float]:

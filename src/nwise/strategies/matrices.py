@@ -133,8 +133,9 @@ class Geometric(Strategy):
     decay: float
 
     def _check(self) -> None:
-        if not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
             raise ValueError(f"`decay` should be above 0 and at most 1. Found `decay = {self.decay!r}`.")
+        object.__setattr__(self, "decay", float(self.decay))  # NumPy's numbers have other names
 
     @classmethod
     def from_match(cls, match: re.Match[str], **options: Any) -> Geometric:
