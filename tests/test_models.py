@@ -148,6 +148,10 @@ def test_heads_fit_any_feature_map_and_any_sequence() -> None:
         assert heads.transformer(8, 2, 11)(torch.randn(2, size, 8)).shape == (2, size, 11)
         assert heads.pooled_tokens(8, 3)(torch.randn(2, size, 8)).shape == (2, 3)
     assert heads.convolutional(5, 3, widths=())(torch.randn(2, 5, 4, 4)).shape == (2, 3)
+    with pytest.raises(ValueError, match="`norm` should be batch, group or None. Found 'layer'"):
+        heads.convolutional(5, 3, norm="layer")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`num_outputs` should be an integer of at least 1. Found 0"):
+        heads.fitting([nn.Linear(3, 8), nn.Linear(8, 2)], torch.zeros(1, 3), 0)
 
 
 def test_attention_matches_its_definition() -> None:

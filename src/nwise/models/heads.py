@@ -11,6 +11,7 @@ from math import prod
 
 from torch import Tensor, nn
 
+from nwise._errors import check_at_least
 from nwise._modes import evaluating
 from nwise.models.chain import Chain, join
 from nwise.models.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
@@ -202,6 +203,7 @@ def fitting(
     >>> [head[0].classify.in_features for head in fitting([nn.Linear(3, 8), nn.Linear(8, 2)], torch.zeros(1, 5, 3), 2)]
     [8]
     """
+    check_at_least(1, num_outputs=num_outputs)
     hidden = as_tuple(example, "`example`")
     heads: list[nn.Module] = []
     norm = _infer_norm(stages)

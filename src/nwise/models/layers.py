@@ -5,7 +5,7 @@ B  batch    T  sequence length    D  width    V  vocabulary
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,12 @@ def conv_norm_relu(in_channels: int, out_channels: int, norm: Norm | None = "bat
         in_channels: channels of the input.
         out_channels: channels of the output.
         norm: ``"batch"``, ``"group"`` (one group, independent of other samples), or None.
+
+    Raises:
+        ValueError: `norm` is something else.
     """
+    if norm not in (*get_args(Norm), None):
+        raise ValueError(f"`norm` should be {', '.join(get_args(Norm))} or None. Found {norm!r}.")
     layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=norm is None)]
     if norm is not None:
         layers.append(nn.BatchNorm2d(out_channels) if norm == "batch" else nn.GroupNorm(1, out_channels))
