@@ -155,9 +155,8 @@ class ScheduleCommand:
     def _write(self, pictures: list[Picture], out: Path) -> None:
         if out.suffix == ".csv" and len(pictures) > 1:
             raise ValueError(f"A CSV file should have one schedule. Found {len(pictures)}; give one of each option.")
-        csv = (
-            write_csv(pictures[0].timed.schedule) if out.suffix == ".csv" else ""
-        )  # or an error, before a folder is made
+        # Before a folder is made: only end-to-end schedules have this form.
+        csv = write_csv(pictures[0].timed.schedule) if out.suffix == ".csv" else ""
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".html":
             write_pictures(pictures, out)
