@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
-from experiments.harness.claims import Claim, exact, greater, mean_by_seed
+from experiments.harness.claims import Claim, Seeds, exact, greater, greater_at_all, mean_by_seed
 from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import language_models, loss_over_time
@@ -121,25 +121,20 @@ def moments(runs: Runs, costs: Costs, count: int = _MOMENTS) -> list[float]:
 
 
 def _at_every_moment(runs: Runs, clock: str, source: str, methods: Sequence[str]) -> list[Claim]:
-    """Compare at equal time. A claim holds if the intervals of all moments do; one moment is enough to deny it, so the intervals
-    that deny are corrected for the number of moments."""
-    claims, costs = [], clocks(runs)[clock]
+    """Compare at equal time."""
+    costs = clocks(runs)[clock]
+
+    def at(method: str, moment: float) -> Seeds:
+        return runs.scores(loss_at(moment / step_time(method, _FOUR, costs).slots), method, _FOUR)
+
+    ends, claims = moments(runs, costs), []
     for method in methods:
         text = (
             f"{method} is better than end-to-end at all of {_MOMENTS} moments of equal time, {clock} costs (the worst)"
         )
-        pairs = [
-            [runs.scores(loss_at(moment / step_time(m, _FOUR, costs).slots), m, _FOUR) for m in ("end-to-end", method)]
-            for moment in moments(runs, costs)
-        ]
-        if not pairs:
-            continue
-        worst = min((greater(text, source, *pair, unit="nats") for pair in pairs), key=lambda claim: claim.low)
-        if worst.verdict != "holds":
-            wide = [greater(text, source, *pair, unit="nats", among=_MOMENTS) for pair in pairs]
-            worst = min(wide, key=lambda claim: claim.high)
-        claims.append(worst)
-    return claims
+        pairs = [(at("end-to-end", moment), at(method, moment)) for moment in ends]
+        claims.append(greater_at_all(text, source, pairs, unit="nats"))
+    return [claim for claim in claims if claim is not None]
 
 
 def tables(runs: Runs) -> str:

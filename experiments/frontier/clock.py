@@ -10,15 +10,16 @@ from experiments.frontier.arms import STEPS, Arm
 from experiments.harness import clock
 from nwise.schedule import Costs, Timed
 from nwise.schedule.best import best
+from nwise.schedule.costs import TRANSFORMER
 from nwise.strategies import Strategy
 
 COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
 LATENCIES = (0.0, 1.0)  # of a message, in forwards of a stage: none, and a slow link
 
 
-def costs(one: Arm, latency: float = 0.0) -> Costs:
+def costs(one: Arm, latency: float = 0.0, overhead: float = TRANSFORMER.overhead) -> Costs:
     """Return the costs of the arm's network: F = I = W = 1 slot a stage, heads by their multiplications."""
-    return replace(clock.network_costs(one.model, one.num_stages), latency=latency)
+    return replace(clock.network_costs(one.model, one.num_stages), latency=latency, overhead=overhead)
 
 
 @cache
@@ -52,9 +53,9 @@ def _phases(one: Arm) -> Iterator[tuple[int, Strategy]]:
     return ((stop - first, whole.in_force(first)) for first, stop in whole.phases(0, STEPS))
 
 
-def slots(one: Arm, latency: float = 0.0) -> list[tuple[int, float, int]]:
+def slots(one: Arm, latency: float = 0.0, overhead: float = TRANSFORMER.overhead) -> list[tuple[int, float, int]]:
     """Return for every phase its steps, the slots of a step of the fastest schedule that nwise runs, and its M."""
-    price = costs(one, latency)
+    price = costs(one, latency, overhead)
     return [
         (steps, timed.period, m)
         for steps, strategy in _phases(one)
@@ -71,14 +72,14 @@ def steps_done(one: Arm, time: float, latency: float = 0.0) -> float:
     return done
 
 
-def total(one: Arm, latency: float = 0.0) -> float:
+def total(one: Arm, latency: float = 0.0, overhead: float = TRANSFORMER.overhead) -> float:
     """Return the slots of the whole run."""
-    return sum(steps * each for steps, each, _ in slots(one, latency))
+    return sum(steps * each for steps, each, _ in slots(one, latency, overhead))
 
 
 def work(one: Arm) -> float:
     """Return what all stages compute in a mean step, in forwards of a stage; overheads are not counted."""
-    price = replace(costs(one), overhead=0.0).split_in(one.microbatches or 1)
+    price = costs(one, overhead=0.0).split_in(one.microbatches or 1)
     sums = [
         steps * clock.work_in(_fastest(strategy, one.num_stages, one.microbatches or 1, price)[0].schedule, price)
         for steps, strategy in _phases(one)

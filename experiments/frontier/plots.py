@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -31,9 +32,20 @@ _LOOKS = {
     "rotating-2, all heads": (COLOURS[4], "-"),
     "rotating-2-microbatch, all heads": (COLOURS[4], ":"),
     "rotating-3, all heads": (COLOURS[4], "-."),
+    "2-wise-mean, heads of 1": (COLOURS[2], ":"),
+    "geometric-0.5": (COLOURS[5], "--"),
     "local@half,end-to-end": (COLOURS[6], "-"),
+    "local@quarter,2-wise-mean@half,end-to-end": (COLOURS[6], "--"),
     "hogwild": (COLOURS[5], ":"),
 }
+# Families of credit and delay: exact, delayed, N-wise, rotating, local.
+_FAMILIES = (
+    ("end-to-end",),
+    ("end-to-end-delay-1, extrapolated", "end-to-end-delay-2, extrapolated", "end-to-end-delay-4"),
+    ("2-wise-mean", "2-wise-mean-delay-1, extrapolated", "2-wise-mean, heads of 1", "3-wise-mean"),
+    ("rotating-2, all heads", "rotating-2-microbatch, all heads", "rotating-3, all heads"),
+    ("local", "local, heads of 1"),
+)
 _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
 
 
@@ -95,12 +107,50 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
     figure.savefig(path, dpi=150)
 
 
+@styled
+def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
+    """Draw test loss against time at both latencies, for the arm of each family with the lowest mean at the end.
+
+    Args:
+        runs: the records.
+        arms: the arms, all of which have runs.
+        path: of the figure.
+    """
+    figure, panels = make_panels(len(clock.LATENCIES), width=4.6, height=4.2, share=True)
+    for axes, latency in zip(panels, clock.LATENCIES, strict=True):
+        stop = min(clock.total(one, latency) for one in arms)
+
+        def at(one: Arm, time: float, latency: float = latency) -> dict[int, float]:
+            return dict(runs.scores(loss_at(clock.steps_done(one, time, latency)), one.run_name))
+
+        for family in _FAMILIES:
+            members = [one for one in arms if one.label in family]
+            if not members:
+                continue
+            best = min(members, key=lambda one: fmean(at(one, stop).values()))
+            xs = np.linspace(stop / 20, stop, _POINTS)
+            scores = [at(best, x) for x in xs]
+            ys, low, high, _ = zip(*(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True)
+            colour, line = _LOOKS[best.label]
+            axes.plot(xs, ys, color=colour, linestyle=line, label=best.label, lw=1.8)
+            axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+        axes.set(title=f"latency {latency:g}", xlabel="slots")
+        axes.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("test loss, nats a byte")
+    end = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
+    panels[0].set_ylim(end - 0.03, end + 1.0)
+    figure.suptitle("Best of each family, eight stages, Muon: mean and 95 % interval")
+    figure.savefig(path, dpi=150)
+
+
 def draw_frontier(runs: Runs, path: Path) -> None:
-    """Draw a figure of eight stages for each optimizer that has runs, and one of four stages."""
+    """Draw a figure of eight stages for each optimizer that has runs, one of four stages, and the best of each family."""
     for optimizer in _OPTIMIZERS:
         if arms := _shown(runs, optimizer, STAGES):
             title = f"Eight stages, {optimizer.capitalize()}"
             loss_against_time(runs, arms, title, path.with_name(f"{path.name}-{optimizer}.png"))
+    if arms := _shown(runs, "muon", STAGES):
+        best_of_each_family(runs, arms, path.with_name(f"{path.name}-best.png"))
     four = _shown(runs, "muon", 4)
     if any(one.run_name == one.name for one in four):  # more than end-to-end training, the same for every cut
         loss_against_time(runs, four, "Four stages, Muon", path.with_name(f"{path.name}-muon-four.png"))

@@ -86,6 +86,30 @@ def no_greater(text: str, source: str, first: Seeds, second: Seeds, *, by: float
     return Claim(text, source, effect, low, high, unit, seeds, verdict, f"< {by:g}", _level(first, second, by))
 
 
+def greater_at_all(
+    text: str, source: str, moments: Sequence[tuple[Seeds, Seeds]], *, unit: str = "points"
+) -> Claim | None:
+    """Test whether the first is greater than the second at every moment; return the test of the worst moment.
+
+    The claim holds if the intervals of all moments do. One moment is enough to deny it, so the intervals that deny are corrected
+    for the number of moments (Bonferroni).
+
+    Args:
+        text, source, unit: as in `Claim`.
+        moments: both values by seed, at each moment.
+
+    Returns:
+        The claim, or None without a moment.
+    """
+    if not moments:
+        return None
+    worst = min((greater(text, source, *pair, unit=unit) for pair in moments), key=lambda claim: claim.low)
+    if worst.verdict == "holds":
+        return worst
+    wide = [greater(text, source, *pair, unit=unit, among=len(moments)) for pair in moments]
+    return min(wide, key=lambda claim: claim.high)
+
+
 def exact(text: str, source: str, effect: float, *, holds: bool, wanted: str, unit: str) -> Claim:
     """State a claim about numbers that follow from definitions and costs."""
     return Claim(text, source, effect, effect, effect, unit, 0, "exact" if holds else "does not hold", wanted)
@@ -152,6 +176,24 @@ def holm(claims: Sequence[Claim], level: float = 0.05) -> list[bool]:
             break
         decided[i] = True
     return decided
+
+
+def decided_with(claims: Sequence[Claim], seeds: int) -> int:
+    """Estimate how many claims would stay decided after Holm's correction with so many pairs, means and spreads unchanged.
+
+    >>> few = [greater("", "", {0: 3.0, 1: 3.5, 2: 2.5}), greater("", "", {0: 1.0, 1: 2.0, 2: 0.5})]
+    >>> [decided_with(few, seeds) for seeds in (3, 4, 5)]
+    [1, 1, 2]
+    """
+    from scipy.stats import t
+
+    levels = []
+    for claim in claims:
+        if claim.seeds > 1:
+            errors = float(t.isf(claim.p / 2, claim.seeds - 1)) * sqrt(seeds / claim.seeds)
+            claim = replace(claim, p=float(2 * t.sf(errors, seeds - 1)))
+        levels.append(claim)
+    return sum(holm(levels))
 
 
 def seeds_to_decide(claim: Claim) -> int | None:
