@@ -69,7 +69,7 @@ def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
     body = "x, y = data[RANK]\npipe.step(x, target=y)\nraise SystemExit('not refused')\n"
     done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode != 0
-    assert "Every rank should get the same mini-batches. Found other targets on rank 1 than on rank 0" in done.stderr
+    assert "Every rank should get the same mini-batches. Found different targets on ranks 0 and 1" in done.stderr
     assert "not refused" not in done.stderr
 
 
@@ -85,7 +85,7 @@ def test_targets_of_any_layout_are_compared() -> None:
     column = torch.arange(6).reshape(3, 2)[:, 1]
     assert check_same_target(joining, column.clone())
     assert check_same_target(joining, column)
-    with pytest.raises(ValueError, match="Found other targets on rank 2 than on rank 0"):
+    with pytest.raises(ValueError, match="Found different targets on ranks 0 and 2"):
         check_same_target(joining, column + 1)
 
 

@@ -438,7 +438,7 @@ def test_save_after_failed_async_save_warns_and_writes(tmp_path: Path, monkeypat
         pass
     monkeypatch.undo()
     with pytest.warns(
-        UserWarning, match="No space left Writing it in the background failed; the next one is written now"
+        UserWarning, match="No space left This background write failed; nwise now writes the next checkpoint"
     ):
         checkpoints.save()
     checkpoints.wait()
@@ -503,7 +503,7 @@ def test_resume_with_all_checkpoints_damaged_raises(tmp_path: Path) -> None:
     next(one.glob("*.safetensors")).unlink()
     with (
         pytest.warns(UserWarning, match=r"should hold .*safetensors. Found none"),
-        pytest.raises(ValueError, match="should hold a checkpoint that can be read. Found none"),
+        pytest.raises(ValueError, match="should hold a readable checkpoint. Found none"),
     ):
         Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
 

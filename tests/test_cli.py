@@ -276,7 +276,7 @@ def test_train_with_closed_stdout_can_be_resumed() -> None:
     error = process.stderr.read()
     process.stderr.close()
     assert process.wait(60) == 75, error
-    assert "as asked. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
     assert "Traceback" not in error
     assert "Exception ignored" not in error
 
@@ -378,7 +378,7 @@ def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytes
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
-    assert "as asked. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
     assert "Traceback" not in out + error
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
     assert "stopped at step" in capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_train_command_on_full_disk_ends_in_one_sentence(
     assert code == (75 if stop else 74)
     assert "metrics.jsonl should be written. Found: [Errno 28] No space left on device. Training continues." in said
     assert (
-        "Stopped at step 45, as asked. Not written:" in said
+        "Stopped at step 45, as requested. Not written:" in said
         if stop
         else "all steps are done, but not everything" in said
     )
@@ -196,11 +196,11 @@ def test_damaged_checkpoints_are_not_started_over(tmp_path: Path) -> None:
     pipe = pipeline((2, 2), "2-wise")
     with (
         pytest.warns(UserWarning, match="SHA-256"),
-        pytest.raises(ValueError, match="To begin anew, give another folder"),
+        pytest.raises(ValueError, match="To start over, use another folder"),
     ):
         Checkpoints(one.parent, pipe).resume()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"step-00000002.damaged was found to be damaged. To begin anew"):
+        with pytest.raises(ValueError, match=r"step-00000002.damaged was found to be damaged. To start over"):
             Checkpoints(one.parent, pipe).resume()
         with pytest.raises(
             ValueError, match="should hold no checkpoints of another run. Found step-00000002.damaged; resume"
@@ -208,7 +208,7 @@ def test_damaged_checkpoints_are_not_started_over(tmp_path: Path) -> None:
             Checkpoints(one.parent, pipe).save()
 
 
-@pytest.mark.filterwarnings("ignore:.*The checkpoint before it is looked for")
+@pytest.mark.filterwarnings("ignore:.*nwise tries the checkpoint before it")
 def test_trainer_restart_does_not_overwrite_damaged_run(tmp_path: Path) -> None:
     run = new_run(TINY, tmp_path)
     Trainer(TINY).train(run, policy=CheckpointPolicy())
@@ -216,7 +216,7 @@ def test_trainer_restart_does_not_overwrite_damaged_run(tmp_path: Path) -> None:
     for path in run.folder.glob("checkpoints/step-*/checkpoint.json"):
         path.write_text("")
     for _ in range(2):
-        with pytest.raises(ValueError, match="Found none: .*To begin anew, give another folder"):
+        with pytest.raises(ValueError, match="Found none: .*To start over, use another folder"):
             Trainer(TINY).train(run, policy=CheckpointPolicy(), resume=True, allow_restart=True)
     assert run.metrics() == before
     assert run.status == "done"

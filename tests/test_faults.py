@@ -326,7 +326,7 @@ def test_signal_stops_a_resumable_run(number: int, tmp_path: Path, start: Start)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said
     (folder,) = tmp_path.iterdir()
-    assert f"as asked. Resume with `nwise train --resume {folder}`." in said
+    assert f"as requested. Resume with `nwise train --resume {folder}`." in said
     (one,) = (folder / "checkpoints").glob("step-*")
     assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
 
@@ -355,7 +355,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     done = forked(2, [*arguments, "--epochs", "1000", "--log-every", "1"], tmp_path)
     killer.join()
     (folder,) = runs.iterdir()
-    assert "as asked. Resume with `nwise train --resume" in done.stderr
+    assert "as requested. Resume with `nwise train --resume" in done.stderr
     assert Run.open(folder).status == "stopped"
     (one,) = (folder / "checkpoints").glob("step-*")
     assert len(list(one.glob("*.safetensors"))) == 2

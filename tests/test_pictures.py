@@ -79,7 +79,7 @@ def test_schedule_draws_an_order_by_name(capsys: pytest.CaptureFixture[str]) -> 
     ("options", "message"),
     [
         ("--order skwed", "`schedule` should be one of .* Found 'skwed'. Did you mean 'skewed'"),
-        ("--order phase --strategy gpipe", "`strategy` should be a strategy where an order is given. Found 'gpipe'"),
+        ("--order phase --strategy gpipe", "`strategy` should be a strategy if an order is given. Found 'gpipe'"),
         ("--order phase --strategy local@4,2-wise", "`strategy` should be the same at every step"),
         ("--order phase --csv here.csv", "`order` should not be given with `csv`, whose file has one. Found 'phase'"),
     ],

@@ -87,7 +87,7 @@ def test_zero_bubble_baseline_is_optimised() -> None:
     short = baseline("zero-bubble", num_stages=8, num_microbatches=16, costs=held, memory=6)
     assert max(short.in_flight) <= 6
     assert short.period == 68
-    with pytest.raises(DoesNotFit, match="at least 16 bytes a stage, which gpipe needs. Found 6"):
+    with pytest.raises(DoesNotFit, match="at least 16 bytes a rank for gpipe. Found 6"):
         baseline("gpipe", num_stages=8, num_microbatches=16, costs=held, memory=6)
 
 
@@ -104,7 +104,7 @@ def test_plan_skips_options_beyond_memory() -> None:
     assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
     assert found.skipped.keys() == {"gpipe"}
     assert found.skipped["gpipe"] == 90
-    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a stage, which .* needs. Found 11"):
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a rank for .*. Found 11"):
         transformer(8, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
     assert "No end-to-end" in verdict(Methods(POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
@@ -323,7 +323,7 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
                 "--microbatches",
                 "8",
             ],
-            "`memory` should be at least 0.4657 GiB a stage, which .* needs. Found 0.1;",
+            "`memory` should be at least 0.4657 GiB a rank for .*. Found 0.1;",
         ),
         (["--costs", "paper", "--strategies", "0-wise"], "at least 1.*Found `n = 0`"),
         (["--costs", "paper", "--strategies", "credit-1,1;1,1"], "zero above the diagonal"),

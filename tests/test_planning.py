@@ -99,7 +99,7 @@ def test_memory_moves_blocks_to_another_device() -> None:
     assert cut.timed.peak_bytes[0] <= 25
     assert sorted(zip(cut.placement, (cut.starts[1], 8 - cut.starts[1]), strict=True)) == [(0, 2), (1, 6)]
     small = as_devices([nwise.Device(memory=25), nwise.Device(memory=45)])
-    with pytest.raises(DoesNotFit, match=r"`memory` should be at least \d+ bytes a stage, .* Found (25|45)"):
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least \d+ bytes a rank for .* Found (25|45)"):
         search({1: pieces}, nwise.EndToEnd(), small)
 
 
@@ -128,7 +128,7 @@ def test_search_finds_a_cut_that_fits_if_there_is_one(seed: int) -> None:
     if periods:
         assert one.improved().timed.period == pytest.approx(min(periods), rel=0.03)
     else:
-        with pytest.raises(DoesNotFit, match="the smallest cut that was found, on its tightest device, needs"):
+        with pytest.raises(DoesNotFit, match="for the smallest cut tried, on its tightest device"):
             one.improved()
 
 

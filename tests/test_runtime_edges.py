@@ -91,7 +91,9 @@ def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
     )
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
-    assert "Every rank should have the same schedule. Found other lists than on the rank before" in done.stderr
+    assert (
+        "Every rank should have the same schedule. Found lists that differ from those of the rank before" in done.stderr
+    )
 
 
 def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:

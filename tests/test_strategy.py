@@ -78,8 +78,7 @@ def test_window_beyond_stages_is_end_to_end_and_warns_once() -> None:
         for _ in range(3):
             pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))
     assert [str(w.message) for w in seen] == [
-        "`n = 7` is more than the number of stages, 3: every gradient travels through all of them, as in end-to-end "
-        "training."
+        "`n = 7` is more than the number of stages, 3: the farthest loss of every stage is the last one, as with `n = 3`."
     ]
     assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
     assert [w.filename for w in seen] == [__file__], "regression: the warning named the caller of the caller"

@@ -184,7 +184,7 @@ def test_narrow_channels_last_on_cpu_raises() -> None:
     narrow = dataclasses.replace(recipe("digits"), model=ResNet(width_factor=1 / 8), channels_last=True)
     with pytest.raises(
         ValueError,
-        match=r"1x1 convolutions with strides .* at least 16 .* Found 8 in stages\.1\..*; leave `channels_last` out",
+        match=r"strided 1x1 convolutions should have at least 16 .* Found 8 in stages\.1\..*; leave `channels_last` out",
     ):
         Trainer(narrow)
     check_channels_last(nn.Conv2d(8, 16, 1, stride=2), torch.device("cuda"))
@@ -478,13 +478,13 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
 
     run, trainer, _ = train(dataclasses.replace(SHORT, max_steps=1), tmp_path)
     other = make_pipeline(dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, 1)
-    with pytest.raises(ValueError, match="names of the network's parameters and buffers. Found that 'blocks.4"):
+    with pytest.raises(ValueError, match="names of the network's parameters and buffers. Found no 'blocks.4"):
         run.load_weights(other)
 
 
 def test_stages_with_colliding_names_cannot_be_saved() -> None:
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, strategy="end-to-end")
-    with pytest.raises(ValueError, match="Found 'weight' in stage 1 and in one before"):
+    with pytest.raises(ValueError, match="Found 'weight' in stage 1 and in an earlier one"):
         main_state(pipe)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from experiments.frontier import clock, memory
+from experiments.frontier import costs as measured
 from experiments.frontier.arms import ARMS, EVERY, STAGES, STEPS, Arm, arm, rates
 from experiments.frontier.plots import draw_frontier
 from experiments.harness import markdown
@@ -153,6 +154,8 @@ def tables(runs: Runs) -> str:
             "## Steps with a smaller overhead",
             _cheaper(),
             "An action adds 0.005 slots.",
+            "## Steps by measured costs",
+            measured.tables(),
             "## More seeds",
             _more_seeds(runs),
         ]

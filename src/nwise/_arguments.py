@@ -98,8 +98,8 @@ def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
     if target is None and len(inputs) > 1 and not _takes(first, inputs):
         given = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
         raise TypeError(
-            "The first stage should get the inputs that its forward takes; pass the target by name, "
-            f"`pipe.step(x, target=y)`. Found {given} and no target."
+            f"The first stage should get the inputs that its forward takes. Found {given} and no target; pass the target by "
+            "name, `pipe.step(x, target=y)`."
         )
 
 
@@ -126,8 +126,8 @@ def check_same_target(processes: Processes, target: Input | Tensors | None) -> b
     for rank, other in codes[1:]:
         if other != codes[0][1]:
             raise ValueError(
-                f"Every rank should get the same mini-batches. Found other targets on rank {rank} than on rank "
-                f"{codes[0][0]}; shuffle by a seed that is the same everywhere, as `nwise.data.batch_indices` does."
+                f"Every rank should get the same mini-batches. Found different targets on ranks {codes[0][0]} and {rank}; "
+                "shuffle with one seed on all ranks, as `nwise.data.batch_indices` does."
             )
     return True
 
@@ -170,7 +170,7 @@ def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[
     share them too, as a tied embedding does.
 
     Args:
-        mains: the stages, as the caller gave them, so those of other processes too, and as they were built.
+        mains: two lists: the stages that the caller passed, those of other processes included, and the stages as built.
         sides: the heads likewise, None for a stage without one.
         tied: ``"sum"`` or ``"refuse"``.
         several: whether there are several processes, which cannot share parameters.

@@ -1,4 +1,4 @@
-"""A pipeline in words: the cost of each stage and head, the losses that train it, and the messages that it sends."""
+"""A pipeline in words: parameters of each stage and head, losses that train the stage, and messages that it sends."""
 
 from __future__ import annotations
 

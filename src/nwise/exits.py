@@ -1,4 +1,4 @@
-"""Early exits: a sample leaves the network at the first head that is sure of its answer.
+"""Early exits: a sample leaves the network at the first head that is confident of its answer.
 
 ::
 
@@ -168,7 +168,7 @@ def check_threshold(threshold: float | Mapping[int, float], exits: Collection[in
         exits: stages before the last one that have a trained head.
 
     Raises:
-        TypeError, ValueError: a threshold is not a number, or its stage has no such head.
+        ValueError: a threshold is not from 0 to 1 (or inf), its stage has no trained head, or there is no exit.
     """
     by_stage = dict(threshold) if isinstance(threshold, Mapping) else dict.fromkeys(exits, threshold)
     for k, value in by_stage.items():

@@ -26,7 +26,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Part(NamedTuple):
-    """A walk that is left.
+    """A backward walk from a node to its parameters that remains to be done.
 
     Args:
         node: the node at which it begins.
@@ -45,7 +45,7 @@ class Kept:
     """The cotangents that a pass has kept.
 
     Attributes:
-        parts: the walks that are left.
+        parts: the walks that remain to be done.
     """
 
     def __init__(self) -> None:

@@ -140,7 +140,8 @@ def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | Non
         ) from error
     if names(inputs) and isinstance(error, TypeError):
         known = ", ".join(names(inputs))
-        error.add_note(f"nwise: it gets {known} by name; `nwise.heads.OnFirstOutput` takes the hidden state alone")
+        text = "by name; `nwise.heads.OnFirstOutput` takes the hidden state alone"
+        error.add_note(f"nwise: the head gets {known} {text}")
     if (
         target is not None
         and inputs[0].dim() == 3

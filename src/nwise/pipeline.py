@@ -60,7 +60,7 @@ class Pipeline(OldNames, nn.Module):
         placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, a rank for
             each (`nwise.schedule.placement`), or a plan (`nwise.plan`). One process has all stages.
         compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
-        mesh: processes under ``torchrun``, ``("pp", "dp", "tp")``; default: a rank for every stage, or fewer, or replicas of all.
+        mesh: mesh under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
@@ -71,7 +71,7 @@ class Pipeline(OldNames, nn.Module):
             resume, because the state dict does not contain it.
         staleness: ``[A, M]``, updates between each stage's forward and update under the last step's strategy.
         microbatch_losses: losses of the last step in this process, by (stage, micro-batch).
-        loss_shares: weight of the last losses in those of the whole mini-batch, by stage of this process.
+        loss_shares: share of the mini-batch that each loss of the last step covers in this process, by stage.
         processes: the processes (`nwise.runtime.processes.Processes`), possibly one.
         recorder: None, or a function called with each action's step, action, begin and end.
         on_action: None, or a function called with each `Action` that `step` has executed.
@@ -227,11 +227,11 @@ class Pipeline(OldNames, nn.Module):
         return outputs
 
     def exit(self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, **named: Tensor) -> Answers:
-        """Run the network in evaluation mode; each sample leaves at the first head that is sure. All processes get the answers.
+        """Run the network in evaluation mode; samples exit at the first confident head. All processes get the answers.
 
         Args:
             inputs, named: inputs of the first stage, as for `step`.
-            threshold: probability from which a head is sure: one for all trained heads, or one for each that runs, by stage.
+            threshold: probability from which a head is confident: one for all trained heads, or one by stage for each that runs.
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
         with evaluating(self), self.processes.watched():
@@ -290,7 +290,7 @@ class Pipeline(OldNames, nn.Module):
         return result
 
     def drain(self) -> bool:
-        """Run a call without a new mini-batch, which adds gradients that are due under a delay; return whether any were due.
+        """Add the next gradients that are due under a delay, without a new mini-batch; return whether any were due.
 
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
@@ -308,10 +308,10 @@ class Pipeline(OldNames, nn.Module):
             return [] if self._engine is None else self._engine.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:
-        """Let the next steps add the result of `pending_gradients` at this step; all processes call it, after loading weights.
+        """Make the next steps add the gradients that `pending_gradients` returned at this step; all processes call it together.
 
         Returns:
-            Whether they do: not if there are none, or if the delay is shorter now. A later change drops them with a warning.
+            True if they will; False if there are none, or if the delay is shorter now. A later change drops them with a warning.
         """
         self.forget_pending()
         self._survey()
@@ -350,8 +350,8 @@ class Pipeline(OldNames, nn.Module):
         """
         if needed := self.needed_heads():
             raise ValueError(
-                f"Heads can be discarded once no loss needs them. Found that {self.strategy.name} needs the heads of stages "
-                f"{sorted(needed)} from step {self.steps} on."
+                f"Heads should be discarded only when no later step needs them. Found that {self.strategy.name} needs the heads "
+                f"of stages {sorted(needed)} from step {self.steps} on; keep them, or change the strategy."
             )
         self.heads.clear()
         self._survey()
@@ -382,7 +382,7 @@ class Pipeline(OldNames, nn.Module):
         return self._engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast everything, as `to` and `double` do; gradients of another kind are not due any more."""
+        """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
         before = [(p.device, p.dtype) for p in self.parameters()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before != [(p.device, p.dtype) for p in self.parameters()]:
@@ -393,11 +393,6 @@ class Pipeline(OldNames, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
-        if self.processes.size > 1:
-            raise TypeError(
-                "A pipeline to copy or pickle should be in one process. Found several; copy `pipe.stages[k]` for the stages k of "
-                "`pipe.processes.here`, or save a checkpoint."
-            )
         return {**self.__dict__, "_engine": None}
 
 

@@ -24,7 +24,7 @@ COMMANDS = {
         "nwise.cli.training:EvaluateCommand",
         "Score a run on its test set: every head, and ensembles of the top n heads.",
     ),
-    "exits": ("nwise.cli.exits:ExitsCommand", "Let sure samples leave early: accuracy against work and time."),
+    "exits": ("nwise.cli.exits:ExitsCommand", "Let easy samples exit early: accuracy against work and time."),
     "export": ("nwise.cli.training:ExportCommand", "Write the main network without its heads."),
     "recipes": ("nwise.cli.training:RecipesCommand", "List the recipes."),
     "plan": (

@@ -78,7 +78,8 @@ class ScheduleCommand:
     placement: str | None = None
     """Rank of each stage: contiguous, balanced (by the costs), interleaved, v, or like 0,1,1,0; default: the method's."""
     csv: Path | None = None
-    """Or an end-to-end schedule to read, in the CSV format of torch.distributed.pipelining: a row per rank, cells like 3F0."""
+    """End-to-end schedule to read instead of `strategy`, in the CSV format of torch.distributed.pipelining: a row per rank, cells
+    like 3F0."""
     batches: int = 2
     """Mini-batches to draw, starting with an empty pipeline."""
     lists: bool = False

@@ -1,4 +1,4 @@
-"""The command that lets sure samples leave early."""
+"""The command that lets easy samples exit early."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _TIMED_SAMPLES = 1000  # of the test set, at most
 
 @dataclass(frozen=True, kw_only=True)
 class ExitsCommand:
-    """Let samples leave at the first head that is sure of them. Each half of the test set chooses the threshold of the other."""
+    """Let samples exit at the first confident head. Each half of the test set chooses the threshold of the other."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
     """Folders of runs that classify images."""
     drop: float = 0.5
     """Accuracy that may be lost, in percentage points."""
     batch_size: int = 64
-    """Samples that are answered together when time is measured; 1 for single questions."""
+    """Samples in a batch when time is measured; 1 for single samples."""
     rounds: int = 5
-    """How often time is measured, without and with exits in turn; 0 for not at all."""
+    """Number of time measurements, each without and with exits; 0 for none."""
     out: Path | None = None
     """File to draw accuracy over work into: .png, .svg or .pdf."""
     export: Path | None = None
@@ -67,8 +67,8 @@ class ExitsCommand:
                 )
             if not pipe.needed_heads(later=False):
                 raise ValueError(
-                    f"{run.folder} should have heads that training trained. Found none; train with `--strategy 2-wise`, `local` "
-                    "or `deep-supervision`, or with `--heads all`."
+                    f"{run.folder} should have trained heads. Found none; train with `--strategy 2-wise`, `local` or "
+                    "`deep-supervision`, or with `--heads all`."
                 )
             example = data.batch(torch.arange(1))[0]
             work = count_work(pipe, example.to(next(pipe.parameters()).device))

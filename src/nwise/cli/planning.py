@@ -40,9 +40,9 @@ class PlanCommand:
     """Find the fastest strategy and number of micro-batches; compare them with GPipe, 1F1B and zero-bubble at their best."""
 
     recipe: str | None = None
-    """Recipe whose network to measure on this machine, cut into balanced stages, and plan for."""
+    """Recipe to plan for: nwise measures its network on this machine and cuts it into balanced stages."""
     costs: str | None = None
-    """Or costs of a whole mini-batch in one stage: transformer (the paper's), paper, a list like
+    """Or costs of a whole mini-batch in one stage: transformer (a head is half a forward), paper (free heads), a list like
     forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (per stage: head=0:0.5:0.5:1), or a JSON file."""
     devices: Annotated[int, tyro.conf.arg(aliases=["--stages"])] = 4
     """Accelerators, one stage each, A."""

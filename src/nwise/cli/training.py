@@ -54,7 +54,7 @@ class TrainCommand:
     log_to: tuple[LoggerName, ...] = ()
     """Other loggers: tensorboard (events in the run's folder), wandb (offline unless WANDB_MODE says otherwise), trackio."""
     timeline: int = 0
-    """Number of steps whose timeline to record for `nwise report`; needs a process for each stage (torchrun)."""
+    """Number of steps whose timeline to record for `nwise report`; needs several processes (torchrun)."""
     json: bool = False
     """Print only JSON: the final scores."""
     resume: Path | None = None
@@ -249,7 +249,7 @@ class ExportCommand:
         main = under(run.weights(), "model.")
         out = self.out or self.folder / "model.safetensors"
         if out.exists() and not out.is_file():
-            raise ValueError(f"`out` should be a file. Found that {out} is not one; give another name.")
+            raise ValueError(f"`out` should be a file. Found {out}, which is not a file; give another path.")
         if out.resolve() == run.weights_file.resolve():
             raise ValueError(f"`out` should be another file than the run's own weights. Found {out}.")
         if not main:

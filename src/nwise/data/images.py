@@ -33,7 +33,7 @@ class Images:
         pixels: uint8 ``[num, C, H, W]``, or a data set of uint8 ``[C, H, W]`` of any size.
         labels: int64 ``[num]``.
         classes: names of the classes.
-        mean: mean of each channel, by which batches are normalised, in units of 255.
+        mean: mean of each channel after division of the pixels by 255; batches are normalised by it.
         deviation: standard deviation of each channel, likewise.
         augmentation: augmentation of training batches.
         size: height and width of the images in a batch.

@@ -109,7 +109,7 @@ class Carrier(Chain):
 
 
 def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
-    """Cut pieces that read by name into stages, between which everything travels that a later piece reads.
+    """Cut pieces that read tensors by name into stages; a tensor crosses a boundary only if a later piece reads it.
 
     The argument ``hidden`` of a piece, or its first one if none has that name, is the output of the piece before it, as in
     `nn.Sequential`. The other arguments are read by name: inputs of the network, or entries of a dictionary that an earlier piece

@@ -152,7 +152,8 @@ def shared(stages: Sequence[Chain]) -> list[Chain]:
 def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
     """Return the last blocks of a network and everything behind them, by name."""
     if not all(isinstance(stage, Chain) for stage in stages):
-        raise TypeError("`stages` should be `nwise.Chain`s, as from `nwise.split`. Found others.")
+        kinds = ", ".join(type(stage).__name__ for stage in stages)
+        raise TypeError(f"`stages` should be `nwise.Chain`s, as from `nwise.split`. Found {kinds}; call `split` first.")
     pieces = join(stages).pieces()
     names, repeated = list(pieces), repeated_blocks(pieces)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(repeated):
@@ -188,7 +189,7 @@ def fitting(
     """Make heads for the stages' outputs: `convolutional` for maps, `pooled_tokens` for sequences, `linear` for vectors.
 
     Convolutions are at most as wide as the stage's output and as the paper's, and have a norm if the network has one.
-    `Pipeline.summary` reports the cost of the heads.
+    `Pipeline.summary` reports the number of their parameters.
 
     Args:
         stages: the main network, which runs once on the example, in eval mode without gradients.

@@ -48,7 +48,7 @@ class Observer:
         return record
 
     def look(self) -> None:
-        """Report the first steps once there are enough of them; a call for all ranks, after every step."""
+        """Report the first steps once there are enough of them; all ranks call it together, after every step."""
         # A step lasts until the next one begins, so the last of them is not counted.
         if self._plan is None or len(self._begins) <= _WARMUP + _STEPS:
             return

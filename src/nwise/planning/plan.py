@@ -68,7 +68,8 @@ class Plan:
         if isfinite(self.equal):
             title += f", {self.equal / self.seconds:.2f} times as fast as stages with equal numbers of blocks"
         if self.measured.spread > _NOISE:
-            title += f". Measurements differ by {100 * self.measured.spread:.0f} %: measure on a quiet machine, or more `rounds`"
+            spread = f"{100 * self.measured.spread:.0f} %"
+            title += f". Measurements differ by {spread}: measure on an idle machine, or with more `rounds`"
         begins = ["the start", *self.at]
         rows = []
         for i, device in enumerate(self.devices):

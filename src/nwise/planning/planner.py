@@ -164,7 +164,7 @@ def _is_first() -> bool:
 def _exchange(
     measured: Profile, overhead: float, device: torch.device
 ) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
-    """Return the facts that all processes use: the first one's profile, overhead and latency of links, all speeds."""
+    """Return what all processes use: the first one's profile and latency, the largest overhead, and all speeds."""
     facts = measured.seconds, measured.spread, overhead, message_latency(device), measured.as_json()
     first, *_ = reports = gather(facts)
     links = {"overhead": max(one[2] for one in reports), "latency": first[3]}

@@ -184,7 +184,7 @@ def action_overhead() -> float:
 
 
 def message_latency(device: torch.device) -> float:
-    """Measure the seconds of a small message between the processes; a call for all of them."""
+    """Measure the seconds of a small message between the processes; all of them call it together."""
     one = torch.zeros(1, device=device)
     there_and_back = timeit.repeat(lambda: (dist.all_reduce(one), one.item()), number=1, repeat=20)
     return statistics.median(there_and_back) / 2
@@ -207,14 +207,14 @@ def speeds(measured: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def gather(value: Any) -> list[Any]:
-    """Exchange a value between all processes, before there is a pipeline; a call for all of them."""
+    """Exchange a value between all processes before there is a pipeline; all of them call it together."""
     start()
     key = f"nwise/plan/{next(_numbers)}"
     return exchange(_get_default_store(), key, dist.get_rank(), dist.get_world_size(), value)
 
 
 def agree(**values: Any) -> None:
-    """Raise ValueError unless all processes have the same values; a call for all of them, which waits for the last."""
+    """Raise ValueError unless all processes have the same values; all of them call it together."""
     first, *others = gather(values)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():

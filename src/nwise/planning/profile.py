@@ -102,8 +102,8 @@ def profile(
         network: the network.
         microbatches: numbers M of micro-batches, at most the batch size.
         rounds: number of rounds after a warm-up round; default 5.
-        sizes: whether to measure all sizes in memory, which takes about a third of a second for each piece and M; default
-            True, else only those of outputs and parameters.
+        sizes: whether to measure all sizes in memory, which takes about a third of a second for each piece and M; if not, only
+            those of outputs, parameters and optimizer state; default: True.
         progress: wraps the list of measurements, for a progress bar.
 
     Raises:

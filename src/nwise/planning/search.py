@@ -66,7 +66,7 @@ class Search:
         num_microbatches: number of micro-batches, M.
         devices: the devices.
         num_stages: number of stages, at least one for each device.
-        links: ``latency`` and ``bandwidth`` of `Costs`.
+        links: ``latency``, ``bandwidth`` and ``overhead`` of `Costs`.
 
     Raises:
         ValueError: there are fewer pieces than stages.
@@ -216,7 +216,7 @@ class Search:
     def _misfit(self, assignment: Assignment) -> DoesNotFit:
         costs = self.costs(*assignment)
         sizes = [excess(peak_bytes(s, costs), self._memory) for s in self._known_schedules(assignment, costs)]
-        return DoesNotFit("the smallest cut that was found, on its tightest device,", *min(sizes)[1:])
+        return DoesNotFit("the smallest cut tried, on its tightest device", *min(sizes)[1:])
 
     def _fitting(self, assignment: Assignment) -> Cut | None:
         try:
@@ -303,7 +303,7 @@ def search(
         devices: the devices.
         num_stages: number of stages; default: one for each device.
         progress: wraps the list of numbers of micro-batches, for a progress bar; default: none.
-        links: ``latency`` and ``bandwidth`` of `Costs`.
+        links: ``latency``, ``bandwidth`` and ``overhead`` of `Costs`.
 
     Raises:
         ValueError: there are fewer pieces than stages, or fewer stages than devices.

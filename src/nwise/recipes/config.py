@@ -228,7 +228,7 @@ class Recipe:
     stage_lr: tuple[float, ...] = ()
     """Factors of the learning rates of the stages and their heads, separated by spaces; empty: all 1."""
     schedule: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ORDERS) + "}")] = "best"
-    """Order of work with a process for each stage. In one process it affects only memory, and best is depth-first."""
+    """Order of work with several processes. In one process it affects only memory, and best is depth-first."""
     placement: str = "contiguous"
     """Process of each stage, with several processes: contiguous, interleaved, v, or ranks like 0,1,1,0 (`nwise plan`)."""
     compress: str = "none"
@@ -242,7 +242,8 @@ class Recipe:
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
     channels_last: bool = False
-    """Store images and convolutions with channels innermost: faster on GPUs; an error for narrow strided ones on a CPU."""
+    """Store images and convolutions with channels innermost: faster on GPUs. On a CPU it is an error for strided 1x1 convolutions
+    with fewer than 16 input channels."""
     device: str = "auto"
     """Device to run on; auto is cuda if there is one, else cpu."""
     seed: int = 0
@@ -273,7 +274,7 @@ class Recipe:
                 f"{type(self.data).__name__}."
             )
         if self.channels_last and isinstance(self.data, Text):
-            raise ValueError("`channels_last` needs image data. Found text.")
+            raise ValueError("`channels_last` should be off for text, which has none. Found it on; leave it out.")
         object.__setattr__(self, "schedule", check_order(self.schedule))  # an old name becomes the present one
         if isinstance(placement := parse_placement(self.placement), str):
             check_name(placement)

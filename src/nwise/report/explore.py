@@ -80,7 +80,8 @@ class Choices:
             replace(next(iter(self.costs.values())), latency=latency)
         if not self.combinations():
             raise ValueError(
-                "`stages` should have a number above N. Found that all these strategies are end-to-end; add `end-to-end`."
+                "`stages` should have a number above N for some strategy. Found only strategies that equal end-to-end; add "
+                "a larger number of stages, or the strategy `end-to-end`."
             )
 
     def combinations(self) -> list[Place]:
@@ -210,14 +211,14 @@ gradient comes from; every other mini-batch is hatched. nwise found every schedu
 <div id="result">
 <div id="grid" class="chart" role="img" aria-label="When each stage does what"></div>
 <div class="wide" tabindex="0"><table class="words"><tbody>
-<tr><th scope="row">time of a mini-batch, steady</th><td id="period"></td></tr>
+<tr><th scope="row">time per mini-batch, steady state</th><td id="period"></td></tr>
 <tr><th scope="row">lower bound</th><td id="bound"></td></tr>
 <tr><th scope="row">memory: most in flight</th><td id="held"></td></tr>
-<tr><th scope="row">stages work</th><td id="busy"></td></tr>
+<tr><th scope="row">utilisation of the stages</th><td id="busy"></td></tr>
 <tr><th scope="row">order</th><td id="order"></td></tr>
 </tbody></table></div>
 </div>
-<h2>All of them</h2>
+<h2>All methods</h2>
 <p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
 compared by time, nor are late gradients. </span>nwise runs every method at this price.</p>
 <div class="wide" tabindex="0"><table id="methods"><thead><tr>

@@ -135,11 +135,12 @@ def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
 
 def time_limit(timeout: float | None) -> float:
     """Return the limit of an action in seconds: `timeout`, or the environment's ``NWISE_TIMEOUT`` if it is None."""
-    text = os.environ.get("NWISE_TIMEOUT", "300") if timeout is None else timeout
+    given = os.environ.get("NWISE_TIMEOUT", "300") if timeout is None else timeout
+    name = "NWISE_TIMEOUT" if timeout is None else "timeout"
     try:
-        limit = float(text)
+        limit = float(given)
     except ValueError as error:
-        raise ValueError(f"`NWISE_TIMEOUT` should be a number of seconds. Found {text!r}.") from error
+        raise ValueError(f"`{name}` should be a number of seconds. Found {given!r}.") from error
     if not 0 < limit < 1e8:
-        raise ValueError(f"`timeout` should be a number of seconds above 0. Found {text!r}.")
+        raise ValueError(f"`{name}` should be a number of seconds above 0 and below 1e8. Found {given!r}.")
     return limit

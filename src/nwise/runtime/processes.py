@@ -102,7 +102,7 @@ class Processes(ABC):
         raise AssertionError("one process has no other to hand a value to")
 
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
-        """Gather the values of all stages, ``[A, ...]``; a call for all ranks, which waits for all.
+        """Gather the values of all stages, ``[A, ...]``; all ranks call it together and wait for each other.
 
         Args:
             rows: values of this rank's stages, on the CPU; the replicas' values are averaged.
@@ -130,7 +130,7 @@ class Processes(ABC):
         return [values for _, values in rows]
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collect the tensors of all stages on rank 0; a call for all ranks.
+        """Collect the tensors of all stages on rank 0; all ranks call it together.
 
         Args:
             tensors: tensors of this rank's stages, by name.
@@ -157,7 +157,7 @@ class Processes(ABC):
         return {}, {}
 
     def new_group(self) -> ProcessGroup | None:
-        """Make a group of all ranks for CPU tensors; None for one process. A call for all ranks."""
+        """Make a group of all ranks for CPU tensors, None for one process; all ranks call it together."""
         return None
 
     def replicas_group(self) -> ProcessGroup | None:
@@ -197,7 +197,7 @@ class Processes(ABC):
         """Run an action in `close`, once all ranks are there."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do for one process
-        """End the exchange; a call for all ranks, after the last step."""
+        """End the exchange after the last step; all ranks call it together."""
 
 
 class Alone(Processes):

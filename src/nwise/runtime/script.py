@@ -163,8 +163,8 @@ class ScriptWriter:
         def known(k: int, before: Any) -> Any:
             if before is not None and before["lists"] != digest:
                 raise ValueError(
-                    "Every rank should have the same schedule. Found other lists than on the rank before; were they made from "
-                    "costs that each rank has measured separately?"
+                    "Every rank should have the same schedule. Found lists that differ from those of the rank before; make the "
+                    "schedule from the same costs on all ranks, not from costs that each rank measures."
                 )
             given = window if before is None else [list(map(from_json, shapes)) for shapes in before["shapes"]]
             for age, shapes in enumerate(given):

@@ -123,7 +123,7 @@ def timed_order(
     check_order(order)
     if current_name(strategy) in BASELINES:
         raise ValueError(
-            f"`strategy` should be a strategy where an order is given. Found {strategy!r}, which is an order itself; take "
+            f"`strategy` should be a strategy if an order is given. Found {strategy!r}, which is itself an order; use "
             "'end-to-end'."
         )
     flows, ranks, ages = arrange(known_method(strategy), num_stages, num_microbatches, costs, placement, num_ranks)

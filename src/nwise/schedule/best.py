@@ -43,7 +43,7 @@ class DoesNotFit(ValueError):
     def message(self, unit: str, size: float) -> str:
         """Return the error message, with sizes in a unit of `size` bytes."""
         return (
-            f"`memory` should be at least {self.least / size:,.4g} {unit} a stage, which {self.what} needs. Found "
+            f"`memory` should be at least {self.least / size:,.4g} {unit} a rank for {self.what}. Found "
             f"{self.memory / size:,.4g}; allow more, or cut the mini-batch into more micro-batches or the network into more "
             "stages."
         )
@@ -61,10 +61,10 @@ def best(
 ) -> Timed:
     """Find the schedule with the shortest period.
 
-    The candidates are the orders of `nwise.schedule.orders` and list schedules, roughly by memory. Under a delay they are the
-    skewed order and list schedules, also such that choose the ages of their messages. The search ends at the first one that meets
-    the lower bound. Otherwise, of equal periods, the one with fewer micro-batches in flight is better, then the one with
-    first-in-first-out messages. A `memory` limit adds leaner candidates.
+    The candidates are the orders of `nwise.schedule.orders` and list schedules, sorted roughly by memory. Under a delay they are
+    the skewed order and list schedules; some of these choose the ages of their messages. The search ends at the first candidate
+    that meets the lower bound. Otherwise the shortest period wins; of equal periods, the one with the fewest micro-batches in
+    flight, then the one with first-in-first-out messages. A `memory` limit adds leaner candidates.
 
     Args:
         strategy: a strategy or its name.
@@ -150,7 +150,7 @@ def best_order(
         bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
     schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
-    return fastest(schedules, costs, "the smallest order that was tried", memory=memory, enough=bound * (1 + CLOSE))
+    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=bound * (1 + CLOSE))
 
 
 def fastest(

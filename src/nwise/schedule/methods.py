@@ -52,7 +52,7 @@ class Option:
 
     @property
     def comparable(self) -> bool:
-        """Whether gradients cross borders and are not late, so a step is comparable with an end-to-end one."""
+        """Whether gradients cross boundaries and none is late, so a step is comparable with an end-to-end one."""
         return self.name != "local" and (self.end_to_end or not is_late(parse(self.name)))
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Methods:
     Args:
         microbatches: numbers of micro-batches that were tried.
         options: every method at its best M, the fastest first.
-        skipped: methods that do not fit the memory at any M, with the bytes that they need per stage.
+        skipped: methods that do not fit the memory at any M, with the bytes that a rank needs.
     """
 
     microbatches: tuple[int, ...]
@@ -90,10 +90,10 @@ class Methods:
 
     @property
     def recommended(self) -> Option:
-        """The method with the fastest step among end-to-end pipelines and strategies whose gradients cross borders.
+        """The method with the fastest step among end-to-end pipelines and strategies whose gradients cross boundaries.
 
-        End-to-end needs the fewest steps, so it is recommended unless it is slower. Local training and late gradients do not
-        count: their steps are nearly always the fastest, and whether their quality is enough is not a question of time.
+        End-to-end needs the fewest steps, so it is recommended unless it is slower. Local training and late gradients count only
+        if nothing else fits the memory: their steps are nearly always the fastest, at a cost in quality.
         """
         crossing = [option for option in self.options if option.comparable]
         return min(crossing or self.options, key=_preference)
@@ -124,7 +124,7 @@ def time_methods(
         num_stages: number of stages, A.
         microbatches: numbers of micro-batches to try.
         strategies: names of strategies; those that are end-to-end at this depth are left out.
-        memory: limit per stage in bytes; default: none.
+        memory: limit per rank in bytes; default: none.
         progress: wrapper of the list of tasks, such as a progress bar; default: none.
 
     Raises:
@@ -141,7 +141,7 @@ def time_methods(
     check_at_least(1, num_stages=num_stages)
     check_memory(memory)
     options: dict[str, list[Option]] = {}
-    least: dict[str, float] = {}  # bytes per stage that the methods need that do not fit
+    least: dict[str, float] = {}  # bytes that a rank needs, of methods that do not fit
     todo = [(name, m) for name in _methods(strategies, num_stages) for m in microbatches]
     for name, m in progress(todo):
         size = stages_on(num_stages, name)
@@ -166,7 +166,7 @@ def time_methods(
         options.setdefault(name, []).append(Option(name, m, timed))
     if not options:
         name, needed = min(least.items(), key=lambda item: item[1])
-        raise DoesNotFit(f"{name}, the smallest of all methods,", needed, memory or 0.0)
+        raise DoesNotFit(f"{name}, the smallest of all methods", needed, memory or 0.0)
     fastest = [min(group, key=lambda o: (rounded(o.period), o.num_microbatches)) for group in options.values()]
     ranked = sorted(fastest, key=_preference)
     skipped = {name: size for name, size in least.items() if name not in options}

@@ -70,7 +70,7 @@ class Strategy(ABC):
         return 0
 
     def in_force(self, step: int) -> Strategy:
-        """Return the strategy in force at a step; only for `Switch` it differs from this one."""
+        """Return the strategy in force at a step; it differs from this one only for a `Switch`."""
         return self
 
     def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:

@@ -64,7 +64,7 @@ class NWise(Strategy):
     """Interlocking training (section 3 of the paper): ``C[min(k + n - 1, A - 1), k] = 1``.
 
     Args:
-        n: the window, at least 1. 1 is local, the number of stages or more is end-to-end.
+        n: the window, at least 1. 1 is local; the number of stages or more is end-to-end if `reduce` is ``"last"``.
         reduce: ``"last"`` (default) takes the farthest loss of the window; ``"mean"`` takes half of the stage's own and
             half of the farthest loss (the paper's Transformers), weight 1 if the two coincide.
 
@@ -99,8 +99,8 @@ class NWise(Strategy):
         if self.n <= num_stages:
             return None
         return (
-            f"`n = {self.n}` is more than the number of stages, {num_stages}: every gradient travels through all of them, as in "
-            "end-to-end training."
+            f"`n = {self.n}` is more than the number of stages, {num_stages}: the farthest loss of every stage is the last "
+            f"one, as with `n = {num_stages}`."
         )
 
     def credit(self, num_stages: int, turn: int = 0) -> Tensor:
@@ -198,8 +198,8 @@ class Blocks(Strategy):
 class Rotating(Strategy):
     """Disjoint blocks whose borders move by one stage from turn to turn.
 
-    Not in the paper. With ``size = 2`` every stage alternates between its own and the next loss, in expectation the
-    2-wise mean, at the work of end-to-end training.
+    The paper does not have this strategy. With ``size = 2`` every stage learns from its own and from the next loss in turn. In
+    expectation this equals 2-wise-mean, at the work of end-to-end training.
 
         turn 0    [0 1] [2 3] [4 5]        turn 1    [0] [1 2] [3 4] [5]
 

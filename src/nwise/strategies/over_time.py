@@ -54,7 +54,8 @@ class Hogwild(_Late):
 
     The training loop stays the same, `Pipeline.step` and then the optimizer's step. But `step` leaves on stage ``k`` the
     gradients of an earlier mini-batch, at the parameters of its forward, which have been updated `nwise.staleness` times since.
-    With end-to-end credit that is ``A - 1 - k`` times. The first steps leave none, and `Pipeline.drain` gives the last ones.
+    With end-to-end credit and M = 1 that is ``A - 1 - k`` times. The first steps leave none, and `Pipeline.drain` gives the last
+    ones.
 
     Args:
         base: strategy whose order is relaxed, or its name; default: end-to-end.
@@ -148,7 +149,10 @@ class Switch(Strategy):
                 f"`at`, the first step of the second strategy, should be at least 1. Found `at = {self.at}`."
             )
         if isinstance(self.before, Switch):
-            raise ValueError("`before` should not be a `Switch`. Nest a second switch in `after`, with a later step.")
+            raise ValueError(
+                f"`before` should not be a `Switch`. Found {self.before.name!r}; nest the second switch in `after`, with a "
+                "later step."
+            )
         if isinstance(self.after, Switch) and self.after.at <= self.at:
             raise ValueError(f"A second switch should come after the first at {self.at}. Found `at = {self.after.at}`.")
 

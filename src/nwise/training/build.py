@@ -124,8 +124,8 @@ def check_channels_last(module: nn.Module, device: torch.device) -> None:
             and conv.in_channels < 16
         ):
             raise ValueError(
-                f"`channels_last` on a CPU needs networks whose 1x1 convolutions with strides have at least 16 "
-                f"input channels: with fewer, gradients corrupt memory (oneDNN's issue 6035). Found {conv.in_channels} in "
+                "With `channels_last` on a CPU, strided 1x1 convolutions should have at least 16 input channels: with fewer, "
+                f"gradients corrupt memory (oneDNN's issue 6035). Found {conv.in_channels} in "
                 f"{name or 'the module'}; leave `channels_last` out, or make the network wider."
             )
 

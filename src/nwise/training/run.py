@@ -60,7 +60,7 @@ class Run:
 
     @classmethod
     def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
-        """Return the newest folder with this configuration that earlier processes of this torchrun made."""
+        """Return the newest unfinished run with this configuration that earlier processes of this torchrun made."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
         folders = []
         for path in parent.glob("*/run.json"):

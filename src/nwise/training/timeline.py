@@ -34,7 +34,7 @@ class TimelineRecorder:
             self._events.append((step, action, begin, end))
 
     def collect(self) -> dict[str, Any]:
-        """Gather the actions of all processes, as JSON values that `load` reads; a call for all ranks."""
+        """Gather the actions of all processes, as JSON values that `load` reads; all ranks call it together."""
         processes = self._pipe.processes
         assert isinstance(processes, World)
         offset = _clock_offset(processes)

@@ -173,7 +173,7 @@ class Trainer:
             return
         first = self.pipe.num_stages
         if self.pipe.processes.size == 1:
-            raise ValueError("`timeline` needs several processes. Found one; start them with torchrun.")
+            raise ValueError(f"`timeline` should be 0 in one process. Found {steps}; start several with torchrun.")
         if not 2 <= steps <= self.num_steps - first:
             raise ValueError(
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
@@ -287,7 +287,7 @@ class Trainer:
             if what == "stop":
                 if self._saver is not None:
                     self._saver.save(wait=True)
-                raise StoppedError(f"Stopped at step {step}, as asked.")
+                raise StoppedError(f"Stopped at step {step}, as requested.")
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the run for a checkpoint, after writing the records up to it."""

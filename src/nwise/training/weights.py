@@ -59,8 +59,10 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
     expected = set(main_state(pipe))
     if expected != set(state):
         odd = sorted(expected ^ set(state))[0]
+        problem = "no" if odd in expected else "an unknown name,"
         raise ValueError(
-            f"Weights should have the names of the network's parameters and buffers. Found that {odd!r} differs."
+            f"Weights should have the names of the network's parameters and buffers. Found {problem} {odd!r}; load the weights "
+            "of this network."
         )
     try:
         for stage in pipe.stages:
@@ -107,6 +109,6 @@ def check_names(pipe: Pipeline) -> None:
 
 
 _SAME_NAME = (
-    "Stages should keep the names of the unsplit network, as `nwise.split` does; give custom stages a name with "
-    "`nwise.Chain({{'first': stage}})`. Found {name!r} in stage {stage} and in one before."
+    "Stages should keep the distinct names of the unsplit network, as `nwise.split` does. Found {name!r} in stage {stage} and in "
+    "an earlier one; give custom stages a name with `nwise.Chain({{'first': stage}})`."
 )

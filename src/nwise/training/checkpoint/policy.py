@@ -144,7 +144,7 @@ class Checkpoints:
         except OSError as error:
             if self._processes.is_first:
                 warnings.warn(
-                    f"{error} Writing it in the background failed; the next one is written now.", stacklevel=2
+                    f"{error} This background write failed; nwise now writes the next checkpoint.", stacklevel=2
                 )
         with self._processes.telling():
             files.together(self._group, self._claim_folder)
@@ -210,13 +210,12 @@ class Checkpoints:
             except DamagedError as error:
                 problem = str(error)
                 if self._processes.is_first:
-                    warnings.warn(f"{problem} The checkpoint before it is looked for.", stacklevel=2)
+                    warnings.warn(f"{problem} nwise tries the checkpoint before it.", stacklevel=2)
                     with suppress(OSError):  # in a read-only folder
                         folder.rename(_unused(folder.with_name(name + ".damaged")))
         if problem:
             raise ValueError(
-                f"{self.folder} should hold a checkpoint that can be read. Found none: {problem} To begin anew, give another "
-                "folder."
+                f"{self.folder} should hold a readable checkpoint. Found none: {problem} To start over, use another folder."
             )
         self._knows_folder = True
         return None
