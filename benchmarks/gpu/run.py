@@ -70,8 +70,7 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
     if not rehearse:
         several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
         commands = [
-            f"rates --size medium --workers {several} --only six",
-            f"e1 --size medium --workers {several}",
+            f"e1 --size medium --seeds 6 --workers {several}",
             "e4 --size full --workers 1 --only cifar10,",
         ]
         jobs += [Job(f"{one}: as many cells as fit", ["-m", "experiments", *one.split()], 60) for one in commands]
