@@ -89,7 +89,7 @@ def tables() -> str:
     for record in records:
         one = arm(record["arm"])
         assumed = [clock.total(one, latency) / STEPS for latency in clock.LATENCIES]
-        rows.append([one.label, *(f"{slots:.2f}" for slots in (*assumed, *record["slots"]))])
+        rows.append([one.label, *(f"{round(slots, 6):.2f}" for slots in (*assumed, *record["slots"]))])
     headings = [f"{kind}, latency {latency:g}" for kind in ("assumed", "measured") for latency in clock.LATENCIES]
     parts, place = records[-1]["parts"], records[-1]["machine"]
     sizes = ", ".join(f"{name.replace('_', ' ')} {parts[name]:.2f}" for name in _PARTS)
