@@ -188,7 +188,9 @@ def test_later_pieces_read_inputs_that_the_first_does_not_take() -> None:
         pipe(input=x, other=x)
     with pytest.raises(TypeError, match="'a' should get the inputs that its forward takes. Found otherwise: missing"):
         pipe(mask=x)
-    with pytest.raises(TypeError, match=r"pass the target by name, `pipe.step\(x, target=y\)`. Found 2 inputs"):
+    with pytest.raises(
+        TypeError, match=r"Found 2 inputs and no target; pass the target by name, `pipe.step\(x, target=y\)`"
+    ):
         pipe.step(x, x)
 
 

@@ -25,7 +25,7 @@ X, Y = torch.zeros(4, 2, 3), torch.tensor([0, 1, 2, 0])
 
 def test_positional_target_raises() -> None:
     with pytest.raises(
-        TypeError, match=r"the target by name, `pipe.step\(x, target=y\)`. Found 2 inputs and no target"
+        TypeError, match=r"Found 2 inputs and no target; pass the target by name, `pipe.step\(x, target=y\)`"
     ):
         pipe().step(X, Y)
 
@@ -104,7 +104,7 @@ def test_checkpoints_of_unnamed_custom_stages_raise_early(tmp_path: Path) -> Non
     """Regression: the error came only at the first save and did not say how to name a stage."""
     stages = [nn.Linear(3, 3) for _ in range(3)]
     own = nwise.Pipeline(stages, [nn.Linear(3, 3) for _ in range(2)])
-    with pytest.raises(ValueError, match=r"with `nwise.Chain\({'first': stage}\)`. Found 'weight' in stage 1"):
+    with pytest.raises(ValueError, match=r"Found 'weight' in stage 1 .* with `nwise.Chain\({'first': stage}\)`"):
         Checkpoints(tmp_path, own)
     named = nwise.Pipeline(
         [nwise.Chain({f"part{k}": stage}) for k, stage in enumerate(stages)], None, strategy="end-to-end"

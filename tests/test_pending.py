@@ -218,7 +218,7 @@ def test_hogwild_resumes_with_other_ages(cut: tuple[int, ...], m: int, tmp_path:
     other = net("hogwild", m, cut=cut)
     resumed = Checkpoints(tmp_path, other).resume()
     assert resumed is not None
-    assert "dropped 3 late gradients" in resumed.changes
+    assert "dropped the late gradients of 3 mini-batches" in resumed.changes
     train(other, sgd(other), range(5, 6))
 
 
@@ -230,7 +230,7 @@ def test_resume_at_a_switch_drops_as_the_run_did(tmp_path: Path) -> None:
     again = net(name, cut=(1, 1, 1))
     resumed = Checkpoints(tmp_path, again).resume()
     assert resumed is not None
-    assert resumed.changes == "dropped 1 late gradients"
+    assert resumed.changes == "dropped the late gradients of 1 mini-batch"
     assert same(train(again, sgd(again), range(3, 6)), expected)
 
 

@@ -533,7 +533,7 @@ def test_less_memory_takes_an_order_with_fewer_in_flight() -> None:
     assert 88 < tight.period <= 89
     one = best("2-wise", **size, costs=costs, memory=15)
     assert (one.period, set(one.in_flight)) == (88, {1})
-    with pytest.raises(ValueError, match="`memory` should be at least 15 bytes a stage.*Found 14"):
+    with pytest.raises(ValueError, match="`memory` should be at least 15 bytes a rank.*Found 14"):
         best("3-wise", **size, costs=costs, memory=14)
 
 
