@@ -171,6 +171,18 @@ ARMS: tuple[Arm, ...] = (
 )
 
 
+# Names without the optimizer, of the arms whose steps are compared with more accelerators and with other costs.
+COMPARED = (
+    "end-to-end",
+    "end-to-end-delay-1",
+    "end-to-end-delay-4",
+    "rotating-2, all heads",
+    "rotating-2-microbatch, all heads",
+    "2-wise-mean",
+    "local",
+)
+
+
 def arm(name: str) -> Arm:
     """Return the arm of a name.
 

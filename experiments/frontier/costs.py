@@ -1,6 +1,6 @@
 """What a step takes by costs measured on this machine, beside the costs that the clock assumes.
 
-    python -m experiments.frontier.costs     # two minutes on a quiet machine
+    python -m experiments.frontier.costs     # half a minute on a quiet machine
 
 measures the pieces of the network with every number of micro-batches, and writes ``costs.jsonl``; the page of results has a table
 of it. A slot is the measured forward of a mean stage for a whole mini-batch.
@@ -17,7 +17,7 @@ import tyro
 from rich.progress import track
 
 from experiments.frontier import clock
-from experiments.frontier.arms import STEPS, Arm, arm
+from experiments.frontier.arms import COMPARED, STEPS, Arm, arm
 from experiments.harness import markdown
 from experiments.harness.cell import Record, revision
 from experiments.harness.store import Store
@@ -30,21 +30,19 @@ from nwise.schedule.partition import stage_costs
 from nwise.training.build import measurable
 
 RECORDS = Path(__file__).parent / "costs.jsonl"
-ARMS = (
-    "end-to-end",
-    "end-to-end-delay-1",
-    "end-to-end-delay-4",
-    "rotating-2, all heads",
-    "rotating-2-microbatch, all heads",
-    "2-wise-mean",
-    "3-wise-mean",
-    "local",
-)
+ARMS = (*COMPARED, "3-wise-mean")
 _PARTS = ("forward", "head", "input_grad", "weight_grad", "update")
 
 
-def _measured(one: Arm, sizes: Profile, m: int) -> Costs:
-    """Return the measured costs of a micro-batch, in seconds."""
+def measure(one: Arm, rounds: int) -> Profile:
+    """Measure the pieces of an arm's network for every M that the clock tries; see `nwise.planning.profile`."""
+    recipe = one.run(0.02, seed=0)  # times and sizes depend on neither
+    network = measurable(recipe, recipe.load()[0], torch.device("cpu"))
+    return profile(network, clock.COUNTS, rounds=rounds)
+
+
+def measured(one: Arm, sizes: Profile, m: int) -> Costs:
+    """Return the measured costs of a micro-batch, in seconds and bytes."""
     turns = [flows[0] for flows in flows_for(one.strategy_for(STEPS), one.num_stages, m)]
     return stage_costs(sizes.pieces[m], sizes.starts, turns)
 
@@ -57,13 +55,11 @@ def main(rounds: int = 5) -> None:
     """
     torch.set_num_threads(1)
     local = arm("muon local")
-    recipe = local.run(0.02, seed=0)  # times depend on neither
-    network = measurable(recipe, recipe.load()[0], torch.device("cpu"))
-    sizes = profile(network, clock.COUNTS, rounds=rounds)
-    slot = fmean(_measured(local, sizes, 1).per_stage("forward", local.num_stages))
+    sizes = measure(local, rounds)
+    slot = fmean(measured(local, sizes, 1).per_stage("forward", local.num_stages))
     records: list[Record] = []
     for one in track([arm(f"muon {name}") for name in ARMS], "steps"):
-        costs = {m: _measured(one, sizes, m) for m in clock.COUNTS}
+        costs = {m: measured(one, sizes, m) for m in clock.COUNTS}
         parts = {name: round(fmean(costs[1].per_stage(name, one.num_stages)) / slot, 3) for name in _PARTS}
         slots = []
         for latency in clock.LATENCIES:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from experiments.frontier import clock, memory
 from experiments.frontier import costs as measured
-from experiments.frontier.arms import ARMS, EVERY, STAGES, STEPS, Arm, arm, rates
+from experiments.frontier.arms import ARMS, COMPARED, EVERY, STAGES, STEPS, Arm, arm, rates
 from experiments.frontier.plots import draw_frontier
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
@@ -45,7 +45,6 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 PROMPT, LOCAL, TWO, THREE = "end-to-end", "local", "2-wise-mean", "3-wise-mean"
 ROTATING = "rotating-2, all heads"
 LATE = "end-to-end-delay-1"
-COMPARED = (PROMPT, LATE, "end-to-end-delay-4", ROTATING, "rotating-2-microbatch, all heads", TWO, LOCAL)
 BETTER_LATE, LATER = f"{LATE}, extrapolated", "end-to-end-delay-4"
 
 
@@ -239,8 +238,11 @@ def _every_moment(runs: Runs) -> str:
             one = arm(f"muon {name}")
             first = EVERY * max(step(exact), step(one))  # nothing is known before the first test
             times = [first + (last - first) * i / 7 for i in range(8)]
-            pairs = [tuple(runs.scores(loss_at(time / step(a)), a.run_name) for a in (exact, one)) for time in times]
-            lead = greater_at_all("", "", [(a, b) for a, b in pairs], unit="nats")
+
+            def at(a: Arm, time: float, step: Callable[[Arm], float] = step) -> Seeds:
+                return runs.scores(loss_at(time / step(a)), a.run_name)
+
+            lead = greater_at_all("", "", [(at(exact, time), at(one, time)) for time in times], unit="nats")
             assert lead is not None
             rows.append([name, clock_name, f"{lead.effect:+.3f}", f"{lead.low:+.3f} to {lead.high:+.3f}", lead.verdict])
     return markdown.table(["arm", "costs", "lead over exact training", "95 % interval", "leads at every moment"], rows)

@@ -17,19 +17,16 @@ from rich.progress import track
 
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, arm, rates
+from experiments.frontier.costs import measure, measured
 from experiments.harness import markdown
 from experiments.harness.cell import Record, revision
 from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
 from nwise._machine import machine
 from nwise._records import json_line, write_text
-from nwise.flow import flows_for
-from nwise.planning.profile import Profile, profile
+from nwise.planning.profile import Profile
 from nwise.schedule import Costs
-from nwise.schedule.partition import stage_costs
 from nwise.schedule.timed import CLOSE
-from nwise.strategies import Strategy
-from nwise.training.build import measurable
 
 RECORDS = Path(__file__).parent / "memory.jsonl"
 _MIB = 2**20
@@ -43,13 +40,6 @@ def compared() -> list[Arm]:
     return [one for one in arms if one.num_stages == one.blocks == STAGES]
 
 
-def measure_sizes(one: Arm) -> Profile:
-    """Measure an arm's network for every M that the clock tries."""
-    recipe = one.run(0.02, seed=0)  # sizes depend on neither
-    network = measurable(recipe, recipe.load()[0], torch.device("cpu"))
-    return profile(network, clock.COUNTS, rounds=1)
-
-
 def fastest(one: Arm, latency: float, sizes: Profile, limit: float | None = None) -> tuple[float, float] | None:
     """Return the slots of an arm's fastest step, and the bytes of the accelerator that needs most; None if nothing fits.
 
@@ -60,9 +50,7 @@ def fastest(one: Arm, latency: float, sizes: Profile, limit: float | None = None
         limit: bytes of each accelerator; default: any.
     """
     strategy = one.strategy_for(STEPS)
-    result = clock.fastest(
-        strategy, one.num_stages, one.microbatches, lambda m: _costs(one, strategy, latency, sizes, m), limit
-    )
+    result = clock.fastest(strategy, one.num_stages, one.microbatches, lambda m: _costs(one, latency, sizes, m), limit)
     return None if result is None else (result[0].period, max(result[0].peak_bytes))
 
 
@@ -81,13 +69,11 @@ def leanest(one: Arm, latency: float, sizes: Profile) -> tuple[float, float]:
     return step
 
 
-def _costs(one: Arm, strategy: Strategy, latency: float, sizes: Profile, m: int) -> Costs:
+def _costs(one: Arm, latency: float, sizes: Profile, m: int) -> Costs:
     """Return costs with measured sizes, and the times of all other tables."""
     price = clock.costs(one, latency).split_in(m)
-    turns = [flows[0] for flows in flows_for(strategy, one.num_stages, m)]
-    costs = stage_costs(sizes.pieces[m], sizes.starts, turns)
     times = {name: getattr(price, name) for name in (*_TIMES, "latency", "overhead")}
-    return replace(costs, **times, update=0.0)
+    return replace(measured(one, sizes, m), **times, update=0.0)
 
 
 def main() -> None:
@@ -99,7 +85,7 @@ def main() -> None:
     limits: list[float] = []
     for one in track([local, *(other for other in arms if other != local)], "memory"):
         if (key := (one.head_blocks, one.extrapolate)) not in known:
-            known[key] = measure_sizes(one)
+            known[key] = measure(one, rounds=1)
         for latency in clock.LATENCIES:
             slots, size = leanest(one, latency, known[key])
             limits = limits or [size, 2 * size]

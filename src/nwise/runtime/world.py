@@ -283,7 +283,7 @@ class World(Processes):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Count a call that all ranks make outside of a step, so that none waits for a rank that has left."""
+        """Count a call that all ranks make outside a step: no rank should wait for one that has left."""
         self.watch.other_calls += 1
         with self.telling():
             yield

@@ -84,7 +84,6 @@ def best(
     >>> result.period, result.lower_bound, result.order, max(result.in_flight)
     (18.0, 18.0, 'skewed', 2)
     """
-    check_memory(memory)
     flows, ranks, ages = arrange(strategy, num_stages, num_microbatches, costs, placement, num_ranks)
     return best_order(flows, costs, ranks, ages, memory=memory)
 
