@@ -164,6 +164,8 @@ ARMS: tuple[Arm, ...] = (
     Arm("muon", "rotating-3", all_heads=True),
     Arm("muon", "hogwild", microbatches=1),
     Arm("adam", "hogwild", microbatches=1),
+    Arm("muon", "rotating-2"),
+    Arm("muon", "2-wise"),
     Arm("muon", "local", head_blocks=2),
     Arm("muon", "2-wise-mean", num_stages=4),
     Arm("muon", "rotating-2", all_heads=True, num_stages=4),
