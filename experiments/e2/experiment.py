@@ -17,10 +17,17 @@ from experiments.harness.search import TRIAL_SEED, Search, with_rate
 from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.recipes import ImageSource, Recipe, ResNet, recipe
 from nwise.schedule import Costs
-from nwise.strategies import Strategy, strategy
+from nwise.strategies import Credit, Heads, Strategy, strategy
 
 PAPER = ("end-to-end", "1-wise", "2-wise", "3-wise")
 BEYOND = ("2-wise-mean", "rotating-2", "geometric-0.5", "deep-supervision")
+_SUMS_OF_1 = Credit([[1 / (4 - stage) if stage <= loss else 0.0 for stage in range(4)] for loss in range(4)])
+# Checks of small size, with the strategy and the heads of each: does deep supervision owe its lead to larger gradients, and do
+# rotating blocks need heads that learn at every step?
+_CHECKS: dict[str, tuple[str, Heads]] = {
+    "deep-supervision, sums of 1": (_SUMS_OF_1.name, "all"),
+    "rotating-2, live heads": ("rotating-2", "live"),
+}
 # The paper's table, accuracy and one standard error over three seeds (ImageNet: one seed).
 PRINTED = {
     "cifar10": ("CIFAR-10, ResNet-32", ("95.20 (0.11)", "94.20 (0.09)", "95.05 (0.09)", "95.42 (0.06)")),
@@ -65,21 +72,27 @@ def costs(runs: Runs) -> Costs:
     return network_costs(model)
 
 
+def _methods(size: Size) -> tuple[str, ...]:
+    """Return all methods of a size."""
+    return (*PAPER, *BEYOND, *(_CHECKS if size == "small" else ()))
+
+
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: methods by seeds; ImageNet, as printed, has one seed.
 
     In medium size every method has its own rate, and one that has not been tried with all rates has no cells.
     """
-    rates = SEARCH.rates() if size == "medium" else dict.fromkeys((*PAPER, *BEYOND))
+    rates = SEARCH.rates() if size == "medium" else dict.fromkeys(_methods(size))
 
     def settings(source: str, rate: float | None) -> Recipe:
         return base(size, source) if rate is None else with_rate(base(size, source), rate)
 
     return [
-        Cell(method=method, recipe=replace(settings(source, rate), strategy=method, seed=seed, heads="all"))
+        Cell(method=method, recipe=replace(settings(source, rate), strategy=strategy, seed=seed, heads=heads))
         for source in (PRINTED if size == "full" else ["cifar10"])
         for seed in range(1 if source == "imagenet" else seeds)
         for method, rate in rates.items()
+        for strategy, heads in [_CHECKS.get(method, (method, "all"))]
     ]
 
 
@@ -98,6 +111,10 @@ def claims(runs: Runs) -> list[Claim]:
     if runs.source == "cifar10":  # on CIFAR-100 it is above, on ImageNet below, by more than a point
         claims.append(equal("2-wise equals end-to-end", "table 11", scores("2-wise"), scores("end-to-end"), within=1))
     claims += [greater(f"{method} above 2-wise", "ours", scores(method), scores("2-wise")) for method in BEYOND]
+    if runs.size == "small":
+        sums, live = map(scores, _CHECKS)
+        claims.append(greater("deep-supervision with sums of 1 above 2-wise", "ours", sums, scores("2-wise")))
+        claims.append(greater("rotating-2 with all heads above live heads", "ours", scores("rotating-2"), live))
     for method in ("2-wise", "3-wise"):
         more = 100 * (work(method, 4, costs(runs)) / work("end-to-end", 4, costs(runs)) - 1)
         text = f"{method} computes more in total than end-to-end, four stages, by what is multiplied"
@@ -111,6 +128,8 @@ def _priced(method: str) -> str | Strategy:
     All heads run. A head that trains no stage is a probe without a price, except with rotating blocks, where it learns for the
     turn in which it trains one.
     """
+    if method in _CHECKS:
+        return _CHECKS[method][0]
     return strategy(method, heads="all") if method == "rotating-2" else method
 
 
@@ -122,7 +141,7 @@ def tables(runs: Runs) -> str:
     honest = costs(runs)
     beyond = [
         [m, runs.shown(accuracy, m), slots_text(_priced(m), 4, honest), slots_text(_priced(m), 4, honest, _LEAN)]
-        for m in (*PAPER, *BEYOND)
+        for m in _methods(runs.size)
     ]
     note = (
         f"Slots are forwards of a mini-batch through a stage. {describe_costs(honest)} Accuracy at equal time is E4's: rates "

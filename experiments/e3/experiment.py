@@ -6,13 +6,19 @@ from pathlib import Path
 
 from experiments.e2 import experiment as e2
 from experiments.harness import markdown
+from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, equal, greater, mean_by_seed, slope
-from experiments.harness.experiment import Result
+from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import accuracy_of_heads
 from experiments.harness.runs import Runs, head_accuracy
 from experiments.harness.trained import Parts, Trained
 
 _METHODS = (*e2.PAPER, *e2.BEYOND)
+
+
+def cells(size: Size, seeds: int) -> list[Cell]:
+    """Return the cells of E2 that are shown."""
+    return [cell for cell in e2.cells(size, seeds) if cell.method in _METHODS]
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -53,7 +59,7 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e3",
     "E3, the accuracy of every head",
-    Parts(cells=e2.cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
     [Result(6, "figure: accuracy of every head (E3)", "figure 6")],
     owner="e2",
 )
