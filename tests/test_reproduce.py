@@ -51,6 +51,7 @@ from nwise.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, 
 from nwise.recipes import recipe as recipe_of
 from nwise.schedule import PAPER, paper_time
 from nwise.schedule.costs import TRANSFORMER
+from nwise.strategies import strategy
 from nwise.training import Trainer, rate_factor
 
 TINY = Recipe(
@@ -533,6 +534,17 @@ def test_e2_e3_and_e5_of_made_up_records(tmp_path: Path) -> None:
     verdicts = {claim.text: claim.verdict for claim in EXPERIMENTS["e3"].claims(Job(folder=tmp_path))}
     assert verdicts["the last head of 2-wise is above that of 1-wise"] == "holds"
     assert {claim.verdict for claim in EXPERIMENTS["e5"].claims(Job(folder=tmp_path))} == {"holds"}
+
+
+def test_checks_of_e2_differ_in_one_setting() -> None:
+    cells = {cell.method: cell for cell in e2.cells("small", 1)}
+    sums, deep = cells["deep-supervision, sums of 1"], cells["deep-supervision"]
+    assert sums.recipe == dataclasses.replace(deep.recipe, strategy=sums.recipe.strategy)
+    twelfths = [[3, 0, 0, 0], [3, 4, 0, 0], [3, 4, 6, 0], [3, 4, 6, 12]]
+    assert strategy(sums.recipe.strategy).credit(4).tolist() == [[n / 12 for n in row] for row in twelfths]
+    live, rotating = cells["rotating-2, live heads"], cells["rotating-2"]
+    assert live.recipe == dataclasses.replace(rotating.recipe, heads="live")
+    assert len(e2.cells("medium", 1)) == len(cells) - 2
 
 
 def test_e4_of_made_up_records(tmp_path: Path) -> None:

@@ -143,11 +143,22 @@ def tables(runs: Runs) -> str:
     quality = markdown.table(["test perplexity per token", *markdown.stages(_STAGES)], rows)
     rows = [[m, *(_slots(m, a, clocks(runs, a)["honest"]) for a in _STAGES)] for m in PAPER]
     times = markdown.table(["slots a step: paper's costs, honest costs (M)", *markdown.stages(_STAGES)], rows)
-    return "\n\n".join([quality, times, "## Four stages: equal steps, equal time, equal memory", _four(runs)])
+    four = ["## Four stages: equal steps, equal time, equal memory", _four(runs)]
+    return "\n\n".join([quality, times, *four, "## Steps of the paper's networks", _printed()])
 
 
 def _slots(method: str, stages: int, honest: Costs) -> str:
     return f"{step_time(method, stages, PAPERS_COSTS).slots:g}, {slots_text(method, stages, honest)}"
+
+
+def _printed() -> str:
+    """Return slots a step of the paper's sizes by honest costs; no runs are needed."""
+    model = _base("full")[1]
+    counts = (4, 8, 16)
+    costs = {count: network_costs(model, count) for count in counts}
+    rows = [[method, *(slots_text(method, count, costs[count]) for count in counts)] for method in (*PAPER, "2-wise")]
+    table = markdown.table(["slots a step, honest costs (M)", *markdown.stages(counts)], rows)
+    return f"{table}\n\nFour stages: {describe_costs(costs[4])}"
 
 
 def _four(runs: Runs) -> str:

@@ -20,6 +20,7 @@ from experiments.frontier import clock
 from experiments.frontier.arms import COMPARED, STEPS, Arm, arm
 from experiments.harness import markdown
 from experiments.harness.cell import Record, revision
+from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
 from nwise._machine import machine
 from nwise._records import json_line, write_text
@@ -78,22 +79,30 @@ def main(rounds: int = 5) -> None:
     write_text(RECORDS, "".join(map(json_line, records)))
 
 
-def tables() -> str:
-    """Return the slots of a step by assumed and by measured costs."""
+def tables(runs: Runs) -> str:
+    """Return the slots of a step by assumed and by measured costs, and the losses at equal time by the measured ones."""
     records = list(Store(RECORDS).read())
+    ends = next(record["slots"] for record in records if record["arm"] == "muon local")
     rows = []
     for record in records:
         one = arm(record["arm"])
         assumed = [clock.total(one, latency) / STEPS for latency in clock.LATENCIES]
-        rows.append([one.label, *(f"{round(slots, 6):.2f}" for slots in (*assumed, *record["slots"]))])
-    headings = [f"{kind}, latency {latency:g}" for kind in ("assumed", "measured") for latency in clock.LATENCIES]
+        losses = [
+            runs.shown(loss_at(min(STEPS, STEPS * end / slots)), one.run_name, digits=3)
+            for end, slots in zip(ends, record["slots"], strict=True)
+        ]
+        rows.append([one.label, *(f"{round(slots, 6):.2f}" for slots in (*assumed, *record["slots"])), *losses])
+    headings = [
+        f"{kind}, latency {latency:g}" for kind in ("assumed", "measured", "loss") for latency in clock.LATENCIES
+    ]
     parts, place = records[-1]["parts"], records[-1]["machine"]
     sizes = ", ".join(f"{name.replace('_', ' ')} {parts[name]:.2f}" for name in _PARTS)
     return "\n\n".join(
         [
             markdown.table(["slots a step", *headings], rows),
-            f"Measured with one thread of {place['processor']}: a slot, the forward of a mean stage, takes "
-            f"{records[-1]['slot_ms']:.1f} ms without micro-batches. In slots, mean over stages, local training: {sizes}.",
+            "Losses in nats at equal time, by measured costs. Measured with one thread of "
+            f"{place['processor']}: a slot, the forward of a mean stage, takes {records[-1]['slot_ms']:.1f} ms without "
+            f"micro-batches. In slots, mean over stages, local training: {sizes}.",
         ]
     )
 

@@ -20,15 +20,19 @@ _POINTS = 60
 # Colour and line of every arm that is drawn, by its label. The colour is the credit and the line the delay, or the variant.
 _LOOKS = {
     "end-to-end": (COLOURS[0], "-"),
+    "end-to-end-delay-1": (COLOURS[0], (0, (1, 3))),
     "end-to-end-delay-1, extrapolated": (COLOURS[0], "--"),
     "end-to-end-delay-2, extrapolated": (COLOURS[0], "-."),
     "end-to-end-delay-4": (COLOURS[0], ":"),
+    "end-to-end-delay-4, extrapolated": (COLOURS[0], (0, (6, 1, 1, 1, 1, 1))),
     "deep-supervision": (COLOURS[5], "-"),
     "local": (COLOURS[1], "-"),
     "local, heads of 1": (COLOURS[1], "--"),
+    "2-wise": (COLOURS[2], "-."),
     "2-wise-mean": (COLOURS[2], "-"),
     "2-wise-mean-delay-1, extrapolated": (COLOURS[2], "--"),
     "3-wise-mean": (COLOURS[3], "-"),
+    "rotating-2": (COLOURS[4], "--"),
     "rotating-2, all heads": (COLOURS[4], "-"),
     "rotating-2-microbatch, all heads": (COLOURS[4], ":"),
     "rotating-3, all heads": (COLOURS[4], "-."),
@@ -38,13 +42,16 @@ _LOOKS = {
     "local@quarter,2-wise-mean@half,end-to-end": (COLOURS[6], "--"),
     "hogwild": (COLOURS[5], ":"),
 }
-# Families of credit and delay: exact, delayed, N-wise, rotating, local.
+# Families of credit and delay.
 _FAMILIES = (
     ("end-to-end",),
-    ("end-to-end-delay-1, extrapolated", "end-to-end-delay-2, extrapolated", "end-to-end-delay-4"),
-    ("2-wise-mean", "2-wise-mean-delay-1, extrapolated", "2-wise-mean, heads of 1", "3-wise-mean"),
-    ("rotating-2, all heads", "rotating-2-microbatch, all heads", "rotating-3, all heads"),
+    tuple(name for name in _LOOKS if name.startswith("end-to-end-delay")),
+    ("deep-supervision", "geometric-0.5"),
+    ("2-wise", "2-wise-mean", "2-wise-mean-delay-1, extrapolated", "2-wise-mean, heads of 1", "3-wise-mean"),
+    tuple(name for name in _LOOKS if name.startswith("rotating")),
     ("local", "local, heads of 1"),
+    tuple(name for name in _LOOKS if "@" in name),
+    ("hogwild",),
 )
 _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
 
@@ -109,19 +116,20 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
 
 @styled
 def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
-    """Draw test loss against time at both latencies, for the arm of each family with the lowest mean at the end.
+    """Draw test loss against work, and time at both latencies, for the arm of each family with the lowest mean at the end.
 
     Args:
         runs: the records.
         arms: the arms, all of which have runs.
         path: of the figure.
     """
-    figure, panels = make_panels(len(clock.LATENCIES), width=4.6, height=4.2, share=True)
-    for axes, latency in zip(panels, clock.LATENCIES, strict=True):
-        stop = min(clock.total(one, latency) for one in arms)
+    shown = [(heading, *axis) for heading, axis in _AXES.items() if heading != "equal steps"]
+    figure, panels = make_panels(len(shown), width=4.2, height=4.2, share=True)
+    for axes, (heading, unit, steps_done, end) in zip(panels, shown, strict=True):
+        stop = min(end(one) for one in arms)
 
-        def at(one: Arm, time: float, latency: float = latency) -> dict[int, float]:
-            return dict(runs.scores(loss_at(clock.steps_done(one, time, latency)), one.run_name))
+        def at(one: Arm, x: float, steps_done: Callable[[Arm, float], float] = steps_done) -> dict[int, float]:
+            return dict(runs.scores(loss_at(steps_done(one, x)), one.run_name))
 
         for family in _FAMILIES:
             members = [one for one in arms if one.label in family]
@@ -134,11 +142,11 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
             colour, line = _LOOKS[best.label]
             axes.plot(xs, ys, color=colour, linestyle=line, label=best.label, lw=1.8)
             axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
-        axes.set(title=f"latency {latency:g}", xlabel="slots")
+        axes.set(title=heading, xlabel=unit)
         axes.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("test loss, nats a byte")
-    end = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
-    panels[0].set_ylim(end - 0.03, end + 1.0)
+    lowest = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
+    panels[0].set_ylim(lowest - 0.03, lowest + 1.0)
     figure.suptitle("Best of each family, eight stages, Muon: mean and 95 % interval")
     figure.savefig(path, dpi=150)
 

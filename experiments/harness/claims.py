@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan, sqrt
 from statistics import mean, stdev
@@ -261,6 +261,25 @@ def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
     corrected = "–" if claim.seeds < 2 else verdict if stays else "undecided"
     verdict += seeds_text(claim)
     return claim.text, claim.source, claim.wanted, effect, between, claim.seeds or "–", verdict, corrected
+
+
+def differences(
+    headings: Sequence[str], rows: Iterable[tuple[str, Sequence[tuple[Seeds, Seeds]]]], digits: int = 3
+) -> str:
+    """Return a table in Markdown of mean paired differences that no claim is about: without verdicts and Holm's correction.
+
+    Args:
+        headings: of the columns.
+        rows: the text of each row, and both values by seed for each column.
+        digits: after the point.
+    """
+
+    def cell(first: Seeds, second: Seeds) -> str:
+        effect, low, high, seeds = interval(first, second)
+        number = f"{effect:+.{digits}f}"
+        return "–" if not seeds else number if seeds == 1 else f"{number} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+    return markdown.table(headings, ([text, *(cell(*pair) for pair in pairs)] for text, pairs in rows))
 
 
 def seeds_text(claim: Claim) -> str:

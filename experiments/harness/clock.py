@@ -25,7 +25,7 @@ from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import TRANSFORMER, prices
 from nwise.strategies import Strategy
 
-_SIZES = (1, 2, 4, 8, 16)  # M; more are of use only to longer pipelines than the experiments have
+_SIZES = (1, 2, 4, 8, 16, 32)  # M; more are of use only to longer pipelines than the experiments have
 
 
 @dataclass(frozen=True, slots=True)
