@@ -434,7 +434,7 @@ def test_text_files_are_read_and_single_files_are_cut(tmp_path: Path) -> None:
 def test_empty_text_error_names_file_and_row(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("one\n\nthree\n")
     (tmp_path / "heldout.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match=r"train.txt, row 1, should hold a sentence. Found none; remove the row"):
+    with pytest.raises(ValueError, match=r"train.txt, row 1, should hold a text. Found ''; remove the row, or set"):
         load_text(str(tmp_path), sentences=True)
     with pytest.raises(ValueError, match=r"heldout.txt should hold text. Found 2 empty rows"):
         load_text(str(tmp_path))

@@ -10,17 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 import nwise
-from nwise.flow import find_flow
+from nwise.data.images import _decode
+from nwise.data.text import load_text
+from nwise.flow import find_flow, flows_for
 from nwise.microbatch import Batch
-from nwise.recipes import Adam
+from nwise.recipes import Adam, Recipe, Sgd
+from nwise.schedule import Costs, Kind, baseline, best, simulate, validate
+from nwise.schedule.methods import time_methods
+from nwise.schedule.named import named_schedule
+from nwise.schedule.placement import make_placement
 from nwise.training import make_optimizer, save_tensors
+from nwise.training.calibrate import Seen, Work, calibrate
 from nwise.training.clip import Clip, squared_norm
 
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -564,3 +573,110 @@ def test_losses_of_two_precisions_keep_theirs() -> None:
     losses = {(0, 0): torch.tensor(1.0, dtype=torch.bfloat16), (1, 0): torch.tensor(1.0236), (2, 0): torch.tensor(2)}
     batch = Batch([], [], [[1.0] * 4], seed=0, losses=losses)
     assert batch.mean_losses(4).tolist() == pytest.approx([1.0, 1.0236, 2.0, float("nan")], nan_ok=True, abs=1e-6)
+
+
+def test_loss_without_a_counted_term_has_not_diverged() -> None:
+    """With all targets of its micro-batches ignored, a loss was nan, and the warning advised a lower rate."""
+    target = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    pipe = three("rotating-2-microbatch", num_microbatches=4)
+    target[[0, 1, 4, 5]] = -100
+    losses = pipe.step(torch.linspace(-1, 1, 64).view(8, 8), target=target)
+    assert losses.isnan().any()
+    assert losses.diverged == ()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in pipe.parameters())
+
+
+def test_a_seed_of_numpy_draws_what_the_integer_draws() -> None:
+    """It drew other numbers, and a checkpoint with it could not be written."""
+
+    def loss(seed: Any) -> Tensor:
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Dropout(), nn.Linear(8, 3))]
+        return nwise.Pipeline(stages, strategy="end-to-end", seed=seed).step(X, target=Y)
+
+    assert torch.equal(loss(np.int64(3)), loss(3))
+
+
+@pytest.mark.parametrize("stage", [2, 9])
+def test_head_of_the_last_stage_is_refused(stage: int) -> None:
+    """The step trained through it, and `forward` and `evaluate` left it out."""
+    pipe = three("2-wise")
+    pipe.heads[stage] = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=rf"Found one of stage {stage} with 3 stages; make it a part of the last"):
+        pipe.step(X, target=Y)
+
+
+def test_synchronised_batch_norm_is_not_deferred() -> None:
+    """It became one that no longer synchronises, without a word."""
+    with pytest.raises(ValueError, match="Found SyncBatchNorm, which has its own"):
+        nwise.defer_batchnorm(nn.Sequential(nn.SyncBatchNorm(3)))
+
+
+def test_drops_are_not_ignored_on_a_plateau() -> None:
+    with pytest.raises(ValueError, match=r"`drops` should be empty with `plateau_epochs`.* Found \(0.5,\); set one"):
+        Sgd(drops=(0.5,), plateau_epochs=5)
+
+
+def test_switches_within_an_epoch() -> None:
+    """The name was checked as if an epoch had one step, so both switches came at step 1."""
+    mixed = Recipe(strategy="local@0.2epochs,2-wise@0.4epochs,end-to-end")
+    assert [first for first, _ in mixed.strategy_for(22).phases()] == [0, 4, 9]
+    with pytest.raises(ValueError, match="A second switch should come after the first"):
+        Recipe(strategy="local@0.4epochs,2-wise@0.2epochs,end-to-end")
+
+
+def test_warning_of_pillow_does_not_spoil_an_image(tmp_path: Path) -> None:
+    """Photos with damaged EXIF data, of which ImageNet has some, were called unreadable."""
+    picture, facts = Image.new("RGB", (4, 4), (9, 9, 9)), Image.Exif()
+    facts[0x010E] = "x" * 40
+    picture.save(tmp_path / "photo.jpg", exif=facts.tobytes()[:-20])
+    with pytest.warns(UserWarning, match="Truncated File Read"):
+        assert _decode({"bytes": (tmp_path / "photo.jpg").read_bytes()}, "row 0").shape == (3, 4, 4)
+
+
+def test_interleaved_order_of_uneven_stages() -> None:
+    """Five stages on two ranks ended in a deadlock."""
+    flows = flows_for(nwise.NWise(2), 5, 2)
+    validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), (0,) * 5, Costs(1, 0, 1, 1)))
+
+
+def test_jitter_keeps_stages_back() -> None:
+    """With jitter a stage began its next forward before the stage above had taken the activation."""
+    costs = Costs([1, 3, 1], 0, 1, 1, latency=0.1)
+    timeline = simulate(
+        best("local", num_stages=3, num_microbatches=2, costs=costs).schedule, costs, cycles=30, jitter=0.5
+    )
+    starts = {
+        (event.batch, event.action.stage, event.action.microbatch): event.start
+        for event in timeline.events
+        if event.action.kind is Kind.FORWARD
+    }
+    pairs = [(start, starts[b - 1, k + 1, m]) for (b, k, m), start in starts.items() if b and k < 2]
+    assert len(pairs) > 100
+    assert all(start >= taken - 1e-9 for start, taken in pairs)
+
+
+def test_memory_by_rank_and_numbers_of_micro_batches_are_checked() -> None:
+    costs = Costs(1, 0.5, 1, 1)
+    with pytest.raises(ValueError, match=r"`memory` should be one number, or one for each of 4 ranks. Found \[3.0"):
+        baseline("1f1b", num_stages=4, num_microbatches=4, costs=costs, memory=[3.0, 3.0, 3.0])
+    with pytest.raises(ValueError, match=r"`microbatches` should be an integer of at least 1. Found 0"):
+        time_methods(lambda flows, m: costs, 4, microbatches=(0,))
+    assert make_placement(list(np.array([0, 1, 1])), 3, 2) == (0, 1, 1)
+
+
+def test_numbers_are_no_text(tmp_path: Path) -> None:
+    """A column of numbers called `text` ended in a traceback."""
+    for split in ("train", "heldout"):
+        datasets.Dataset.from_dict({"text": [1, 2, 3]}).to_parquet(str(tmp_path / f"{split}.parquet"))
+    with pytest.raises(ValueError, match=r"row 0, should hold a text. Found 1; remove the row\."):
+        load_text(str(tmp_path))
+
+
+def test_confidence_that_is_no_number_turns_no_exit_off() -> None:
+    seen = Seen(
+        (0, 1), torch.rand(100, 2, generator=torch.Generator().manual_seed(0)), torch.ones(100, 2, dtype=torch.bool)
+    )
+    expected = calibrate(seen, Work([1, 1], {0: 0}), 0.5)
+    seen.confidence[0, 0] = torch.nan
+    assert expected.keys() == calibrate(seen, Work([1, 1], {0: 0}), 0.5).keys() == {0}

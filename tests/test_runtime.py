@@ -229,9 +229,16 @@ def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:
                     assert numbers == pytest.approx(expected[what][name], rel=1e-4, abs=1e-6), (settings, what, name)
     # Replicas once left out only what was not finite in their own part, and went apart.
     for stage in range(2):
-        one, other = (found[2 * stage + replica][-1] for replica in range(2))
+        one, other = (found[2 * stage + replica][-2] for replica in range(2))
         assert one == other
         assert one["left"] == [True, False, True]
+    # Deferred batch norm once moved the statistics of each replica by its own part.
+    one, other = (found[replica][-1] for replica in range(2))
+    assert one == other
+    expected = mesh.statistics(alone=True)
+    assert one.keys() == expected.keys() == {"stages.0.1.running_mean", "stages.0.1.running_var"}
+    for name, numbers in one.items():
+        assert numbers == pytest.approx(expected[name], rel=1e-5), name
 
 
 def test_replica_all_reduce_overlaps_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

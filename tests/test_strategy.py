@@ -124,7 +124,7 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.Credit([[1, 2], [0, 1]]), r"zero above the diagonal.*matrix\[0\]\[1\] = 2.0; set it to 0"),
         (lambda: nwise.Credit([[float("nan")]]), r"finite numbers"),
         (lambda: nwise.Credit([[1.0]]).credit(2), r"each of the 2 stages. Found 1"),
-        (lambda: nwise.Switch(0), r"at least 1. Found `at = 0`"),
+        (lambda: nwise.Switch(0), r"`at` should be an integer of at least 1. Found 0"),
         (lambda: nwise.Switch(3, before=nwise.Switch(2)), r"should not be a `Switch`"),
         (lambda: nwise.Switch(3, after=nwise.Switch(2)), r"after the first at 3. Found `at = 2`"),
         (lambda: nwise.Hogwild(nwise.Hogwild()), r"Found 'hogwild'; put `Hogwild` inside `Switch`"),

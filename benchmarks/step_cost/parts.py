@@ -27,7 +27,7 @@ from nwise.tensors import as_tuple
 
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "random numbers by stage and step": {"nwise.stage._draw_from": lambda *_: None, "nwise.stage.derive": lambda *_: 0},
+    "random numbers by stage and step": {"nwise.stage.seed_all": lambda *_: None, "nwise.stage.derive": lambda *_: 0},
     "restoring after an error": {"nwise.pipeline.restored_on_error": lambda *_: nullcontext()},
     "changes of modules and parameters between steps": {"nwise.pipeline.Pipeline._survey": lambda pipe: []},
     "changes in place, and what stages return": {

@@ -43,7 +43,16 @@ class HeadDict(nn.ModuleDict):
         return super().__contains__(str(stage))
 
     def by_stage(self, num_stages: int) -> list[nn.Module | None]:
-        """Return the head of each stage, None for a stage without one."""
+        """Return the head of each stage, None for a stage without one, as the last.
+
+        Raises:
+            ValueError: the last stage has a head, or a stage that does not exist.
+        """
+        if others := self._modules.keys() - set(map(str, range(num_stages - 1))):
+            raise ValueError(
+                "`heads` should belong to stages before the last, whose output goes to the loss. Found one of stage "
+                f"{min(others)} with {num_stages} stages; make it a part of the last stage."
+            )
         return [self._modules.get(str(k)) for k in range(num_stages)]
 
     def get(self, stage: int) -> nn.Module | None:

@@ -7,15 +7,16 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _NormBase
 
 from nwise.batchnorm import DeferredBatchNorm
 
-_STATEFUL = (_NormBase, torch.jit.ScriptModule)
-
 
 @contextmanager
-def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
+def restored_on_error(
+    modules: Sequence[nn.Module], parameters: Iterable[Tensor], replicas: ProcessGroup | None = None
+) -> Iterator[None]:
     """Run the body as a whole or not at all: move deferred statistics after it; restore gradients and statistics if it raises.
 
     A gradient that is None costs nothing to keep, so a loop that sets gradients to None between steps pays only for the
@@ -24,18 +25,21 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     Args:
         modules: all modules that the body runs.
         parameters: parameters to whose gradients it adds.
+        replicas: the group of the modules' replicas, whose statistics move together; default: none.
     """
     # Autograd adds to a gradient in place, so the tensor and its values are both kept.
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
     deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
     for norm in deferred:
         norm.discard()  # drops statistics of inference in training mode
-    norms = [module for module in modules if isinstance(module, _STATEFUL) and _moves_statistics(module)]
+    # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
+    moving = (m for m in modules if m.training and (not isinstance(m, _NormBase) or m.track_running_stats))
+    norms = [m for m in moving if isinstance(m, _NormBase | torch.jit.ScriptModule)]
     buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
     try:
         yield
         for norm in deferred:
-            norm.commit()
+            norm.commit(replicas)
     except BaseException:
         with torch.no_grad():
             for parameter, gradient, values in gradients:
@@ -47,8 +51,3 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
         for norm in deferred:
             norm.discard()
         raise
-
-
-def _moves_statistics(module: nn.Module) -> bool:
-    # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
-    return module.training and (not isinstance(module, _NormBase) or module.track_running_stats)

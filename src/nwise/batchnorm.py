@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -62,8 +64,14 @@ class DeferredBatchNorm(_BatchNorm):
         self._sums.zero_()
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Move the running statistics by the statistics collected since the last call."""
+    def commit(self, replicas: ProcessGroup | None = None) -> None:
+        """Move the running statistics by the statistics collected since the last call.
+
+        Args:
+            replicas: the group of the module's replicas, each of which has a part of the mini-batch; default: none.
+        """
+        if replicas is not None:
+            dist.all_reduce(self._sums, group=replicas)
         count, total, squares = float(self._sums[0, 0]), self._sums[1], self._sums[2]
         if not count:
             return
@@ -115,7 +123,7 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
 
 
 def _deferred(norm: nn.Module) -> DeferredBatchNorm:
-    if not norm.forward.__module__.startswith("torch.nn.modules."):
+    if isinstance(norm, nn.SyncBatchNorm) or not norm.forward.__module__.startswith("torch.nn.modules."):
         raise ValueError(
             f"Batch norms to defer should use the forward of torch's batch norm. Found {type(norm).__name__}, which has its own; "
             "split it into a batch norm and the rest, or train without `defer_batchnorm`."

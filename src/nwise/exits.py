@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nwise._arguments import HeadDict
 from nwise.microbatch import batch_size
-from nwise.runtime.processes import Alone, Processes
+from nwise.runtime.processes import Processes
 from nwise.tensors import Tensors, as_inputs, call, each, run_module, unchanged
 
 # One output for every stage; None where the head is missing or was not requested.
@@ -157,7 +157,7 @@ class EarlyExit(nn.Module):
     def answers(self, *inputs: Tensor, **named: Tensor) -> Answers:
         """Return the outputs, the stages at which the samples left, and how sure they were."""
         given = as_inputs(inputs, named, "The input")
-        return answer(self.stages, self.heads, given, self.thresholds, Alone(len(self.stages)), None)
+        return answer(self.stages, self.heads, given, self.thresholds, Processes(len(self.stages)), None)
 
 
 def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:

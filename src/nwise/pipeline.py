@@ -113,7 +113,7 @@ class Pipeline(OldNames, nn.Module):
         schedule = None if schedule is None else check_order(schedule)
         rule, self._compression = parse(strategy), parse_compression(compress)
         self.processes = join(len(given), ranks, mesh, timeout)
-        self.seed = torch.initial_seed() if seed is None else seed
+        self.seed = torch.initial_seed() if seed is None else index(seed)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
         shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
@@ -276,7 +276,7 @@ class Pipeline(OldNames, nn.Module):
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
-        with restored_on_error(modules, learns), preserved(engine.device):
+        with restored_on_error(modules, learns, processes.replicas_group()), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
         losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
@@ -284,7 +284,7 @@ class Pipeline(OldNames, nn.Module):
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(losses, {k for k, _ in batch.losses}, processes.here)
+        result = Losses(losses, {k for k, share in self.loss_shares.items() if share}, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result

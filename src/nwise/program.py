@@ -52,7 +52,7 @@ class Program:
     def flows(self, now: Strategy, num_microbatches: int, heads: HeadDict) -> Flows:
         """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
         size = len(self._processes.placement)
-        present = [*(head is not None for head in heads.by_stage(size - 1)), True]
+        present = [*(head is not None for head in heads.by_stage(size)[:-1]), True]
         return flows_for(now, size, num_microbatches, trainable=self._trainable, heads=present)
 
     def flows_from(self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> Iterator[Flow]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -24,8 +24,7 @@ def generator(*names: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(*names))
 
 
-@contextmanager
-def preserved(device: torch.device | None = None) -> Iterator[list[torch.Generator]]:
+def preserved(device: torch.device | None = None) -> AbstractContextManager[None]:
     """Restore the global generators after the body, however much it draws from them.
 
     The generators belong to the process. A thread that draws meanwhile disturbs the body's numbers, and draws the same numbers
@@ -33,26 +32,20 @@ def preserved(device: torch.device | None = None) -> Iterator[list[torch.Generat
 
     Args:
         device: GPU whose generator to include; default: the CPU's only.
-
-    Yields:
-        The global generators.
     """
-    generators = [torch.default_generator]
+    return torch.random.fork_rng([device] if device is not None and device.type == "cuda" else [])
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Seed the global generators of the CPU and of a GPU."""
+    torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generators.append(torch.cuda.default_generators[index])
-    states = [g.get_state() for g in generators]
-    try:
-        yield generators
-    finally:
-        for g, state in zip(generators, states, strict=True):
-            g.set_state(state)
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed the global generators for the body and restore them after it; see `preserved`."""
-    with preserved(device) as generators:
-        for g in generators:
-            g.manual_seed(seed)
+    with preserved(device):
+        seed_all(seed, device)
         yield

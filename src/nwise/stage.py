@@ -31,11 +31,11 @@ from nwise.flow import StageFlow
 from nwise.kept import Kept, keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
-from nwise.randomness import derive
+from nwise.randomness import derive, seed_all
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.tensors import Tensors, as_argument, as_leaves, call, each, run_unchanged, unchanged
-from nwise.versions import check_names_used, copy_parameters, move_gradients, run_with, with_tensors
+from nwise.versions import check_names_used, copy_parameters, holding, move_gradients
 
 LossFn = Callable[..., Tensor]
 # One gradient per output of a stage; None stands for zero.
@@ -176,10 +176,10 @@ class Stage:
 
     def _outputs(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
         """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
-        function = with_tensors(self.module, replaced, self._name) if replaced else self.module
         self._draw("stage", tape, tape.inputs)
-        with _NOTHING_ELSE if tape.has_graph else torch.no_grad():
-            outputs = run_unchanged(function, tape.inputs, self._name)
+        held = holding(self.module, replaced, self._name) if replaced else _NOTHING_ELSE
+        with held, _NOTHING_ELSE if tape.has_graph else torch.no_grad():
+            outputs = run_unchanged(self.module, tape.inputs, self._name)
         # A graph must not use a present parameter instead of its old version; look once for each set of them.
         if tape.versions is not None and tape.has_graph and self._checked != set(self.learns):
             check_names_used(outputs, self.learns, self.module, self._name)
@@ -187,9 +187,9 @@ class Stage:
         return outputs
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
-        """Seed the random numbers of the stage or its head."""
+        """Seed the random numbers of the stage or its head; `Pipeline.step` restores them once for all stages."""
         # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
-        _draw_from(derive(tape.batch.seed, what, self.index, tape.batch.first + tape.microbatch), inputs[0].device)
+        seed_all(derive(tape.batch.seed, what, self.index, tape.batch.first + tape.microbatch), inputs[0].device)
 
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
@@ -239,24 +239,25 @@ class Stage:
         tape.passes_left -= 1
         again = tape.passes_left > 0
         inputs, weights = kind is not Kind.WEIGHT_GRAD, kind is not Kind.INPUT_GRAD
-        walk = add_gradients if tape.versions is None else partial(run_with, self.module, tape.versions, add_gradients)
-        if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-            tape.kept.replay(partial(walk, retain_graph=again))
-            tape.kept = None
-        else:
-            # An I and a later W that start from one cotangent share the walk.
-            keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
-            learns = self._leaves(tape) if weights or keeps else []
-            leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-            seeds = _mix(tape, message)
-            pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
-            outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
-            if pairs and keeps:
-                with keep(outputs, cotangents, leaves, learns) as tape.kept:
-                    if leaves:
-                        walk(outputs, cotangents, leaves, retain_graph=True)
-            elif pairs and (learns or leaves):
-                walk(outputs, cotangents, learns + leaves, retain_graph=again)
+        # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
+        with _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name):
+            if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
+                tape.kept.replay(partial(add_gradients, retain_graph=again))
+                tape.kept = None
+            else:
+                # An I and a later W that start from one cotangent share the walk.
+                keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
+                learns = self._leaves(tape) if weights or keeps else []
+                leaves = [x for x in tape.inputs if inputs and x.requires_grad]
+                seeds = _mix(tape, message)
+                pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
+                outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
+                if pairs and keeps:
+                    with keep(outputs, cotangents, leaves, learns) as tape.kept:
+                        if leaves:
+                            add_gradients(outputs, cotangents, leaves, retain_graph=True)
+                elif pairs and (learns or leaves):
+                    add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
@@ -278,13 +279,6 @@ class Stage:
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors}
-
-
-def _draw_from(seed: int, device: torch.device) -> None:
-    """Seed the global generators; `Pipeline.step` puts them back at its end, once for all stages."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def add_gradients(
@@ -337,8 +331,7 @@ def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
 
 def _mix(tape: Tape, message: int | None) -> Cotangents:
     """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W."""
-    cotangent = tape.flow.weights if message is None else tape.flow.messages[message]
-    assert cotangent is not None
+    cotangent = tape.flow.cotangent(message)
     sources = [(cotangent.own, tape.own)] if cotangent.own else []
     sources += [(weight, tape.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
     return tuple(

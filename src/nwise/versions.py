@@ -10,17 +10,15 @@ w[s] are the parameters in step s::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from nwise.kept import leaves_first
 from nwise.tensors import Tensors
-
-Result = TypeVar("Result")
 
 
 def copy_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -28,8 +26,10 @@ def copy_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
 
 
-def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Callable[..., Any]:
-    """Return a function that runs a module with these parameters and buffers instead of its own.
+def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> AbstractContextManager[None]:
+    """Let a module hold these parameters and buffers instead of its own while the body runs.
+
+    A backward pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
 
     Args:
         module: the module.
@@ -38,28 +38,20 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], name: str) ->
 
     Raises:
         ValueError: the module is TorchScript, whose tensors cannot be replaced.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> with holding(layer, {"weight": torch.ones(1, 1)}, "the layer"):
+    ...     layer(torch.full((1, 1), 3.0)).item()
+    3.0
     """
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(
             f"{name.capitalize()} should not be TorchScript when it runs with replaced parameters or buffers, as under a "
             "delay or with `recompute`. Found a scripted module; pass the original module."
         )
-    return lambda *inputs, **named: functional_call(module, dict(tensors), inputs, named)
-
-
-def run_with(
-    module: nn.Module, tensors: Mapping[str, Tensor], function: Callable[..., Result], *arguments: Any, **named: Any
-) -> Result:
-    """Call a function while a module holds these parameters instead of its own.
-
-    A backward pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
-
-    >>> layer = nn.Linear(1, 1, bias=False)
-    >>> run_with(layer, {"weight": torch.ones(1, 1)}, layer, torch.full((1, 1), 3.0)).item()
-    3.0
-    """
-    replaced = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    return functional_call(_Around(module), replaced, (function, *arguments), named)
+    return _reparametrize_module(
+        module, dict(tensors), tie_weights=True
+    )  # `torch.func.functional_call` without the call
 
 
 def move_gradients(versions: Mapping[str, Tensor], module: nn.Module, name: str) -> None:
@@ -99,14 +91,3 @@ def check_names_used(outputs: Tensors, present: Sequence[Tensor], module: nn.Mod
                 f"versions. Found a use of {used!r} in another way, such as by a list of parameters; use an "
                 "`nn.ParameterList`, or the attribute itself."
             )
-
-
-class _Around(nn.Module):
-    """Calls a function; holds a module so `functional_call` can replace the module's parameters meanwhile."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        return function(*arguments, **named)

@@ -75,6 +75,16 @@ def left_out(num_stages: int) -> Any:
     return closed(pipe, {"left": left, "values": values(pipe)})
 
 
+def statistics(*, alone: bool = False) -> Any:
+    """Running statistics of deferred batch norm in two replicas; or alone, with two micro-batches."""
+    torch.manual_seed(0)
+    stages = [nwise.defer_batchnorm(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))), nn.Linear(6, 4)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.cross_entropy, "end-to-end", 1 + alone, seed=1).to(DEVICE)
+    for x, y in batches(3):
+        pipe.step(x, target=y)
+    return closed(pipe, {name: b.tolist() for name, b in pipe.named_buffers() if "running" in name})
+
+
 def tensor_parallel(*, alone: bool = False) -> Any:
     """Two stages, each cut in two."""
     torch.manual_seed(0)
@@ -101,6 +111,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     start()
     if sys.argv[2] == "dp":
-        write([*(replicas(*case) for case in CASES), left_out(2)])
+        write([*(replicas(*case) for case in CASES), left_out(2), statistics()])
     else:
         write(tensor_parallel())

@@ -6,7 +6,6 @@ B  batch    C  channels    H, W  height and width
 from __future__ import annotations
 
 import io
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -305,14 +304,12 @@ def _together(tables: list[_Table]) -> _Labelled:
 def _decode(cell: Any, where: str) -> Tensor:
     pictures = needed("PIL.Image", "data", "A data set of images")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            content = cell["bytes"]
-            picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
-            # A conversion of grey images to bytes clips larger values, and cuts off fractions.
-            if picture.mode[0] in "IF" and not np.array_equal(grey := np.asarray(picture), grey.astype(np.uint8)):
-                raise ValueError(f"mode {picture.mode} with values that are no bytes")
-            array = np.asarray(picture.convert("RGB"))
+        content = cell["bytes"]
+        picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
+        # A conversion of grey images to bytes clips larger values, and cuts off fractions.
+        if picture.mode[0] in "IF" and not np.array_equal(grey := np.asarray(picture), grey.astype(np.uint8)):
+            raise ValueError(f"mode {picture.mode} with values that are no bytes")
+        array = np.asarray(picture.convert("RGB"))
     except Exception as error:
         raise ValueError(
             f"{where}, should hold a readable image. Found {type(error).__name__}: {error}; repair or remove the row."

@@ -227,7 +227,7 @@ def load_text(
         sentences: whether every line is one sentence (One Billion Word), so none may be empty.
 
     Returns:
-        Training and test lines, each with a line feed at its end if the file has one.
+        Training and test lines, each with a line feed at its end.
 
     Raises:
         ValueError: an empty text, by file and row.
@@ -250,9 +250,10 @@ def _lines(tables: list[sources.Table], sentences: bool) -> list[str]:
     for table in tables:
         texts = table.rows[sources.column(table, ("text", "sentence"), "text")][:]
         for row, text in enumerate(texts):
-            if text is None or (sentences and not text.strip()):
+            if not isinstance(text, str) or (sentences and not text.strip()):
+                advice = ", or set `sentences=False`" if isinstance(text, str) else ""
                 raise ValueError(
-                    f"{table.name}, row {row}, should hold a sentence. Found none; remove the row, or set `sentences=False`."
+                    f"{table.name}, row {row}, should hold a text. Found {text!r}; remove the row{advice}."
                 )
         if not any(text.strip() for text in texts):
             raise ValueError(f"{table.name} should hold text. Found {len(texts)} empty rows.")

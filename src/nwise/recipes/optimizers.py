@@ -35,6 +35,11 @@ class Sgd:
         for share in self.drops:
             check_range("drops", share, 1)
         check_limits(plateau_epochs=self.plateau_epochs)
+        if self.drops and self.plateau_epochs:
+            raise ValueError(
+                "`drops` should be empty with `plateau_epochs`, which lowers the rate itself. Found "
+                f"{self.drops}; set one of them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,15 +56,12 @@ class Cast:
         self._dtype = dtype
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
-        """Return the one part."""
         return (Spec(spec.shape, self._dtype if self._dtype.itemsize < spec.dtype.itemsize else spec.dtype),)
 
     def compress(self, tensor: Tensor) -> Tensors:
-        """Convert."""
         return (tensor.to(self.specs(make_spec(tensor))[0].dtype),)
 
     def restore(self, parts: Tensors, spec: Spec) -> Tensor:
-        """Convert back."""
         return parts[0].to(spec.dtype)
 
 
@@ -81,13 +78,11 @@ class Int8:
     feedback = False
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
-        """Return the codes, and a step for each sample."""
         if len(spec.shape) < 2:
             return (spec,)
         return Spec(spec.shape, torch.int8), Spec(spec.shape[:1], torch.promote_types(spec.dtype, torch.float32))
 
     def compress(self, tensor: Tensor) -> Tensors:
-        """Return the codes and the steps."""
         if tensor.dim() < 2:
             return (tensor,)
         rows = tensor.detach().flatten(1)
@@ -99,7 +94,6 @@ class Int8:
         return codes.to(torch.int8).view(tensor.shape), step
 
     def restore(self, parts: Tensors, spec: Spec) -> Tensor:
-        """Multiply the codes by the steps."""
         if len(parts) == 1:
             return parts[0]
         codes, step = parts
@@ -123,27 +117,24 @@ class TopK:
         self._share = Fraction(share)
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
-        """Return values and places."""
         count = math.ceil(self._share * math.prod(spec.shape))
         return Spec((count,), spec.dtype), Spec((count,), torch.int32)
 
     def compress(self, tensor: Tensor) -> Tensors:
-        """Return values and places, in the order of the places."""
         flat = tensor.detach().reshape(-1)
         places = flat.abs().topk(math.ceil(self._share * flat.numel()), sorted=False).indices.sort().values
         return flat[places], places.to(torch.int32)
 
     def restore(self, parts: Tensors, spec: Spec) -> Tensor:
-        """Put the values in their places, and zeros in all others."""
         values, places = parts
         return values.new_zeros(math.prod(spec.shape)).index_copy_(0, places.long(), values).view(spec.shape)
 
 
-def parse_compression(name: str | Compression | None) -> Compression | None:
+def parse_compression(name: str | Compression) -> Compression | None:
     """Return the compression of a name.
 
     Args:
-        name: ``"none"``, ``"bf16"``, ``"int8"``, ``"top-<p>%"`` for the largest p percent, a compression, or None.
+        name: ``"none"``, ``"bf16"``, ``"int8"``, ``"top-<p>%"`` for the largest p percent, or a compression.
 
     Raises:
         ValueError: no compression has that name.
@@ -152,8 +143,6 @@ def parse_compression(name: str | Compression | None) -> Compression | None:
     >>> parse_compression("top-5%").specs(Spec((10, 10), torch.float32))[0].shape
     (5,)
     """
-    if name is None:
-        return None
     if not isinstance(name, str):
         wanted = ("feedback", "specs", "compress", "restore")
         if isinstance(name, type) or not all(hasattr(name, attribute) for attribute in wanted):

@@ -1,11 +1,10 @@
 """The processes of a pipeline, seen from one of them: which stages are where, and how the processes exchange values.
 
-One process is `Alone`: it has all stages and no other process to talk to. Several processes are a `nwise.runtime.world.World`.
+Here one process has all stages. Several processes are a `nwise.runtime.world.World`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -21,8 +20,11 @@ from nwise.schedule.placement import Placement
 from nwise.tensors import Tensors
 
 
-class Processes(ABC):
-    """The processes of a pipeline. By default a method does what a single process needs.
+class Processes:
+    """The processes of a pipeline: one process with all stages, unless a subclass says otherwise.
+
+    Args:
+        num_stages: number of stages, A.
 
     Attributes:
         placement: place of every stage's rank among the ranks of a replica.
@@ -34,13 +36,15 @@ class Processes(ABC):
     """
 
     doing: Doing | None = None
-    placement: Placement
     place = 0
     rank = 0
     size = 1
     replica = 0
     num_replicas = 1
     ranks: Sequence[int] = (0,)
+
+    def __init__(self, num_stages: int) -> None:
+        self.placement: Placement = (0,) * num_stages
 
     @property
     def num_ranks(self) -> int:
@@ -57,7 +61,6 @@ class Processes(ABC):
         """Whether this is the process that writes for all."""
         return self.rank == 0
 
-    @abstractmethod
     def gather(self, name: str, value: Any) -> list[Any]:
         """Exchange a value between all ranks.
 
@@ -68,6 +71,7 @@ class Processes(ABC):
         Returns:
             The values of all ranks, in order of the ranks.
         """
+        return [value]
 
     def agree(self, **values: Any) -> None:
         """Raise ValueError unless all ranks have the same values."""
@@ -109,7 +113,7 @@ class Processes(ABC):
         """
         return torch.stack([rows[k] for k in self.here])
 
-    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:  # noqa: B027 - nothing to do for one process
+    def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         """Prepare `sums` over sets of stages, in the same order on all ranks.
 
         Args:
@@ -176,10 +180,10 @@ class Processes(ABC):
         """Fail on all ranks if the body raises RuntimeError."""
         return nullcontext()
 
-    def check(self) -> None:  # noqa: B027 - nothing to do for one process
+    def check(self) -> None:
         """Raise the first error of another rank, if there has been one."""
 
-    def compare(self, name: str, facts: Any) -> None:  # noqa: B027 - nothing to do for one process
+    def compare(self, name: str, facts: Any) -> None:
         """Check that all ranks train alike from the next call on; wait for none, and end all soon if they differ.
 
         Args:
@@ -187,34 +191,17 @@ class Processes(ABC):
             facts: everything to compare, with a `repr` that is the same in every process.
         """
 
-    def count_drain(self) -> None:  # noqa: B027 - nothing to do for one process
+    def count_drain(self) -> None:
         """Count a call without a mini-batch; soon fail on all ranks unless all make the same number of such calls."""
 
-    def set_beat(self, on_beat: Callable[[Any], None]) -> None:  # noqa: B027 - nothing to do for one process
+    def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
 
-    def before_close(self, action: Callable[[], None]) -> None:  # noqa: B027 - nothing to do for one process
+    def before_close(self, action: Callable[[], None]) -> None:
         """Run an action in `close`, once all ranks are there."""
 
-    def close(self) -> None:  # noqa: B027 - nothing to do for one process
+    def close(self) -> None:
         """End the exchange after the last step; all ranks call it together."""
-
-
-class Alone(Processes):
-    """One process with all stages.
-
-    Args:
-        num_stages: number of stages, A.
-
-    >>> Alone(3).here
-    (0, 1, 2)
-    """
-
-    def __init__(self, num_stages: int) -> None:
-        self.placement = (0,) * num_stages
-
-    def gather(self, name: str, value: Any) -> list[Any]:
-        return [value]
 
 
 class RemoteModule(nn.Module):

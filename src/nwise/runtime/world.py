@@ -35,7 +35,7 @@ from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
 from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
-from nwise.runtime.processes import Alone, Processes
+from nwise.runtime.processes import Processes
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
@@ -63,7 +63,7 @@ def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | Non
         return World(num_stages, placement, mesh, time_limit(timeout))
     ranks = 1 if isinstance(placement, str) else 1 + max(placement, default=0)
     make_placement(placement, num_stages, ranks)  # one process refuses the same placements
-    return Alone(num_stages)
+    return Processes(num_stages)
 
 
 class World(Processes):
@@ -144,7 +144,10 @@ class World(Processes):
             return self._channels[device, self.placement]
         # One group for each direction: neither waits behind the other.
         backend = backend_for(device)
-        groups = [self._group_forward(device, backend), self._new_group(backend=backend)]
+        # The default group is free for the first call on the CPU: its gloo thread runs anyway, see `control`.
+        free, self._default = self._default, None
+        forward = free if free is not None and device.type == "cpu" else self._new_group(backend=backend)
+        groups = [forward, self._new_group(backend=backend)]
         pairs = dict.fromkeys(
             pair
             for here, there in itertools.pairwise(self.placement)
@@ -161,14 +164,6 @@ class World(Processes):
         }
         self._channels[device, self.placement] = senders, receivers
         return senders, receivers
-
-    def _group_forward(self, device: torch.device, backend: str) -> dist.ProcessGroup:
-        """Return the group of the channels to higher ranks.
-
-        The first call on the CPU takes the default group if it was made here: its gloo thread runs anyway, see `control`.
-        """
-        group, self._default = self._default, None
-        return group if group is not None and device.type == "cpu" else self._new_group(backend=backend)
 
     def _columns(self) -> list[list[int]]:
         """Return one list for each replica and each part of a stage: its ranks, by place."""
@@ -233,20 +228,17 @@ class World(Processes):
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with self._together():
-            return self._collect(tensors)
-
-    def _collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
-        assert self.control  # also on ranks that send nothing: all ranks make the group
-        if self.rank:
-            if 0 in self.ranks:  # one rank of every place sends
-                self.send(Named(whole), 0)
-            return {}
-        collected = {name: t.detach().cpu() for name, t in whole.items()}
-        for rank in self.ranks[1:]:
-            received = self.receive(rank)
-            collected.update(zip(names(received), received, strict=True))
-        return collected
+            whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
+            assert self.control  # also on ranks that send nothing: all ranks make the group
+            if self.rank:
+                if 0 in self.ranks:  # one rank of every place sends
+                    self.send(Named(whole), 0)
+                return {}
+            collected = {name: t.detach().cpu() for name, t in whole.items()}
+            for rank in self.ranks[1:]:
+                received = self.receive(rank)
+                collected.update(zip(names(received), received, strict=True))
+            return collected
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         with self.telling():

@@ -120,8 +120,6 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     different = list(dict.fromkeys(flow for batch in flows for flow in batch))
     stages = range(len(weights))
     counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]
-    if not any(weights):
-        return Ages(weights, tuple((0,) * count for count in counts))
     # From the last stage down: a message is as old as the oldest message that it is made of.
     early = [[0] * count for count in counts]
     for k in reversed(stages):

@@ -16,7 +16,7 @@ from nwise.schedule.named import RULES, check_order, choose, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timed import Timed, check_memory, timed
+from nwise.schedule.timed import Limit, Timed, check_memory, timed
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as parse
 
@@ -45,7 +45,7 @@ def baseline(
     num_stages: int,
     num_microbatches: int,
     costs: Costs,
-    memory: float | None = None,
+    memory: Limit = None,
     placement: str | Sequence[int] | None = None,
     num_ranks: int | None = None,
 ) -> Timed:
@@ -56,7 +56,8 @@ def baseline(
         num_stages: number of stages, A.
         num_microbatches: number of micro-batches, M.
         costs: costs of one micro-batch.
-        memory: limit per rank in bytes, which zero-bubble meets with fewer micro-batches in flight; default: none.
+        memory: limit in bytes, one for all ranks or one for each, which zero-bubble meets with fewer micro-batches in flight;
+            default: none.
         placement: rank of every stage; default: the one that the pipeline is made for.
         num_ranks: number of ranks; default: one for each stage, or the placement's.
 
@@ -71,9 +72,9 @@ def baseline(
     if name not in BASELINES:
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
     check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
-    check_memory(memory)
     flows = method_flows(name, num_stages, num_microbatches)
     ranks = place(RULES[name].placement if placement is None else placement, num_ranks, flows, costs)
+    check_memory(memory, len(set(ranks)))
     return fastest(_schedules(name, flows, ranks, costs, small=memory is not None), costs, name, memory=memory)
 
 

@@ -95,21 +95,14 @@ class Costs:
             value = getattr(self, field.name)
             if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays
                 value = value.tolist()
-                object.__setattr__(self, field.name, value)
             many = isinstance(value, Sequence) and not isinstance(value, str)
             if many and not value:
                 raise ValueError(f"`{field.name}` should be a number, or one per stage. Found none.")
-            if many and field.name not in _COMMON:
-                object.__setattr__(self, field.name, tuple(value))
             for number in value if many else [value]:
                 _check(field.name, number)
             if many and field.name in _COMMON:
                 raise ValueError(f"`{field.name}` should be one number. Found {value!r}.")
-        shares = self.chain_share if isinstance(self.chain_share, Sequence) else [self.chain_share]
-        if max(shares) > 1:
-            raise ValueError(f"`chain_share` should be from 0 to 1. Found {max(shares)}.")
-        if self.bandwidth == 0:
-            raise ValueError("`bandwidth` should be above 0 (inf for links without cost). Found 0.")
+            object.__setattr__(self, field.name, tuple(value) if many else value)
 
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
         """Return one value per stage."""
@@ -149,10 +142,10 @@ class Costs:
 def _check(name: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise ValueError(f"`{name}` should be a number, or one per stage. Found {number!r}.")
-    endless = name == "bandwidth"
-    if not (0 <= number <= _LARGEST or (endless and number > 0)):
-        limit = "above 0" if endless else f"from 0 to {_LARGEST:g}"
-        raise ValueError(f"`{name}` should be {limit}. Found {'more' if number > _LARGEST else number}.")
+    most = 1 if name == "chain_share" else _LARGEST
+    if not (number > 0 if name == "bandwidth" else 0 <= number <= most):
+        wanted = "above 0 (inf for links without cost)" if name == "bandwidth" else f"from 0 to {most:g}"
+        raise ValueError(f"`{name}` should be {wanted}. Found {'more' if number > _LARGEST else number}.")
 
 
 def _divide(value: Scalars, by: int) -> Scalars:

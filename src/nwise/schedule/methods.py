@@ -17,7 +17,7 @@ from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
-from nwise.schedule.timed import CLOSE, Timed, check_memory, rounded
+from nwise.schedule.timed import CLOSE, Timed, rounded
 from nwise.strategies import EndToEnd, Local, Strategy, Switch
 from nwise.strategies import strategy as parse
 
@@ -138,8 +138,8 @@ def time_methods(
     """
     if not microbatches:
         raise ValueError("`microbatches` should contain at least one number to try. Found none.")
-    check_at_least(1, num_stages=num_stages)
-    check_memory(memory)
+    for m in microbatches:
+        check_at_least(1, num_stages=num_stages, microbatches=m)
     options: dict[str, list[Option]] = {}
     least: dict[str, float] = {}  # bytes that a rank needs, of methods that do not fit
     todo = [(name, m) for name in _methods(strategies, num_stages) for m in microbatches]

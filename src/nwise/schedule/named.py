@@ -144,7 +144,8 @@ def choose(
 def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[int, ...], costs: Costs) -> Schedule:
     """Return the schedule of one of `RULES`."""
     named, size, num_ranks = RULES[name], len(flows[0][0].stages), 1 + max(placement)
-    made_for = len(flows[0]) % num_ranks == 0 and placement == make_placement(named.placement, size, num_ranks)
+    even = size % num_ranks == 0 == len(flows[0]) % num_ranks
+    made_for = even and placement == make_placement(named.placement, size, num_ranks)
     if named.by_rank is not None and made_for:
         rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
         return make_schedule(name, flows, rule, placement, message_ages(flows, ages), costs=costs)

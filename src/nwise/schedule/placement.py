@@ -11,6 +11,7 @@ v                      rank    0  1  2  3  3  2  1  0     ZB-V and DualPipeV: ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 
@@ -90,10 +91,10 @@ def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: i
             return tuple(k % num_ranks for k in stages)
         return tuple(min(k % (2 * num_ranks), 2 * num_ranks - 1 - k % (2 * num_ranks)) for k in stages)
     ranks = tuple(placement)
-    if len(ranks) != num_stages or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
+    if len(ranks) != num_stages or any(isinstance(r, bool) or not isinstance(r, Integral) for r in ranks):
         raise ValueError(f"`placement` should be a rank for each of the {num_stages} stages. Found {placement!r}.")
     if set(ranks) != set(range(num_ranks)):
         raise ValueError(
             f"`placement` should give every rank from 0 to {num_ranks - 1} a stage, and no other rank. Found {placement!r}."
         )
-    return ranks
+    return tuple(map(int, ranks))

@@ -303,25 +303,17 @@ def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:
             first[k, m, p, turn] = min(first.get((k, m, p, turn), (age, i)), (age, i))
     for i, action in enumerate(word):
         kind, k, m, q, turn, age = action
-        if kind is Kind.UPDATE:
-            yield action
-            continue
         below = k > 0 and placement[k - 1] != placement[k]
         above = k < len(placement) - 1 and placement[k + 1] != placement[k]
-        if kind is Kind.FORWARD:
-            if below:
-                yield Action(Kind.RECEIVE_ACTIVATION, k, m, q, turn, age)
-            yield action
-            if above:
-                yield Action(Kind.SEND_ACTIVATION, k, m, q, turn, age)
-        elif kind is Kind.HEAD:
-            yield action
-        else:
-            for p in flows[turn][m].stages[k].cotangent(q).needed if above else ():
-                if first[k, m, p, turn] == (age, i):
-                    yield Action(Kind.RECEIVE_GRADIENT, k, m, p, turn, age)
-            yield action
-            if q is not None and below:
-                yield Action(Kind.SEND_GRADIENT, k, m, q, turn, age)
-        if last[k, m, turn] == (age, i):
+        if kind is Kind.FORWARD and below:
+            yield Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn, age)
+        for p in flows[turn][m].stages[k].cotangent(q).needed if kind in PASSES and above else ():
+            if first[k, m, p, turn] == (age, i):
+                yield Action(Kind.RECEIVE_GRADIENT, k, m, p, turn, age)
+        yield action
+        if kind is Kind.FORWARD and above:
+            yield Action(Kind.SEND_ACTIVATION, k, m, None, turn, age)
+        if q is not None and below:
+            yield Action(Kind.SEND_GRADIENT, k, m, q, turn, age)
+        if last.get((k, m, turn)) == (age, i):
             yield Action(Kind.DROP, k, m, None, turn, age)

@@ -192,6 +192,13 @@ def simulate(
         if jitter:
             for node in (node for word in graph.words[: graph.num_ranks] for node in word):
                 times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        needs = [[] if node in left_out else needed for node, needed in enumerate(graph.needs)]
+        # A negative lag stands for the start of a node (`event_graph`), which jitter moves away from the end.
+        needs = [
+            [
+                (u, runs[-calls].start[u] - runs[-calls].end[u] if lag < 0 and calls <= cycle else lag, calls)
+                for u, lag, calls in (() if node in left_out else needed)
+            ]
+            for node, needed in enumerate(graph.needs)
+        ]
         runs.append(run(replace(graph, needs=needs), [one.end for one in reversed(runs)], times))
     return Timeline(schedule, costs, graph, runs)

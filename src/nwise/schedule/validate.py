@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart, forwards, passes
 from nwise.schedule.costs import Costs
+from nwise.schedule.event_graph import EventGraph, Need, run
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.schedule import (
-    Deadlock,
     Product,
     Schedule,
     Word,
@@ -166,46 +166,27 @@ def _check_ages(lists: Sequence[Word], schedule: Schedule) -> None:
                 "Weight gradients should have their stage's age, forwards and heads age 0, and no result should be older than "
                 f"its use. Found {action} on a stage of age {schedule.ages[action.stage]}."
             )
-    sends = _sends(lists)
-    for action in (a for word in lists for a in word if a.kind in _RECEIVES):
-        if action.age < (age := sends[action._replace(age=0)]):
-            raise ValueError(
-                f"A message should be received in the call in which it is sent, or later. Found {action}, sent with age {age}."
-            )
-
-
-def _sends(lists: Sequence[Word]) -> dict[Action, int]:
-    """Return the age of the send of every message, by its receive without age."""
-    return {counterpart(a)._replace(age=0): a.age for word in lists for a in word if a.kind in SENDS}
 
 
 def _check_deadlock(lists: Sequence[Word]) -> None:
-    """Run the lists without times, and raise ValueError for a deadlock."""
-    # Sends never wait, and a receive waits for its send only, unless that was in an earlier call. So the sequence of ranks does
-    # not matter: if one sequence reaches the end of all lists, every sequence does.
-    sent: set[Action] = set()
-    sends = _sends(lists)
-    waiting: dict[Action, int] = {}
-    place = [0] * len(lists)
-    ready = list(range(len(lists)))
-    while ready:
-        r = ready.pop()
-        word = lists[r]
-        while place[r] < len(word):
-            action = word[place[r]]
-            name = action._replace(age=0)
-            if action.kind in _RECEIVES and name not in sent and sends[name] == action.age:
-                waiting[name] = r
-                break
-            if action.kind in SENDS:
-                receive = counterpart(action)._replace(age=0)
-                sent.add(receive)
-                if receive in waiting:
-                    ready.append(waiting.pop(receive))
-            place[r] += 1
-    stuck = [word[i] for word, i in zip(lists, place, strict=True) if i < len(word)]
-    if stuck:
-        raise Deadlock(stuck)
+    """Run the lists without times, and raise `Deadlock` if they are in one."""
+    # Sends never wait, and a receive waits for its send only, in the same call or an earlier one.
+    actions = [a for word in lists for a in word]
+    numbers = iter(range(len(actions)))
+    words = [[next(numbers) for _ in word] for word in lists]
+    sends = {counterpart(a)._replace(age=0): node for node, a in enumerate(actions) if a.kind in SENDS}
+    needs: list[list[Need]] = [[] for _ in actions]
+    for node, a in enumerate(actions):
+        if a.kind in _RECEIVES:
+            send = sends[a._replace(age=0)]
+            calls = a.age - actions[send].age
+            if calls < 0:
+                raise ValueError(
+                    f"A message should be received in the call in which it is sent, or later. Found {a}, sent with age "
+                    f"{actions[send].age}."
+                )
+            needs[node].append((send, 0.0, calls))
+    run(EventGraph(len(words), words, [0.0] * len(actions), needs, actions), [])
 
 
 def _takes(action: Action, schedule: Schedule) -> list[Product]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nwise._errors import check_at_least
 from nwise.strategies.base import Strategy, strategy
 from nwise.strategies.matrices import EndToEnd, Local
 
@@ -144,10 +145,7 @@ class Switch(Strategy):
     def _check(self) -> None:
         object.__setattr__(self, "before", strategy(self.before))
         object.__setattr__(self, "after", strategy(self.after))
-        if isinstance(self.at, bool) or not isinstance(self.at, int) or self.at < 1:
-            raise ValueError(
-                f"`at`, the first step of the second strategy, should be at least 1. Found `at = {self.at}`."
-            )
+        check_at_least(1, at=self.at)
         if isinstance(self.before, Switch):
             raise ValueError(
                 f"`before` should not be a `Switch`. Found {self.before.name!r}; nest the second switch in `after`, with a "

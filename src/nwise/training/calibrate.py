@@ -162,7 +162,7 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
     """
     wanted = min(accuracy, seen.accuracy)
     levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
-    bounds = sorted(set(torch.quantile(seen.confidence[:, :-1].flatten().double(), levels).tolist()))
+    bounds = sorted(set(torch.nanquantile(seen.confidence[:, :-1].flatten().double(), levels).tolist()))
     options = [{}, *(dict.fromkeys(seen.stages[:-1], bound) for bound in bounds)]
     results = [outcome(seen, work, option) for option in options]
     kept = [(result.work, n) for n, result in enumerate(results) if result.accuracy >= wanted]
