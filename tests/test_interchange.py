@@ -189,6 +189,12 @@ def test_csv_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "zb-v.csv" in out
     assert "rank 1" in out
+    # Names of files were read as markup: words in square brackets were lost, and an end tag was a traceback.
+    (tmp_path / "[a[").mkdir()
+    odd = path.rename(tmp_path / "[a[" / "b].csv")
+    assert cli.run(["schedule", "--csv", str(odd), "--costs", "1,0,1,1", "--lists"]) == 0
+    assert capsys.readouterr().out.count("b].csv") == 2
+    path = odd.rename(path)
     assert cli.run(["schedule", "--csv", str(tmp_path / "none.csv")]) == 2
     assert "`csv` should be a file. Found none at" in capsys.readouterr().err
     assert cli.run(["schedule", "--csv", str(path), "--ranks", "3"]) == 2

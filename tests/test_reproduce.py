@@ -536,6 +536,16 @@ def test_e2_e3_and_e5_of_made_up_records(tmp_path: Path) -> None:
     assert {claim.verdict for claim in EXPERIMENTS["e5"].claims(Job(folder=tmp_path))} == {"holds"}
 
 
+def test_page_of_runs_that_no_figure_shows(tmp_path: Path) -> None:
+    """After `nwise reproduce e2 --only "sums of 1"` in a new folder the figure ended in an error, and no page was written."""
+    cells = [cell for cell in e2.cells("small", 1) if "sums of 1" in cell.method]
+    job, experiment = Job(folder=tmp_path), EXPERIMENTS["e2"]
+    assert isinstance(experiment, Trained)
+    experiment.store(job).add(*made_up(cells, lambda cell: 4.0))
+    experiment.write(job)
+    assert re.search(r"\| deep-supervision, sums of 1 \| \d", (tmp_path / "e2" / "small.md").read_text())
+
+
 def test_checks_of_e2_differ_in_one_setting() -> None:
     cells = {cell.method: cell for cell in e2.cells("small", 1)}
     sums, deep = cells["deep-supervision, sums of 1"], cells["deep-supervision"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ from torch import nn
 import nwise
 from launch import RANKS, forked, results
 from nwise.cli import run
+from nwise.cli.output import Output
+from nwise.cli.report import _print_comparison
+from nwise.report.charts import utilisation
+from nwise.report.grid import row_names
 from nwise.report.measured import Comparison
 from nwise.runtime.channel import Spec
 from nwise.runtime.shapes import from_json, output_specs, packed, to_json, unpacked
 from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.costs import Costs
+from nwise.schedule.costs import PAPER, Costs
 from nwise.schedule.named import ORDERS, choose
 from nwise.training.clip import Clip, clip_groups
 from nwise.training.optimizers import parameter_groups
@@ -337,6 +343,20 @@ def test_measured_run_is_compared_with_its_prediction() -> None:
     worst = found.deviations(1)[0]
     assert str(worst.action) == "W1(0)"
     assert worst.measured - worst.predicted == pytest.approx(1)
+
+
+def test_ranks_with_several_stages_have_no_name_of_a_stage() -> None:
+    """They were called stage 0, 1 and so on in the page and the table of a report."""
+    schedule = best("2-wise", num_stages=4, num_microbatches=1, costs=PAPER, placement=[0, 0, 0, 1]).schedule
+    ranks: list[list[tuple[int, Action, float, float]]] = [[], []]
+    for e in simulate(schedule, PAPER, cycles=6).events:
+        ranks[schedule.placement[e.action.stage]].append((e.cycle, e.action, e.start, e.end))
+    found = Comparison(schedule, ranks, [{"measured": [8, 8], "predicted": [8, 8]}] * 2)
+    chart = utilisation(row_names(schedule.placement), {"measured": found.utilisation})
+    assert chart["data"][0]["x"] == ["rank 0", "rank 1"]
+    console = Output(file=io.StringIO(), width=120)
+    _print_comparison(console, types.SimpleNamespace(title="run", run=types.SimpleNamespace(folder=Path())), found)  # type: ignore[arg-type]
+    assert "bytes sent by rank 1 in a step" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_broken_timeline_is_refused(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ def accuracy_and_step_time(runs: Runs, slots: Mapping[str, float], stages: int, 
         _error_bars(right, [each], column, {**style(method), "markersize": 6})
     left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
     right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
-    if runs.records:
-        last = [100 * value for method in slots for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
+    last = [100 * value for method in slots for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
+    if last:
         left.set_ylim(min(last) - 8, max(last) + 4)
     legend(left, 7)
     figure.savefig(path, dpi=150)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.text import Text
 
 import nwise
 from nwise._errors import check_at_least
@@ -107,14 +108,14 @@ class ScheduleCommand:
             console.say(f"Schedule: {self.out}")
         else:
             for picture in pictures:
-                console.print(f"[bold]{picture.title}[/]: {picture.caption}", highlight=False, soft_wrap=True)
+                console.print(Text.assemble((picture.title, "bold"), f": {picture.caption}"), soft_wrap=True)
                 # Piped output has no width.
                 width = console.width if console.is_terminal else sys.maxsize
                 console.print(terminal_grid(picture, width), end="", soft_wrap=True)
             console.print(legend(pictures), soft_wrap=True)
         if self.lists and not self.json:
             for picture in pictures:
-                console.print(f"\n{picture.title}", highlight=False)
+                console.say(f"\n{picture.title}")
                 for name, word in zip(picture.rows, picture.timed.lists, strict=True):
                     console.say(f"{name}: {' '.join(map(str, word))}")
         return OK

@@ -21,7 +21,6 @@ from nwise._records import replacing
 from nwise.cli.output import OK, Output, note, print_json
 from nwise.data import Images
 from nwise.exits import EarlyExit
-from nwise.recipes.config import EmbeddedText, TextSource
 from nwise.report.display import numbers_table
 from nwise.report.figures import check_format, exits_figure
 from nwise.tensors import run_module
@@ -109,7 +108,7 @@ class ExitsCommand:
             raise ValueError("`RUN` should name the folder of at least one run. Found none.")
         runs = [Run.open(folder) for folder in self.folders]
         for run in runs:
-            if isinstance(run.recipe.data, EmbeddedText | TextSource):
+            if run.recipe.quality == "perplexity":
                 raise ValueError(f"{run.folder} should classify images for early exits. Found a run on text.")
         for path in (self.out, self.export):
             if path is not None:

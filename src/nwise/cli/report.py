@@ -11,6 +11,7 @@ import tyro
 from nwise._records import json_line
 from nwise.cli.output import OK, Output, print_json
 from nwise.report.display import numbers_table
+from nwise.report.grid import row_names
 from nwise.report.html import check_page
 from nwise.report.measured import Comparison
 from nwise.report.page import report
@@ -60,8 +61,8 @@ def _print_comparison(console: Output, run: Summary, comparison: Comparison) -> 
     table.add_row("time per mini-batch, ms", f"{comparison.period:.2f}", f"{predicted.period:.2f}")
     table.add_row("bubble", f"{100 * comparison.bubble:.1f} %", f"{100 * predicted.bubble:.1f} %")
     table.add_row("overlap of messages with work", f"{100 * comparison.overlap:.1f} %", "")
-    for k, sent in enumerate(comparison.bytes_sent):
-        table.add_row(f"bytes sent by stage {k} in a step", _pair(sent["measured"]), _pair(sent["predicted"]))
+    for name, sent in zip(row_names(comparison.schedule.placement), comparison.bytes_sent, strict=True):
+        table.add_row(f"bytes sent by {name} in a step", _pair(sent["measured"]), _pair(sent["predicted"]))
     console.print(table)
     title = "Largest deviations: start within the stage's step, ms"
     deviations = numbers_table(title, "action", "measured", "predicted")

@@ -22,7 +22,7 @@ from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.recipes.config import FLAT
 from nwise.report import compare as comparison
 from nwise.report.card import card_files
-from nwise.report.display import display_for, head_name, number, numbers_table, quality_on, score_cells
+from nwise.report.display import display_for, head_name, number, numbers_table, score_cells
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.launch import variable
@@ -210,7 +210,7 @@ class EvaluateCommand:
     def run(self, console: Output) -> int:
         run = Run.open(self.folder)
         pipe, test_data = run.trained(self.device)
-        kind = quality_on(test_data)
+        kind = run.recipe.quality
         scores = evaluate(pipe, test_data, 2 * run.recipe.batch_size, ensembles=True)
         if self.json:
             print_json(dataclasses.asdict(scores))
@@ -240,14 +240,11 @@ class ExportCommand:
 
     def run(self, console: Output) -> int:
         run = Run.open(self.folder)
-        if self.out is not None and self.out.suffix not in (".safetensors", *_TORCH_SUFFIXES):
-            raise ValueError(
-                f"`out` should end in .safetensors, or, for torch.load, in {', '.join(_TORCH_SUFFIXES)}. Found {str(self.out)!r}."
-            )
-        if self.card and self.out is not None and self.out.suffix != ".safetensors":
-            raise ValueError(f"`out` should end in .safetensors with `--card`. Found {str(self.out)!r}.")
-        main = under(run.weights(), "model.")
         out = self.out or self.folder / "model.safetensors"
+        if out.suffix not in (".safetensors", *(() if self.card else _TORCH_SUFFIXES)):
+            others = " with `--card`" if self.card else f", or, for torch.load, in {', '.join(_TORCH_SUFFIXES)}"
+            raise ValueError(f"`out` should end in .safetensors{others}. Found {str(out)!r}.")
+        main = under(run.weights(), "model.")
         if out.exists() and not out.is_file():
             raise ValueError(f"`out` should be a file. Found {out}, which is not a file; give another path.")
         if out.resolve() == run.weights_file.resolve():

@@ -5,6 +5,6 @@ from nwise.models.convnet import convnet
 from nwise.models.gpt import gpt
 from nwise.models.mlp import mlp
 from nwise.models.resnet import resnet
-from nwise.models.staged import StagedModel, initialize, materialize, merged
+from nwise.models.staged import StagedModel, initialize, merged
 
-__all__ = ["StagedModel", "convnet", "gpt", "heads", "initialize", "materialize", "merged", "mlp", "resnet"]
+__all__ = ["StagedModel", "convnet", "gpt", "heads", "initialize", "merged", "mlp", "resnet"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
-from nwise.models.family import CallContext, Family, run, skip
+from nwise.models.family import CallContext, Family, run, run_without_mask, skip
 
 _ENCODED = "encoder_hidden_states"
 _BIAS = "position_bias"
@@ -85,10 +85,6 @@ def _add_text_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Te
     return dropout(x, context.config.dropout, piece.training)
 
 
-def _whisper_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x, None)
-
-
 def _whisper_decoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x, context.mask(x, "decoder"), context.given[_ENCODED], use_cache=False)
 
@@ -100,7 +96,7 @@ WHISPER = Family(
         "model.encoder.conv1": _convolve,
         "model.encoder.conv2": _convolve,
         "model.encoder.embed_positions": _add_frame_positions,
-        "model.encoder.layers.*": _whisper_encoder_block,
+        "model.encoder.layers.*": run_without_mask,
         "model.encoder.layer_norm": run,
         "model.decoder.embed_tokens": _begin_decoder,
         "model.decoder.embed_positions": _add_text_positions,

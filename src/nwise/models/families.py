@@ -7,25 +7,22 @@ function that calls the next module.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nwise.models.encoder_decoder import T5, WHISPER
-from nwise.models.family import Call, CallContext, Family, run, skip
+from nwise.models.family import Call, CallContext, Family, run, run_without_mask, skip
 
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x[:, 0])
 
 
-def _call_on_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x.mean(dim=1))
-
-
-def _call_on_mean_patch(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x[:, 1:].mean(dim=1))
+def _call_on_mean(piece: nn.Module, x: Tensor, context: CallContext, first: int = 0) -> Tensor:
+    return piece(x[:, first:].mean(dim=1))
 
 
 def _call_on_first_and_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -80,10 +77,6 @@ def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"))
 
 
-def _vision_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x, attention_mask=None)
-
-
 def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(input_ids=x, token_type_ids=context.given.get("token_type_ids"))
 
@@ -106,37 +99,15 @@ _GPT2 = Family(
         "lm_head": run,
     },
 )
-_ROTARY = ("model.rotary_emb",)
-_LLAMA = Family(
-    _TEXT,
-    _CARRIED,
-    {"model.embed_tokens": _embed, "model.layers.*": _rotary_block, "model.norm": run, "lm_head": _logits},
-    _ROTARY,
-)
-_PHI = Family(
-    _TEXT,
-    _CARRIED,
-    {
-        "model.embed_tokens": run,
-        "model.embed_dropout": run,
-        "model.layers.*": _rotary_block,
-        "model.final_layernorm": run,
-        "lm_head": run,
-    },
-    _ROTARY,
-)
-_GPT_NEOX = Family(
-    _TEXT,
-    _CARRIED,
-    {
-        "gpt_neox.embed_in": run,
-        "gpt_neox.emb_dropout": run,
-        "gpt_neox.layers.*": _rotary_block,
-        "gpt_neox.final_layer_norm": run,
-        "lm_head": run,
-    },
-    ("gpt_neox.rotary_emb",),
-)
+
+
+def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
+    """Return a family of decoders with rotary positions. A network may lack some of the modules."""
+    pieces = {f"{prefix}.{embedding}": _embed, f"{prefix}.{dropout}": run, f"{prefix}.layers.*": _rotary_block}
+    ends = {f"{prefix}.{norm}": run, "lm_head": _logits}
+    return Family(_TEXT, _CARRIED, {**pieces, **ends}, (f"{prefix}.rotary_emb",))
+
+
 # Decoders whose modules have Llama's names, whatever is in their blocks.
 _LIKE_LLAMA = (
     "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm",
@@ -161,17 +132,17 @@ def _vision(pieces: Mapping[str, Call]) -> Family:
 
 
 def _vit(prefix: str) -> Family:
-    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": _vision_block}
+    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": run_without_mask}
     return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": _call_on_first_token})
 
 
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": _GPT2,
-    **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
-    "PhiForCausalLM": _PHI,
+    **{f"{name}ForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "norm") for name in _LIKE_LLAMA},
+    "PhiForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "final_layernorm"),
     "T5ForConditionalGeneration": T5,
     "WhisperForConditionalGeneration": WHISPER,
-    "GPTNeoXForCausalLM": _GPT_NEOX,
+    "GPTNeoXForCausalLM": _decoder("gpt_neox", "embed_in", "emb_dropout", "final_layer_norm"),
     "BertForSequenceClassification": _bert("bert", {"bert.pooler": run, "dropout": run, "classifier": run}),
     "BertForMaskedLM": _bert("bert", {"cls": run}),
     "RobertaForSequenceClassification": _bert("roberta", {"classifier": run}),
@@ -184,7 +155,7 @@ FAMILIES: dict[str, Family] = {
     "Dinov2ForImageClassification": _vision(
         {
             "dinov2.embeddings": _image_embeddings,
-            "dinov2.encoder.layer.*": _vision_block,
+            "dinov2.encoder.layer.*": run_without_mask,
             "dinov2.layernorm": run,
             "classifier": _call_on_first_and_mean,
         }
@@ -193,15 +164,15 @@ FAMILIES: dict[str, Family] = {
         {
             "vision_model.embeddings": _image_embeddings,
             "vision_model.pre_layrnorm": run,
-            "vision_model.encoder.layers.*": _vision_block,
+            "vision_model.encoder.layers.*": run_without_mask,
             "vision_model.post_layernorm": skip,
-            "classifier": _call_on_mean_patch,
+            "classifier": partial(_call_on_mean, first=1),
         }
     ),
     "SiglipForImageClassification": _vision(
         {
             "vision_model.embeddings": _image_embeddings,
-            "vision_model.encoder.layers.*": _vision_block,
+            "vision_model.encoder.layers.*": run_without_mask,
             "vision_model.post_layernorm": run,
             "vision_model.head": skip,
             "classifier": _call_on_mean,

@@ -77,6 +77,11 @@ def run(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x)
 
 
+def run_without_mask(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a block of attention that sees all positions."""
+    return piece(x, attention_mask=None)
+
+
 def skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     """Return the hidden state as it is: the forward does not use the module, whose weights belong to the network's file."""
     return x

@@ -67,26 +67,11 @@ def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
             f"{tuple(counts)}."
         )
     ends = list(itertools.accumulate(counts))
-    groups = [model.stages[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    stages = [join(group) for group in groups]
+    stages = [join(model.stages[start:end]) for start, end in itertools.pairwise([0, *ends])]
     heads = [model.heads[end - 1] for end in ends[:-1]]
     for k, head in enumerate(heads):
         initialize(head, seed, f"heads.{k}")
     return StagedModel(stages, heads, model.make_head)
-
-
-def materialize(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:
-    """Give memory and initial values to a part of a network that was built under ``torch.device("meta")``.
-
-    Args:
-        module: a stage (a `Chain`, whose pieces have their own names) or a head.
-        seed: seed of the model.
-        prefix: name of the module in the unsplit network.
-    """
-    module.to_empty(device="cpu")
-    for name, piece in module.pieces().items() if isinstance(module, Chain) else {prefix: module}.items():
-        initialize(piece, seed, name)
-    return module
 
 
 def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:

@@ -174,6 +174,7 @@ class Gpt:
 
 
 Text = EmbeddedText | TextSource
+Quality = Literal["accuracy", "perplexity"]
 Data = Digits | ImageSource | Text
 Model = Mlp | ConvNet | ResNet | Gpt
 Optimizer = Sgd | Adam
@@ -283,6 +284,11 @@ class Recipe:
             self.strategy_for(1)
         except ValueError:  # switches within an epoch are in order if it has enough steps
             self.strategy_for(10**6)
+
+    @property
+    def quality(self) -> Quality:
+        """Name of the heads' score besides the loss."""
+        return "perplexity" if isinstance(self.data, Text) else "accuracy"
 
     def strategy_for(self, steps_per_epoch: int) -> Any:
         """Build the strategy, with epochs in its name turned into steps."""

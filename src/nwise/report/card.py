@@ -97,7 +97,7 @@ def card_files(run: Run, weights: Path) -> dict[Path, str]:
 
 
 def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
-    recipe, quality = summary.recipe, summary.quality
+    recipe, quality = summary.recipe, summary.recipe.quality
     values = to_json(recipe)
     data, scores = values["data"]["type"], _scores(summary)
     result = hub.EvalResult(
@@ -129,8 +129,8 @@ def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
 
 def _scores(summary: Summary) -> list[tuple[int, float, float]]:
     """Return stage, loss and quality of every head that ran at the last test."""
-    last = {name: [s.values[-1] for s in summary.series("test", name)] for name in ("loss", summary.quality)}
+    last = {name: [s.values[-1] for s in summary.series("test", name)] for name in ("loss", summary.recipe.quality)}
     heads = [series.head for series in summary.series("test", "loss")]
-    scale = 1.0 if summary.quality == "perplexity" else 0.01
-    rows = zip(heads, last["loss"], last[summary.quality], strict=True)
+    scale = 1.0 if summary.recipe.quality == "perplexity" else 0.01
+    rows = zip(heads, last["loss"], last[summary.recipe.quality], strict=True)
     return [(k, loss, scale * score) for k, loss, score in rows if loss is not None and score is not None]

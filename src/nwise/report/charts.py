@@ -113,13 +113,13 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
-def utilisation(shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Draw bars for every stage, in per cent; patterns distinguish measured and predicted without colour."""
+def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Draw bars for every rank by its name, in per cent; patterns distinguish measured and predicted without colour."""
     traces = [
         {
             "type": "bar",
             "name": name,
-            "x": [f"stage {k}" for k in range(len(values))],
+            "x": list(names),
             "y": [100 * value for value in values],
             "marker": {
                 "color": COLOURS[i],

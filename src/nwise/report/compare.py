@@ -13,7 +13,6 @@ import numpy as np
 from nwise.data import Images, Tokens
 from nwise.pipeline import Pipeline
 from nwise.recipes import Recipe
-from nwise.report.display import quality_on
 from nwise.report.figures import Curve, compare_figure
 from nwise.schedule import PAPER, best
 from nwise.training import Callback, Run, Trainer, new_run
@@ -89,7 +88,7 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
         raise OSError(
             f"{run.folder} should have the results of {recipe.strategy}. Found that nwise could not write them."
         )
-    kind = quality_on(trainer.test_data)
+    kind = recipe.quality
     steps, values, seconds = _tests(run, kind)
     return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer.pipe, steps)), seconds)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 import torch
 from rich.console import Console, Group
@@ -12,10 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch import Tensor
 
-from nwise.data import Tokens
+from nwise.recipes import Quality
 from nwise.training import Callback, Score, Scores, Trainer
-
-Quality = Literal["accuracy", "perplexity"]
 
 # Redrawing more often would cost more than a small model's step.
 _REFRESH_PER_SECOND = 4
@@ -28,11 +25,6 @@ def number(value: float | None, digits: int = 4) -> str:
     ('–', '0.5000', '–')
     """
     return "–" if value is None or value != value else f"{value:.{digits}f}"
-
-
-def quality_on(data: object) -> Quality:
-    """Return the name of the heads' score on some data, besides the loss."""
-    return "perplexity" if isinstance(data, Tokens) else "accuracy"
 
 
 def _quality(score: Score | None, kind: Quality) -> str:
@@ -69,7 +61,7 @@ class _Display(Callback):
     def begin(self, trainer: Trainer) -> str:
         """Start the clock and describe the run in one line."""
         self.began = time.perf_counter()
-        self.kind = quality_on(trainer.test_data)
+        self.kind = trainer.recipe.quality
         recipe, pipe = trainer.recipe, trainer.pipe
         parameters, side = trainer.num_parameters
         threads = torch.get_num_threads()

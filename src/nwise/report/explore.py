@@ -214,7 +214,7 @@ gradient comes from; every other mini-batch is hatched. nwise found every schedu
 <tr><th scope="row">time per mini-batch, steady state</th><td id="period"></td></tr>
 <tr><th scope="row">lower bound</th><td id="bound"></td></tr>
 <tr><th scope="row">memory: most in flight</th><td id="held"></td></tr>
-<tr><th scope="row">utilisation of the stages</th><td id="busy"></td></tr>
+<tr><th scope="row">utilisation</th><td id="busy"></td></tr>
 <tr><th scope="row">order</th><td id="order"></td></tr>
 </tbody></table></div>
 </div>

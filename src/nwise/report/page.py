@@ -12,7 +12,7 @@ from typing import Any
 from nwise.report.charts import gantt, lines, utilisation
 from nwise.report.display import number
 from nwise.report.figures import flow_figure
-from nwise.report.grid import Picture
+from nwise.report.grid import Picture, row_names
 from nwise.report.html import HtmlCell, section, table, write_page
 from nwise.report.summary import AXES, Summary
 from nwise.schedule import PAPER, best
@@ -51,9 +51,9 @@ def _overview(runs: Sequence[Summary]) -> str:
     rows = []
     for run in runs:
         last, recipe = run.tests[-1], run.recipe
-        heads = {series.head: series.values[-1] for series in run.series("test", run.quality)}
+        heads = {series.head: series.values[-1] for series in run.series("test", run.recipe.quality)}
         scores = [number(heads.get(k), 2) for k in range(run.num_stages)]
-        unit = {"accuracy": " %", "perplexity": " perplexity"}[run.quality]
+        unit = {"accuracy": " %", "perplexity": " perplexity"}[run.recipe.quality]
         sizes = [str(run.num_stages), str(recipe.microbatches), str(recipe.batch_size)]
         done = [f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}"]
         scored = [run.run.status, scores[-1] + unit, ", ".join(scores)]
@@ -73,7 +73,7 @@ def _heads(runs: Sequence[Summary], charts: dict[str, Any]) -> str:
     kinds = [(f"test-{quality}", "test", quality, title) for quality, title in qualities.items()]
     kinds += [("test-loss", "test", "loss", "test loss"), ("train-loss", "train", "loss", "training loss")]
     for name, kind, score, title in kinds:
-        shown = [run for run in runs if score in ("loss", run.quality)]
+        shown = [run for run in runs if score in ("loss", run.recipe.quality)]
         curves = [(run.name, run.num_stages, run.series(kind, score)) for run in shown]
         chart = lines(curves, title, several=len(runs) > 1)
         if chart is not None:
@@ -100,7 +100,8 @@ def _timeline(index: int, run: Summary, charts: dict[str, Any]) -> str:
         text += "<h3>Predicted: the same lists, simulated with the medians of the measured times</h3>"
         text += _chart(charts, f"predicted-{index}", f"{run.name}: predicted timeline", chart)
         shares = {"measured": measured.utilisation, "predicted": predicted.utilisation}
-        return text + _utilisation(charts, f"utilisation-{index}", run.name, shares)
+        ranks = row_names(measured.schedule.placement)
+        return text + _utilisation(charts, f"utilisation-{index}", run.name, ranks, shares)
     text += (
         "<p class='note'>Predicted by the paper's timing model, on one accelerator for every stage: a forward takes one slot, "
         "each loss's pass through a stage one, heads none. There are no measured times, because this run had one process, or "
@@ -115,13 +116,16 @@ def _timeline(index: int, run: Summary, charts: dict[str, Any]) -> str:
         since = f", from step {first} on" if len(phases) > 1 else ""
         text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
         text += _chart(charts, f"predicted-{suffix}", f"{run.name}: predicted timeline of {strategy.name}", chart)
-        text += _utilisation(charts, f"utilisation-{suffix}", run.name, {"predicted": picture.timeline.utilisation})
+        shares = {"predicted": picture.timeline.utilisation}
+        text += _utilisation(charts, f"utilisation-{suffix}", run.name, picture.rows, shares)
     return text
 
 
-def _utilisation(charts: dict[str, Any], name: str, run: str, shares: Mapping[str, Sequence[float]]) -> str:
-    heading = "<h3>Utilisation: share of the time that each stage computes</h3>"
-    return heading + _chart(charts, name, f"{run}: utilisation of every stage", utilisation(shares))
+def _utilisation(
+    charts: dict[str, Any], name: str, run: str, ranks: Sequence[str], shares: Mapping[str, Sequence[float]]
+) -> str:
+    heading = "<h3>Utilisation: share of the time that each rank computes</h3>"
+    return heading + _chart(charts, name, f"{run}: utilisation of every rank", utilisation(ranks, shares))
 
 
 def _chart(charts: dict[str, Any], name: str, title: str, chart: dict[str, Any]) -> str:

@@ -130,11 +130,6 @@ class Summary:
         """Recipe, strategy, A and M in one line."""
         return f"{self.recipe.name}, {self.strategy.name}, A = {self.num_stages}, M = {self.recipe.microbatches}"
 
-    @property
-    def quality(self) -> str:
-        """Name of the heads' score, accuracy or perplexity."""
-        return "perplexity" if hasattr(self.recipe.data, "texts") else "accuracy"
-
     def series(self, kind: str, name: str) -> list[Series]:
         """Return the numbers of every head that has any.
 

@@ -16,7 +16,7 @@ from nwise._process import choose_gpu
 from nwise.batchnorm import defer_batchnorm
 from nwise.data import Images, Tokens
 from nwise.losses import TokenCrossEntropy
-from nwise.models import materialize
+from nwise.models import initialize
 from nwise.models.chain import Chain
 from nwise.pipeline import Pipeline
 from nwise.planning.profile import Network
@@ -67,7 +67,8 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
         )
 
     def build(module: nn.Module, name: str = "") -> nn.Module:
-        module = materialize(module, recipe.seed, name) if launched() else module
+        if launched():  # the network was made on the device "meta", without memory
+            initialize(module.to_empty(device="cpu"), recipe.seed, name)
         return defer_batchnorm(module) if recipe.defer_batchnorm else module
 
     return Pipeline(

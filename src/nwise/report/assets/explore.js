@@ -29,7 +29,7 @@ function draw() {
   document.getElementById("period").textContent = show(entry.period);
   document.getElementById("bound").textContent = entry.optimal
     ? `${show(entry.lower_bound)}: no order is faster` : `${show(entry.lower_bound)} (this is ${((entry.period / entry.lower_bound - 1) * 100).toFixed(1)} % above it)`;
-  document.getElementById("held").textContent = `${entry.in_flight.join(", ")} micro-batches on stages 0 to ${entry.in_flight.length - 1}`;
+  document.getElementById("held").textContent = `${entry.in_flight.join(", ")} micro-batches on ${entry.rows[0]} to ${entry.rows.at(-1)}`;
   document.getElementById("busy").textContent = `${entry.utilisation.map(share => Math.round(100 * share)).join(", ")} %`;
   document.getElementById("order").textContent = entry.order;
   grid(entry);
