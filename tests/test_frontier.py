@@ -326,12 +326,15 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(experiment, "ARMS", few)
     monkeypatch.setattr(plots, "ARMS", few)
     monkeypatch.setattr(experiment, "COMPARED", ("local",))
+    assert {name for pair in experiment._PAIRS for name in pair} <= {one.name for one in ARMS}
+    pairs = (("muon local", "muon end-to-end"), ("muon local", "muon 2-wise"))
+    monkeypatch.setattr(experiment, "_PAIRS", pairs)
     monkeypatch.setattr(experiment, "LATER", "end-to-end")
     monkeypatch.setattr(experiment, "BETTER_LATE", "end-to-end")
     runs = Runs([r for one in few for r in records(one.name, 1.0 + len(one.name) / 100, 1 / STEPS)], "medium")
     text = experiment.tables(runs)
     assert "| muon local | " in text
-    assert text.count("–") == 2, (
+    assert text.partition("## Steps by measured costs")[0].count("–") == 2, (
         "exact training with either optimizer: with latency its first test comes after a quarter"
     )
     ends = [1.1 + 1 / STEPS * (STEPS - STEPS * share) + 2.1 / 1000 for share in (0.25, 0.5, 0.75)]
@@ -339,6 +342,8 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
         line for line in text.partition("## Earlier moments")[2].splitlines() if line.startswith("| muon local |")
     )
     assert [float(cell.split()[0]) for cell in row.split(" | ")[1:4]] == pytest.approx(ends, abs=0.001)
+    assert "| muon local less muon end-to-end | -0.050 (-0.0" in text
+    assert "less muon 2-wise" not in text, "an arm without runs"
     plots.draw_frontier(runs, tmp_path / "medium")
     for name in ("muon", "adam", "muon-four"):
         assert (tmp_path / f"medium-{name}.png").stat().st_size > 10_000

@@ -36,7 +36,6 @@ from nwise._machine import processor
 from nwise._memory import allocated
 from nwise.data import Images, Tokens
 from nwise.models.chain import Chain
-from nwise.models.staged import StagedModel
 from nwise.pipeline import Pipeline
 from nwise.planning.profile import Profile, profile
 from nwise.recipes import Adam, Recipe
@@ -187,27 +186,17 @@ def wrap(stage: Chain, remedy: str) -> Chain:
     return stage.like({name: wrapper(block) for name, block in stage.pieces().items()})
 
 
-class InBlocks(Recipe):
-    """A recipe whose blocks are wrapped, so that the planner measures those."""
-
-    remedy: ClassVar[str]
-
-    def build(self, data: Images | Tokens) -> StagedModel:
-        """Build the network for the data."""
-        model = super().build(data)
-        return replace(model, stages=[wrap(stage, self.remedy) for stage in model.stages])
-
-
 def profiles(
     config: Recipe, data: Images | Tokens, microbatches: Sequence[int], device: torch.device
 ) -> dict[str, Profile]:
     """Measure the pieces of the network as they are and, by remedy, with every block wrapped."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    kinds = {remedy: type(remedy, (InBlocks,), {"remedy": remedy}) for remedy in WRAPPERS}
-    return {
-        remedy: profile(measurable(kind(**values), data, device), microbatches, rounds=1)
-        for remedy, kind in {"plain": Recipe, **kinds}.items()
-    }
+    network = measurable(config, data, device)
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {"plain": lambda block: block, **WRAPPERS}
+    result = {}
+    for remedy, wrapper in wrappers.items():
+        pieces = {name: wrapper(piece) for name, piece in network.pieces.items()}
+        result[remedy] = profile(replace(network, pieces=pieces), microbatches, rounds=1)
+    return result
 
 
 def build_nwise(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:

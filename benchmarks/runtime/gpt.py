@@ -55,41 +55,20 @@ def nwise_step(model: models.StagedModel, strategy: str, m: int, schedule: str |
     return step
 
 
-def torch_step(
-    model: models.StagedModel, rank: int, m: int, kind: type[ScheduleGPipe | Schedule1F1B]
-) -> Callable[[], None]:
-    """Return a training step of torch.distributed.pipelining."""
-    module = copy.deepcopy(model.stages[rank])
-    schedule = kind(PipelineStage(module, rank, 2, torch.device("cpu")), m, loss_fn=TokenCrossEntropy())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    x, y = data()
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=y)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def torch_split_step(
-    model: models.StagedModel, rank: int, m: int, kind: type[ScheduleZBVZeroBubble | ScheduleInterleavedZeroBubble]
-) -> Callable[[], None]:
-    """Return a training step of torch's zero-bubble pipelines, with two stages on a rank."""
-    indices = ((0, 3) if rank == 0 else (1, 2)) if kind is ScheduleZBVZeroBubble else (rank, rank + 2)
+def torch_step(model: models.StagedModel, rank: int, m: int, kind: Any) -> Callable[[], None]:
+    """Return a training step of a pipeline of torch.distributed.pipelining, with one stage or two on a rank."""
+    last = len(model.stages) - 1
+    indices = ((0, 3), (1, 2))[rank] if kind is ScheduleZBVZeroBubble else range(rank, last + 1, 2)
     modules = [copy.deepcopy(model.stages[index]) for index in indices]
-    stages = [
-        PipelineStage(module, index, 4, torch.device("cpu")) for module, index in zip(modules, indices, strict=True)
+    stages: Any = [
+        PipelineStage(module, index, last + 1, torch.device("cpu"))
+        for module, index in zip(modules, indices, strict=True)
     ]
-    options: dict[str, Any] = {"loss_fn": TokenCrossEntropy()}
-    schedule = kind([*stages], m, **options)
+    schedule = kind(stages if len(stages) > 1 else stages[0], m, loss_fn=TokenCrossEntropy())
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.01)
     x, y = data()
     inputs: tuple[Tensor, ...] = (x,) if 0 in indices else ()
-    target: dict[str, Any] = {"target": y} if 3 in indices else {}
+    target: dict[str, Any] = {"target": y} if last in indices else {}
 
     def step() -> None:
         schedule.step(*inputs, **target)
@@ -117,8 +96,8 @@ def main(rounds: int) -> None:
             late = name == "end-to-end-delay-1"
             steps["nwise", name, m] = nwise_step(model, name if late else "end-to-end", m, None if late else name)
         steps["nwise", "zb-v", m] = nwise_step(halves, "end-to-end", m, "zb-v")
-        steps["torch", "zb-v", m] = torch_split_step(halves, world.rank, m, ScheduleZBVZeroBubble)
-        steps["torch", "interleaved zb", m] = torch_split_step(halves, world.rank, m, ScheduleInterleavedZeroBubble)
+        steps["torch", "zb-v", m] = torch_step(halves, world.rank, m, ScheduleZBVZeroBubble)
+        steps["torch", "interleaved zb", m] = torch_step(halves, world.rank, m, ScheduleInterleavedZeroBubble)
     for number in range(-1, rounds):  # the first round warms up
         for (library, method, m), step in steps.items():
             torch.distributed.barrier()

@@ -272,6 +272,10 @@ def differences(
         headings: of the columns.
         rows: the text of each row, and both values by seed for each column.
         digits: after the point.
+
+    >>> values = {0: 2.0, 1: 3.0, 2: 2.5}, {0: 1.0, 1: 1.0, 2: 1.0}
+    >>> print(differences(["", "nats"], [("local less 2-wise", [values])], digits=1).splitlines()[-1])
+    | local less 2-wise | +1.5 (+0.3 to +2.7) |
     """
 
     def cell(first: Seeds, second: Seeds) -> str:

@@ -109,14 +109,11 @@ def step_time(method: str | Strategy, num_stages: int, costs: Costs, memory: flo
     """
     name = "zero-bubble" if method == "end-to-end" and costs != PAPER else method
     search = partial(best, name) if isinstance(name, Strategy) else partial(timed_method, name)
-    if costs == PAPER:
-        timed = search(num_stages=num_stages, num_microbatches=1, costs=costs)
-        return StepTime(timed.period, 1, max(timed.in_flight))
 
     def find(m: int) -> Timed:
         return search(num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
 
-    result = fastest(find, _SIZES)
+    result = fastest(find, (1,) if costs == PAPER else _SIZES)
     if result is None:
         raise DoesNotFit(str(method), 1.0, memory or 0.0)
     timed, m = result

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
 
 from experiments.harness.cell import Cell, Data, Record, measure
+from nwise.recipes import Gpt, Recipe
 
 _POLL_SECONDS = 0.2  # between two looks at the progress of the cells
 
@@ -37,9 +38,8 @@ def run_cells(cells: Sequence[Cell], workers: int, on_progress: OnProgress) -> I
     """
     if workers == 1:
         _set_threads()
-        cache = _Cache()
         for cell in cells:
-            yield cell, measure(cell, cache.load(cell), partial(on_progress, cell.name))
+            yield cell, measure(cell, _data_for(cell), partial(on_progress, cell.name))
         return
     context = _context()
     news: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
@@ -75,28 +75,20 @@ def _context() -> Any:
     return context
 
 
-class _Cache:
-    """The data of the last cell, which the next one often shares."""
-
-    def __init__(self) -> None:
-        self.key: Any = None
-        self.data: Data | None = None
-
-    def load(self, cell: Cell) -> Data:
-        """Load the data of a cell's recipe."""
-        recipe = cell.recipe
-        key = (
-            recipe.data,
-            recipe.seed,
-            getattr(recipe.model, "sequence_length", 0),
-            getattr(recipe.model, "vocabulary_size", 0),
-        )
-        if self.data is None or key != self.key:
-            self.key, self.data = key, recipe.load()
-        return self.data
+@lru_cache(maxsize=1)  # the next cell often has the same data
+def _load(recipe: Recipe) -> Data:
+    return recipe.load()
 
 
-_cache = _Cache()
+def _data_for(cell: Cell) -> Data:
+    """Load the data of a cell's recipe, which depend on nothing else of it."""
+    recipe, model = cell.recipe, cell.recipe.model
+    if isinstance(model, Gpt):
+        model = Gpt(sequence_length=model.sequence_length, vocabulary_size=model.vocabulary_size)
+        return _load(Recipe(data=recipe.data, model=model, seed=recipe.seed))
+    return _load(Recipe(data=recipe.data, seed=recipe.seed))
+
+
 _news: Any = None
 
 
@@ -127,4 +119,4 @@ def _run(number: int, cell: Cell) -> Record:
         if done % max(1, total // 50) == 0 or done == total:
             _news.put((number, done, total))
 
-    return measure(cell, _cache.load(cell), report)
+    return measure(cell, _data_for(cell), report)

@@ -164,7 +164,7 @@ class _Bench:
 
     def measure(self, i: int, size: int) -> dict[str, float]:
         """Run piece i in every way once, and return the seconds."""
-        piece, leaves = self._pieces[i], self._leaves(i, size, tracked=i > 0)
+        piece, leaves = self._pieces[i], self._leaves(i, size)
         weights: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
         tracked = [x for x in leaves if x.requires_grad]
         with self._autocast():
@@ -186,15 +186,16 @@ class _Bench:
         return {"forward": forward, **passes, "head": head, "update": update}
 
     def _time_head(self, i: int, size: int, outputs: Tensors) -> float:
-        leaves = as_leaves(outputs, tracked=True)
         head, loss_fn = self._head(i, size)
-        parameters = [] if head is None else [p for p in head.parameters() if p.requires_grad]
-        wrt: list[Tensor] = [] if head is None else [*parameters, *(y for y in leaves if y.requires_grad)]
+        if head is None:
+            return 0.0
+        leaves = as_leaves(outputs, tracked=True)
+        wrt = [x for x in (*head.parameters(), *leaves) if x.requires_grad]
 
         def whole() -> None:
             with self._autocast():
                 try:
-                    loss = loss_fn(run_module(head, leaves, _WHAT) if head is not None else leaves)
+                    loss = loss_fn(run_module(head, leaves, _WHAT))
                 except (TypeError, ValueError, RuntimeError, IndexError) as error:
                     target = self._network.batch(size)[1]
                     known = None if target is None else as_tuple(target, "`target`")
@@ -214,7 +215,7 @@ class _Bench:
         """Return the bytes, as `Piece` names them."""
         piece = self._pieces[i]
         learns = [p for p in piece.parameters() if p.requires_grad]
-        leaves = self._leaves(i, size, tracked=i > 0)
+        leaves = self._leaves(i, size)
         given = [p.grad for p in learns]
         with self._autocast():
             update_peak = allocated(lambda _: self._update(i), self._device).peak
@@ -241,8 +242,8 @@ class _Bench:
             "head_bytes": float(beside * (1 + sum(state) / learns if learns else 1)),
         }
 
-    def _leaves(self, i: int, size: int, *, tracked: bool) -> Tensors:
-        return as_leaves(self._input(i, size), tracked=tracked)
+    def _leaves(self, i: int, size: int) -> Tensors:
+        return as_leaves(self._input(i, size), tracked=i > 0)
 
     def _input(self, i: int, size: int) -> Tensors:
         """Return the input of piece i for a micro-batch of this size."""

@@ -152,7 +152,7 @@ class Schedule:
         return sent == used
 
 
-def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = (), *, oldest: int = 0) -> list[int]:
+def held_back(flows: Sequence[Sequence[Flow]], placement: Placement, *, oldest: int) -> list[int]:
     """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
 
     The activation is that of the same micro-batch, `oldest` + 1 cycles before. Without a delay only stages wait that do not
@@ -160,12 +160,12 @@ def held_back(flows: Sequence[Sequence[Flow]], placement: Placement = (), *, old
 
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
-        placement: rank of every stage; default: a rank for each.
-        oldest: age of the oldest gradients; default: 0.
+        placement: rank of every stage.
+        oldest: age of the oldest gradients.
     """
     different = list(counted(flows))
     last = len(flows[0][0].stages) - 1
-    apart = [k for k in range(last) if not placement or placement[k] != placement[k + 1]]
+    apart = [k for k in range(last) if placement[k] != placement[k + 1]]
     return [k for k in apart if oldest or not all(flow.stages[k + 1].messages for flow in different)]
 
 
