@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, differences, equal, exact, greater
-from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work
+from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work, work_table
 from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import accuracy_and_step_time
 from experiments.harness.runs import Runs, accuracy
@@ -155,6 +155,7 @@ def tables(runs: Runs) -> str:
         markdown.table(headings, beyond),
         note,
     ]
+    parts += ["## Work", work_table(PAPER, 4, honest)]
     if runs.size == "small":
         sums, live = (runs.scores(accuracy, method) for method in _CHECKS)
         pairs = [

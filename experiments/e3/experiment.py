@@ -47,7 +47,10 @@ def claims(runs: Runs) -> list[Claim]:
 def tables(runs: Runs) -> str:
     """Return the accuracy of every head of every method. Heads that train no stage are probes on detached activations."""
     rows = [[method, *(runs.shown(head_accuracy(k), method) for k in range(4))] for method in _METHODS]
-    note = "The paper's figure is of ResNet-50 on ImageNet, without numbers. Heads that train no stage are probes."
+    note = (
+        "The paper's figure is of ResNet-50 on ImageNet, without numbers. Heads that train no stage are probes, but with "
+        "rotating blocks they train one in another turn."
+    )
     return f"{markdown.table(['head of stage, test accuracy, %', 1, 2, 3, 4], rows)}\n\n{note}"
 
 

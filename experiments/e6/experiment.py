@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, Seeds, exact, greater, greater_at_all, mean_by_seed
-from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work
+from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work, work_table
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import language_models, loss_over_time
 from experiments.harness.runs import Runs, loss, loss_at, perplexity
@@ -143,8 +144,16 @@ def tables(runs: Runs) -> str:
     quality = markdown.table(["test perplexity per token", *markdown.stages(_STAGES)], rows)
     rows = [[m, *(_slots(m, a, clocks(runs, a)["honest"]) for a in _STAGES)] for m in PAPER]
     times = markdown.table(["slots a step: paper's costs, honest costs (M)", *markdown.stages(_STAGES)], rows)
+    rows = [[m, *(_minutes(runs, m, a) for a in _STAGES)] for m in PAPER]
+    minutes = markdown.table(["minutes of a run in one process, median", *markdown.stages(_STAGES)], rows)
     four = ["## Four stages: equal steps, equal time, equal memory", _four(runs)]
-    return "\n\n".join([quality, times, *four, "## Steps of the paper's networks", _printed()])
+    four += ["## Four stages: work", work_table(PAPER, _FOUR, clocks(runs)["honest"])]
+    return "\n\n".join([quality, times, minutes, *four, "## Steps of the paper's networks", _printed()])
+
+
+def _minutes(runs: Runs, method: str, stages: int) -> str:
+    seconds = [record["seconds"] for record in runs.records_for(method, stages)]
+    return f"{median(seconds) / 60:.2f}" if seconds else "–"
 
 
 def _slots(method: str, stages: int, honest: Costs) -> str:

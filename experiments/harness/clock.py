@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,6 +17,7 @@ from statistics import mean
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from experiments.harness import markdown
 from nwise import models
 from nwise.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, Costs, Schedule, Timed
@@ -147,6 +148,17 @@ def work(method: str, num_stages: int, costs: Costs) -> float:
     """Return the work of all stages in a step, in forwards of a stage, by honest costs without micro-batches."""
     costs = replace(costs, overhead=0.0)
     return work_in(timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs).schedule, costs)
+
+
+def work_table(methods: Sequence[str], num_stages: int, costs: Costs) -> str:
+    """Return a table in Markdown of the work of a step, and how much of it is in heads and in second backward passes."""
+    without = replace(costs, head=0.0)
+    plain = work("end-to-end", num_stages, without)
+    rows = []
+    for method in methods:
+        total, rest = work(method, num_stages, costs), work(method, num_stages, without)
+        rows.append((method, *(f"{number:.2f}" for number in (total, total - rest, rest - plain))))
+    return markdown.table(("work of a step, slots over all stages", "all", "heads", "second passes"), rows)
 
 
 def work_in(schedule: Schedule, costs: Costs) -> float:
