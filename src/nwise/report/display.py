@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch import Tensor
 
-from nwise.recipes import Quality
+from nwise.recipes.config import Quality
 from nwise.training import Callback, Score, Scores, Trainer
 
 # Redrawing more often would cost more than a small model's step.
