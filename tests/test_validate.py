@@ -13,6 +13,7 @@ import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages
+from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import ORDERS
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 from nwise.schedule.schedule import Word, merge
@@ -109,15 +110,12 @@ def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
     assert timed(mixed, COSTS).period > 0
 
 
-def test_validate_checks_memory_of_given_lists() -> None:
+def test_memory_depends_on_the_lists() -> None:
     flow = schedule("local", 2, 2).flows[0][0]
     small = make_schedule("small", [[flow] * 2], lambda f, t: depth_first(f, t))
     large = make_schedule("large", [[flow] * 2], lambda f, t: phase(f, t, fuse=False))
-    validate(large, lists=small.lists, costs=COSTS, memory=13)
-    with pytest.raises(ValueError, match="Found 23 with 2 micro-batches in flight"):
-        validate(small, lists=large.lists, costs=COSTS, memory=13)
-    with pytest.raises(ValueError, match="`memory` should be a number of bytes above 0. Found nan"):
-        validate(small, costs=COSTS, memory=float("nan"))
+    assert (max(peak_bytes(small, COSTS)), small.in_flight) == (13, (1, 1))
+    assert (max(peak_bytes(large, COSTS)), large.in_flight) == (23, (2, 2))
     with pytest.raises(TypeError, match="`schedule` should be a Schedule, such as.*Found Timed"):
         validate(timed(small, COSTS))  # type: ignore[arg-type]
 
@@ -135,15 +133,9 @@ def test_deadlock_names_the_stuck_actions() -> None:
             check(stuck)
 
 
-def test_validate_checks_memory_and_number_of_lists() -> None:
+def test_validate_checks_number_of_lists() -> None:
     good = schedule()
-    validate(good, costs=COSTS, memory=23)
-    with pytest.raises(
-        ValueError, match="Rank 0 should need at most 22 bytes. Found 23 with 2 micro-batches in flight"
-    ):
-        validate(good, costs=COSTS, memory=22)
-    with pytest.raises(ValueError, match="`costs` should be given with `memory`"):
-        validate(good, memory=22)
+    assert peak_bytes(good, COSTS)[0] == 23
     with pytest.raises(ValueError, match="one list for each of the 4 ranks. Found 3"):
         validate(good, lists=good.lists[:3])
 

@@ -82,7 +82,7 @@ def timed(schedule: Schedule, costs: Costs) -> Timed:
     return Timed(schedule, costs, period(event_graph(schedule, costs)) / len(schedule.flows))
 
 
-def check_memory(memory: Limit, num_ranks: int | None = None) -> None:
+def check_memory(memory: Limit, num_ranks: int) -> None:
     """Raise ValueError unless `memory` is None or above 0, one number for all ranks or one for each of so many."""
     if memory is None:
         return
@@ -90,7 +90,7 @@ def check_memory(memory: Limit, num_ranks: int | None = None) -> None:
     for limit in memory if several else [memory]:  # type: ignore[union-attr]
         if not isinstance(limit, Real) or not limit > 0:  # type: ignore[operator]
             raise ValueError(f"`memory` should be a number of bytes above 0. Found {limit!r}.")
-    if several and num_ranks not in (None, len(memory)):  # type: ignore[arg-type]
+    if several and num_ranks != len(memory):  # type: ignore[arg-type]
         raise ValueError(f"`memory` should be one number, or one for each of {num_ranks} ranks. Found {memory!r}.")
 
 

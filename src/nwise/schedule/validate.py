@@ -5,21 +5,18 @@
 2. of the right age: no result is older than its use, a message is received in the call of its send or later, the weight
    gradients of a stage have one age, and forwards and heads have age 0;
 3. in order: nothing is used before it exists or after it is dropped, updates come last, and there is no deadlock;
-4. bounded: the number of messages on every link is limited;
-5. within memory.
+4. bounded: the number of messages on every link is limited.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart, forwards, passes
-from nwise.schedule.costs import Costs
 from nwise.schedule.event_graph import EventGraph, Need, run
-from nwise.schedule.memory import peak_bytes
 from nwise.schedule.schedule import (
     Product,
     Schedule,
@@ -30,7 +27,6 @@ from nwise.schedule.schedule import (
     needs,
     product,
 )
-from nwise.schedule.timed import check_memory
 
 _RECEIVES = frozenset(SENDS.values())
 
@@ -51,16 +47,12 @@ class Buffer:
     limited: bool
 
 
-def validate(
-    schedule: Schedule, *, lists: Sequence[Word] | None = None, costs: Costs | None = None, memory: float | None = None
-) -> list[Buffer]:
+def validate(schedule: Schedule, *, lists: Sequence[Word] | None = None) -> list[Buffer]:
     """Check that a schedule can run.
 
     Args:
         schedule: the schedule.
         lists: lists to check instead of the schedule's own, such as hand-written ones; default: the schedule's.
-        costs: costs whose bytes determine the memory; required with `memory`.
-        memory: limit per rank in bytes; default: none.
 
     Returns:
         The buffers that boundaries 1 .. A-1 need.
@@ -81,21 +73,6 @@ def validate(
     _check_deadlock(lists)
     for rank, word in enumerate(lists):
         _check_list(rank, word, schedule)
-    if memory is not None:
-        if costs is None:
-            raise ValueError(
-                "`costs` should be given with `memory`, because they determine the size of a micro-batch. Found none."
-            )
-        check_memory(memory)
-        words = tuple(tuple(a for a in word if a.kind in COMPUTATIONS) for word in lists)
-        given = replace(schedule, words=words)
-        for rank, needed in enumerate(peak_bytes(given, costs)):
-            if needed > memory:
-                most = max(given.in_flight[k] for k, r in enumerate(schedule.placement) if r == rank)
-                raise ValueError(
-                    f"Rank {rank} should need at most {memory:,.0f} bytes. Found {needed:,.0f} with {most} "
-                    "micro-batches in flight; choose an order with fewer in flight, or smaller micro-batches."
-                )
     return buffers(schedule)
 
 
