@@ -12,7 +12,7 @@ import numpy as np
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
 from experiments.harness.claims import interval
-from experiments.harness.plots import make_panels, styled
+from experiments.harness.plots import make_panels
 from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
@@ -80,7 +80,6 @@ _AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float
 }
 
 
-@styled
 def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -> None:
     """Draw test loss against steps, work, and time at both latencies: the mean, and the 95 % interval of three seeds or more.
 
@@ -90,31 +89,29 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
         title: the figure's.
         path: of the figure.
     """
-    figure, panels = make_panels(2, rows=2, width=4.6, height=3.8, share=True)
-    for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
-        stop = min(end(one) for one in arms)
-        for one in arms:
-            xs = np.linspace(stop / 20, stop, _POINTS)
-            scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
-            ys, low, high, seeds = zip(
-                *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
-            )
-            colour, line = _LOOKS[one.label]
-            axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
-            if min(seeds) > 2:  # the interval of two is as wide as the panel
-                axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
-        axes.set(title=heading, xlabel=unit)
-    best = min(min(runs.scores(loss, one.run_name).values()) for one in arms)
-    panels[0].set_ylim(best - 0.03, best + 0.8)
-    for axes in panels[::2]:
-        axes.set_ylabel("test loss, nats a byte")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"{title}: mean, and 95 % interval where there are three seeds")
-    figure.savefig(path, dpi=150)
+    with make_panels(2, path, rows=2, width=4.6, height=3.8, share=True) as (figure, panels):
+        for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
+            stop = min(end(one) for one in arms)
+            for one in arms:
+                xs = np.linspace(stop / 20, stop, _POINTS)
+                scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
+                ys, low, high, seeds = zip(
+                    *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
+                )
+                colour, line = _LOOKS[one.label]
+                axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
+                if min(seeds) > 2:  # the interval of two is as wide as the panel
+                    axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+            axes.set(title=heading, xlabel=unit)
+        best = min(min(runs.scores(loss, one.run_name).values()) for one in arms)
+        panels[0].set_ylim(best - 0.03, best + 0.8)
+        for axes in panels[::2]:
+            axes.set_ylabel("test loss, nats a byte")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        figure.suptitle(f"{title}: mean, and 95 % interval where there are three seeds")
 
 
-@styled
 def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
     """Draw test loss against work, and time at both latencies, for the arm of each family with the lowest mean at the end.
 
@@ -124,31 +121,32 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
         path: of the figure.
     """
     shown = [(heading, *axis) for heading, axis in _AXES.items() if heading != "equal steps"]
-    figure, panels = make_panels(len(shown), width=4.2, height=4.2, share=True)
-    for axes, (heading, unit, steps_done, end) in zip(panels, shown, strict=True):
-        stop = min(end(one) for one in arms)
+    with make_panels(len(shown), path, width=4.2, height=4.2, share=True) as (figure, panels):
+        for axes, (heading, unit, steps_done, end) in zip(panels, shown, strict=True):
+            stop = min(end(one) for one in arms)
 
-        def at(one: Arm, x: float, steps_done: Callable[[Arm, float], float] = steps_done) -> dict[int, float]:
-            return dict(runs.scores(loss_at(steps_done(one, x)), one.run_name))
+            def at(one: Arm, x: float, steps_done: Callable[[Arm, float], float] = steps_done) -> dict[int, float]:
+                return dict(runs.scores(loss_at(steps_done(one, x)), one.run_name))
 
-        for family in _FAMILIES:
-            members = [one for one in arms if one.label in family]
-            if not members:
-                continue
-            best = min(members, key=lambda one: fmean(at(one, stop).values()))
-            xs = np.linspace(stop / 20, stop, _POINTS)
-            scores = [at(best, x) for x in xs]
-            ys, low, high, _ = zip(*(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True)
-            colour, line = _LOOKS[best.label]
-            axes.plot(xs, ys, color=colour, linestyle=line, label=best.label, lw=1.8)
-            axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
-        axes.set(title=heading, xlabel=unit)
-        axes.legend(frameon=False, fontsize=8)
-    panels[0].set_ylabel("test loss, nats a byte")
-    lowest = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
-    panels[0].set_ylim(lowest - 0.03, lowest + 1.0)
-    figure.suptitle("Best of each family, eight stages, Muon: mean and 95 % interval")
-    figure.savefig(path, dpi=150)
+            for family in _FAMILIES:
+                members = [one for one in arms if one.label in family]
+                if not members:
+                    continue
+                best = min(members, key=lambda one: fmean(at(one, stop).values()))
+                xs = np.linspace(stop / 20, stop, _POINTS)
+                scores = [at(best, x) for x in xs]
+                ys, low, high, _ = zip(
+                    *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
+                )
+                colour, line = _LOOKS[best.label]
+                axes.plot(xs, ys, color=colour, linestyle=line, label=best.label, lw=1.8)
+                axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+            axes.set(title=heading, xlabel=unit)
+            axes.legend(frameon=False, fontsize=8)
+        panels[0].set_ylabel("test loss, nats a byte")
+        lowest = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
+        panels[0].set_ylim(lowest - 0.03, lowest + 1.0)
+        figure.suptitle("Best of each family, eight stages, Muon: mean and 95 % interval")
 
 
 def draw_frontier(runs: Runs, path: Path) -> None:

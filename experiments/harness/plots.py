@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,10 +15,8 @@ from matplotlib.figure import Figure
 from experiments.harness.cell import Record
 from experiments.harness.clock import step_time
 from experiments.harness.runs import Runs, Score, accuracy, ensemble_accuracy, head_accuracy, perplexity
-from nwise.report.figures import COLOURS, MARKERS
+from nwise.report.figures import COLOURS, MARKERS, new_figure
 from nwise.schedule import PAPER, Costs
-
-styled = mpl.rc_context({"font.size": 9, "axes.titlesize": 10})
 
 # One place in the colours and markers for each method, the same in all figures; some never appear together. Methods that are not
 # here share the last place.
@@ -51,16 +49,17 @@ def style(method: str) -> dict[str, Any]:
     }
 
 
+@contextmanager
 def make_panels(
-    columns: int, *, rows: int = 1, width: float = 4.2, height: float = 3.4, share: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """Make a figure with panels side by side, grid and no frame."""
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, list(panels)
+    columns: int, path: Path, *, rows: int = 1, width: float = 4.2, height: float = 3.4, share: bool = False
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Yield a figure and its panels side by side, with a grid and without a frame; write it at the end."""
+    with new_figure(width * columns, height * rows, path) as figure:
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=share).ravel())
+        for axes in panels:
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        yield figure, panels
 
 
 def legend(axes: Axes, size: int = 8, **place: Any) -> None:
@@ -83,19 +82,17 @@ def _beside(xs: Sequence[float], i: int, count: int, by: float = 0.05) -> list[f
     return [x + by * (i - (count - 1) / 2) for x in xs]
 
 
-@styled
 def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[str]], quality: str, path: Path) -> None:
     """Draw a score against the number of stages."""
     stages = sorted({r["stages"] for r in runs.records})
-    figure, all_axes = make_panels(len(panels), share=True)
-    for axes, (title, methods) in zip(all_axes, panels.items(), strict=True):
-        for i, method in enumerate(methods):
-            columns = [list(runs.scores(score, method, a).values()) for a in stages]
-            _error_bars(axes, _beside(stages, i, len(methods), by=0.08), columns, style(method))
-        axes.set(title=title, xlabel="stages", xticks=stages)
-        legend(axes, 8)
-    all_axes[0].set_ylabel(quality)
-    figure.savefig(path, dpi=150)
+    with make_panels(len(panels), path, share=True) as (_, all_axes):
+        for axes, (title, methods) in zip(all_axes, panels.items(), strict=True):
+            for i, method in enumerate(methods):
+                columns = [list(runs.scores(score, method, a).values()) for a in stages]
+                _error_bars(axes, _beside(stages, i, len(methods), by=0.08), columns, style(method))
+            axes.set(title=title, xlabel="stages", xticks=stages)
+            legend(axes, 8)
+        all_axes[0].set_ylabel(quality)
 
 
 def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list[int], list[float]]:
@@ -112,102 +109,94 @@ def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list
     return [test["step"] for test in records[0]][1:], values
 
 
-@styled
 def accuracy_and_step_time(runs: Runs, slots: Mapping[str, float], stages: int, path: Path) -> None:
     """Draw accuracy against steps, and at the end against the slots that a step takes, for each method that has them."""
-    figure, (left, right) = make_panels(2, share=True)
-    for method, each in slots.items():
-        steps, values = _mean_curve(runs, method, stages, "accuracy")
-        left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
-        column = [list(runs.scores(accuracy, method, stages).values())]
-        _error_bars(right, [each], column, {**style(method), "markersize": 6})
-    left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
-    right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
-    last = [100 * value for method in slots for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
-    if last:
-        left.set_ylim(min(last) - 8, max(last) + 4)
-    legend(left, 7)
-    figure.savefig(path, dpi=150)
+    with make_panels(2, path, share=True) as (_, (left, right)):
+        for method, each in slots.items():
+            steps, values = _mean_curve(runs, method, stages, "accuracy")
+            left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
+            column = [list(runs.scores(accuracy, method, stages).values())]
+            _error_bars(right, [each], column, {**style(method), "markersize": 6})
+        left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
+        right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
+        last = [100 * value for method in slots for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
+        if last:
+            left.set_ylim(min(last) - 8, max(last) + 4)
+        legend(left, 7)
 
 
-@styled
 def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, clocks: Mapping[str, Costs], path: Path) -> None:
     """Draw test loss against steps (dotted: in training), and against time by both clocks, until the first has ended."""
     titles: dict[str, Costs | None] = {"equal steps (dotted: in training)": None}
     titles |= {f"equal time, {name} costs": costs for name, costs in clocks.items()}
-    figure, panels = make_panels(3, width=3.7, share=True)
-    for axes, (title, clock) in zip(panels, titles.items(), strict=True):
-        ends = []
-        for method in methods:
-            each = 1.0 if clock is None else step_time(method, stages, clock).slots
-            steps, values = _mean_curve(runs, method, stages, "loss")
-            axes.plot([step * each for step in steps], values, **{**style(method), "markersize": 2.5})
-            if clock is None:
-                steps, values = _mean_curve(runs, method, stages, "train")
-                axes.plot(steps, values, ":", color=style(method)["color"], lw=1.2)
-            ends += [step * each for step in steps[-1:]]
-        axes.set(title=title, xlabel="steps" if clock is None else "slots")
-        axes.set_xlim(0, 1.02 * min(ends, default=1.0))
-    panels[0].set_ylabel("test loss, nats per token")
-    legend(panels[0], 7)
-    figure.savefig(path, dpi=150)
+    with make_panels(3, path, width=3.7, share=True) as (_, panels):
+        for axes, (title, clock) in zip(panels, titles.items(), strict=True):
+            ends = []
+            for method in methods:
+                each = 1.0 if clock is None else step_time(method, stages, clock).slots
+                steps, values = _mean_curve(runs, method, stages, "loss")
+                axes.plot([step * each for step in steps], values, **{**style(method), "markersize": 2.5})
+                if clock is None:
+                    steps, values = _mean_curve(runs, method, stages, "train")
+                    axes.plot(steps, values, ":", color=style(method)["color"], lw=1.2)
+                ends += [step * each for step in steps[-1:]]
+            axes.set(title=title, xlabel="steps" if clock is None else "slots")
+            axes.set_xlim(0, 1.02 * min(ends, default=1.0))
+        panels[0].set_ylabel("test loss, nats per token")
+        legend(panels[0], 7)
 
 
-@styled
 def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path: Path) -> None:
     """Draw the accuracy of the head of every stage."""
-    figure, (axes,) = make_panels(1, width=5.4, height=3.8)
-    for i, method in enumerate(methods):
-        columns = [[v for v in runs.scores(head_accuracy(k), method).values() if v == v] for k in range(num_stages)]
-        _error_bars(axes, _beside(range(1, num_stages + 1), i, len(methods)), columns, style(method))
-    axes.set(xlabel="head of stage", ylabel="test accuracy, %", xticks=range(1, num_stages + 1))
-    legend(axes, 8)
-    figure.savefig(path, dpi=150)
+    with make_panels(1, path, width=5.4, height=3.8) as (_, (axes,)):
+        for i, method in enumerate(methods):
+            columns = [[v for v in runs.scores(head_accuracy(k), method).values() if v == v] for k in range(num_stages)]
+            _error_bars(axes, _beside(range(1, num_stages + 1), i, len(methods)), columns, style(method))
+        axes.set(xlabel="head of stage", ylabel="test accuracy, %", xticks=range(1, num_stages + 1))
+        legend(axes, 8)
 
 
-@styled
 def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, path: Path) -> None:
     """Draw the accuracy of the mean of the top heads' probabilities."""
-    figure, (axes,) = make_panels(1, width=6.4)
-    for i, method in enumerate(methods):
-        columns = [list(runs.scores(ensemble_accuracy(n), method).values()) for n in range(1, num_heads + 1)]
-        _error_bars(axes, _beside(range(1, num_heads + 1), i, len(methods)), columns, style(method))
-    axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
-    legend(axes, 8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=150)
+    with make_panels(1, path, width=6.4) as (_, (axes,)):
+        for i, method in enumerate(methods):
+            columns = [list(runs.scores(ensemble_accuracy(n), method).values()) for n in range(1, num_heads + 1)]
+            _error_bars(axes, _beside(range(1, num_heads + 1), i, len(methods)), columns, style(method))
+        axes.set(xlabel="top heads in the ensemble", ylabel="test accuracy, %", xticks=range(1, num_heads + 1))
+        legend(axes, 8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-@styled
 def grid_of_fine_tuning(
     runs: Runs, methods: Sequence[str], grid: Mapping[tuple[int, float], Mapping[int, float]], path: Path
 ) -> None:
     """Draw equal time, and validation accuracy over the grid."""
-    figure, (left, right) = make_panels(2)
-    for i, method in enumerate(methods):
-        values = list(runs.scores(accuracy, method).values())
-        _error_bars(left, [i], [values], {**style(method), "markersize": 6})
-    left.set(title="equal time", xticks=range(len(methods)), ylabel="test accuracy, %", xlim=(-0.5, len(methods) - 0.5))
-    left.set_xticklabels(methods, fontsize=8)
-    for i, rate in enumerate(sorted({rate for _, rate in grid}, reverse=True)):
-        points = sorted(first for first, r in grid if r == rate)
-        columns = [list(grid[first, rate].values()) for first in points]
-        look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
-        _error_bars(right, points, columns, look)
-    firsts = sorted({first for first, _ in grid})
-    right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
-    legend(right, 8)
-    figure.savefig(path, dpi=150)
+    with make_panels(2, path) as (_, (left, right)):
+        for i, method in enumerate(methods):
+            values = list(runs.scores(accuracy, method).values())
+            _error_bars(left, [i], [values], {**style(method), "markersize": 6})
+        left.set(
+            title="equal time", xticks=range(len(methods)), ylabel="test accuracy, %", xlim=(-0.5, len(methods) - 0.5)
+        )
+        left.set_xticklabels(methods, fontsize=8)
+        for i, rate in enumerate(sorted({rate for _, rate in grid}, reverse=True)):
+            points = sorted(first for first, r in grid if r == rate)
+            columns = [list(grid[first, rate].values()) for first in points]
+            look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
+            _error_bars(right, points, columns, look)
+        firsts = sorted({first for first, _ in grid})
+        right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
+        legend(right, 8)
 
 
-@styled
 def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], path: Path) -> None:
     """Draw perplexity and slots a step against the number of stages."""
-    figure, (left, right) = make_panels(2)
-    for i, method in enumerate(methods):
-        columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
-        _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))
-        right.plot(stages, [step_time(method, a, PAPER).slots for a in stages], **style(method))
-    left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
-    right.set(xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time")
-    legend(left, 8)
-    figure.savefig(path, dpi=150)
+    with make_panels(2, path) as (_, (left, right)):
+        for i, method in enumerate(methods):
+            columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
+            _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))
+            right.plot(stages, [step_time(method, a, PAPER).slots for a in stages], **style(method))
+        left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
+        right.set(
+            xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time"
+        )
+        legend(left, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from experiments.harness.plots import legend, make_panels, style, styled
+from experiments.harness.plots import legend, make_panels, style
 from experiments.t.timing import MEASURED, Row, fitted, window
 from nwise.report.figures import COLOURS
 from nwise.schedule import Slot, paper_time
@@ -27,7 +27,6 @@ def modelled(row: Row, slot: Slot | None) -> float:
     return float(row["slots"] * row["slot_seconds"])
 
 
-@styled
 def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
     """Draw the paper's figure of A = 4 and 6; with it costs as they are, and a real network."""
     measured_rows = [row for row in rows if row["kind"] == "measured"]
@@ -37,16 +36,15 @@ def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
         ("virtual, transformer costs", 4): "A = 4, F = I = W, head 0.5",
         ("real", 2): "A = 2, a real network",
     }
-    figure, panels = make_panels(len(titles), width=2.9, height=3.2)
-    for axes, ((what, stages), title) in zip(panels, titles.items(), strict=True):
-        slot = None if "transformer" in what else fitted(rows, what)
-        for method in MEASURED:
-            own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, stages, method)]
-            _points(axes, own, method, slot)
-        axes.set(title=title, xlabel="micro-batches M")
-    panels[0].set_ylabel("ms per mini-batch (lines: modelled)")
-    legend(panels[0], 8)
-    figure.savefig(path, dpi=150)
+    with make_panels(len(titles), path, width=2.9, height=3.2) as (_, panels):
+        for axes, ((what, stages), title) in zip(panels, titles.items(), strict=True):
+            slot = None if "transformer" in what else fitted(rows, what)
+            for method in MEASURED:
+                own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, stages, method)]
+                _points(axes, own, method, slot)
+            axes.set(title=title, xlabel="micro-batches M")
+        panels[0].set_ylabel("ms per mini-batch (lines: modelled)")
+        legend(panels[0], 8)
 
 
 def _points(axes: Axes, own: Sequence[Row], method: str, slot: Slot | None) -> None:
@@ -66,31 +64,31 @@ def _points(axes: Axes, own: Sequence[Row], method: str, slot: Slot | None) -> N
     axes.set_yticks(ticks, [str(t) for t in ticks])
 
 
-@styled
 def speed_up(rows: Sequence[Row], path: Path) -> None:
     """Draw speed-ups: over GPipe by the paper's model left, over better baselines at costs as they are right."""
-    figure, (left, right) = make_panels(2, width=3.8)
-    over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
-    for i in range(1, 6):
-        own = sorted((a, value) for (a, n), value in over.items() if n == i)
-        colour = style(f"{i}-wise")["color"] if i < 5 else COLOURS[5]
-        left.plot([a for a, _ in own], [value for _, value in own], color=colour, label=f"{i}-wise")
-    slot = Slot()
-    for a in (2, 4, 8, 15, 24, 30):  # the best M of 2-wise at each point, as in the paper's figure
-        if (a, 2) not in over:
-            continue
-        left.annotate(str(slot.best_microbatches(a, min(2, a))), (a, over[a, 2]), fontsize=7, ha="center", va="bottom")
-    left.set(title="paper's model: over GPipe\n(numbers: best M of 2-wise)", xlabel="stages A")
-    left.set_ylabel("speed-up of a step, each at its best M")
-    times = {(r["method"], r["A"]): r["time"] for r in rows if r["kind"] == "honest"}
-    stages = sorted({a for _, a in times})
-    for i, (baseline, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
-        for name in ("2-wise", "3-wise"):
-            ratios = [times[baseline, a] / times[name, a] for a in stages]
-            look = {"color": style(name)["color"], "marker": "os"[i], "markersize": 3}
-            right.plot(stages, ratios, line, label=f"{name} over {baseline}", **look)
-    right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
-    for axes in (left, right):
-        axes.axhline(1, color="#555555", lw=0.8)
-        legend(axes, 8)
-    figure.savefig(path, dpi=150)
+    with make_panels(2, path, width=3.8) as (_, (left, right)):
+        over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
+        for i in range(1, 6):
+            own = sorted((a, value) for (a, n), value in over.items() if n == i)
+            colour = style(f"{i}-wise")["color"] if i < 5 else COLOURS[5]
+            left.plot([a for a, _ in own], [value for _, value in own], color=colour, label=f"{i}-wise")
+        slot = Slot()
+        for a in (2, 4, 8, 15, 24, 30):  # the best M of 2-wise at each point, as in the paper's figure
+            if (a, 2) not in over:
+                continue
+            left.annotate(
+                str(slot.best_microbatches(a, min(2, a))), (a, over[a, 2]), fontsize=7, ha="center", va="bottom"
+            )
+        left.set(title="paper's model: over GPipe\n(numbers: best M of 2-wise)", xlabel="stages A")
+        left.set_ylabel("speed-up of a step, each at its best M")
+        times = {(r["method"], r["A"]): r["time"] for r in rows if r["kind"] == "honest"}
+        stages = sorted({a for _, a in times})
+        for i, (baseline, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
+            for name in ("2-wise", "3-wise"):
+                ratios = [times[baseline, a] / times[name, a] for a in stages]
+                look = {"color": style(name)["color"], "marker": "os"[i], "markersize": 3}
+                right.plot(stages, ratios, line, label=f"{name} over {baseline}", **look)
+        right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
+        for axes in (left, right):
+            axes.axhline(1, color="#555555", lw=0.8)
+            legend(axes, 8)

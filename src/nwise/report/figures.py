@@ -60,7 +60,7 @@ def new_figure(width: float, height: float, path: Path, **saving: Any) -> Iterat
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
+    with mpl.rc_context({"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         figure.savefig(path, dpi=150, **saving)
