@@ -583,6 +583,8 @@ def test_loss_without_a_counted_term_has_not_diverged() -> None:
     losses = pipe.step(torch.linspace(-1, 1, 64).view(8, 8), target=target)
     assert losses.isnan().any()
     assert losses.diverged == ()
+    pipe.num_microbatches = 2  # with a single micro-batch it was 0
+    assert pipe.step(torch.ones(8, 8), target=torch.tensor([-100] * 4 + [0] * 4)).isnan().any()
     assert all(p.grad is None or p.grad.isfinite().all() for p in pipe.parameters())
 
 
@@ -595,6 +597,10 @@ def test_a_seed_of_numpy_draws_what_the_integer_draws() -> None:
         return nwise.Pipeline(stages, strategy="end-to-end", seed=seed).step(X, target=Y)
 
     assert torch.equal(loss(np.int64(3)), loss(3))
+    pipe = three("local", seed=0)
+    pipe.seed = np.int64(3)  # type: ignore[assignment]
+    pipe.step(X, target=Y)
+    assert type(pipe.seed) is int
 
 
 @pytest.mark.parametrize("stage", [2, 9])
@@ -602,7 +608,7 @@ def test_head_of_the_last_stage_is_refused(stage: int) -> None:
     """The step trained through it, and `forward` and `evaluate` left it out."""
     pipe = three("2-wise")
     pipe.heads[stage] = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=rf"Found one of stage {stage} with 3 stages; make it a part of the last"):
+    with pytest.raises(ValueError, match=rf"Found one of stage {stage} with 3 stages; remove it, or make it a part"):
         pipe.step(X, target=Y)
 
 

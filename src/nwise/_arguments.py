@@ -51,7 +51,7 @@ class HeadDict(nn.ModuleDict):
         if others := self._modules.keys() - set(map(str, range(num_stages - 1))):
             raise ValueError(
                 "`heads` should belong to stages before the last, whose output goes to the loss. Found one of stage "
-                f"{min(others)} with {num_stages} stages; make it a part of the last stage."
+                f"{min(others)} with {num_stages} stages; remove it, or make it a part of the last stage."
             )
         return [self._modules.get(str(k)) for k in range(num_stages)]
 

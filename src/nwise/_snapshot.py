@@ -7,16 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _NormBase
 
 from nwise.batchnorm import DeferredBatchNorm
 
 
 @contextmanager
-def restored_on_error(
-    modules: Sequence[nn.Module], parameters: Iterable[Tensor], replicas: ProcessGroup | None = None
-) -> Iterator[None]:
+def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
     """Run the body as a whole or not at all: move deferred statistics after it; restore gradients and statistics if it raises.
 
     A gradient that is None costs nothing to keep, so a loop that sets gradients to None between steps pays only for the
@@ -25,7 +22,6 @@ def restored_on_error(
     Args:
         modules: all modules that the body runs.
         parameters: parameters to whose gradients it adds.
-        replicas: the group of the modules' replicas, whose statistics move together; default: none.
     """
     # Autograd adds to a gradient in place, so the tensor and its values are both kept.
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
@@ -39,7 +35,7 @@ def restored_on_error(
     try:
         yield
         for norm in deferred:
-            norm.commit(replicas)
+            norm.commit()
     except BaseException:
         with torch.no_grad():
             for parameter, gradient, values in gradients:

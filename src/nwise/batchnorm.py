@@ -63,15 +63,13 @@ class DeferredBatchNorm(_BatchNorm):
         """Drop the statistics collected since the last commit, for example after an error."""
         self._sums.zero_()
 
-    @torch.no_grad()
-    def commit(self, replicas: ProcessGroup | None = None) -> None:
-        """Move the running statistics by the statistics collected since the last call.
+    def sum_over(self, replicas: ProcessGroup) -> None:
+        """Add what the module's replicas have collected from their parts of the mini-batch; all of them call it."""
+        dist.all_reduce(self._sums, group=replicas)
 
-        Args:
-            replicas: the group of the module's replicas, each of which has a part of the mini-batch; default: none.
-        """
-        if replicas is not None:
-            dist.all_reduce(self._sums, group=replicas)
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the running statistics by the statistics collected since the last call."""
         count, total, squares = float(self._sums[0, 0]), self._sums[1], self._sums[2]
         if not count:
             return

@@ -59,8 +59,8 @@ class Batch:
 
 
 def _mean(losses: list[tuple[float, Tensor]]) -> Tensor:
-    """Return the mean of losses with weights."""
-    if len(losses) == 1:
+    """Return the mean of losses with weights; nan if all weights are 0."""
+    if len(losses) == 1 and losses[0][0]:
         return losses[0][1]
     return torch.stack([loss * weight for weight, loss in losses]).sum() / sum(weight for weight, _ in losses)
 

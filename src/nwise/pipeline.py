@@ -260,7 +260,7 @@ class Pipeline(OldNames, nn.Module):
             nwise.runtime.watch.RankError: a rank failed.
         """
         processes, given = self.processes, as_inputs(inputs, named, "The input of `step`")
-        self.steps = index(self.steps)  # which may have come from a file, as a tensor
+        self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         arguments.check_target(given, target, self.stages[0])
         batch = cut(
             given,
@@ -276,7 +276,7 @@ class Pipeline(OldNames, nn.Module):
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
-        with restored_on_error(modules, learns, processes.replicas_group()), preserved(engine.device):
+        with restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
         losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)

@@ -307,8 +307,9 @@ def _decode(cell: Any, where: str) -> Tensor:
         content = cell["bytes"]
         picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
         # A conversion of grey images to bytes clips larger values, and cuts off fractions.
-        if picture.mode[0] in "IF" and not np.array_equal(grey := np.asarray(picture), grey.astype(np.uint8)):
-            raise ValueError(f"mode {picture.mode} with values that are no bytes")
+        with np.errstate(invalid="ignore"):
+            if picture.mode[0] in "IF" and not np.array_equal(grey := np.asarray(picture), grey.astype(np.uint8)):
+                raise ValueError(f"mode {picture.mode} with values that are no bytes")
         array = np.asarray(picture.convert("RGB"))
     except Exception as error:
         raise ValueError(

@@ -282,8 +282,11 @@ class Recipe:
         parse_compression(self.compress)
         try:
             self.strategy_for(1)
-        except ValueError:  # switches within an epoch are in order if it has enough steps
-            self.strategy_for(10**6)
+        except ValueError as error:
+            try:  # switches within an epoch are in order if it has enough steps
+                self.strategy_for(10**6)
+            except ValueError:
+                raise error from None
 
     @property
     def quality(self) -> Quality:

@@ -259,6 +259,8 @@ class Engine:
                 for replicas in self._replicas.values():
                     replicas.start()
                 self._execute(script, step, on_action)
+                for replicas in self._replicas.values():
+                    replicas.sum_statistics()
         except BaseException:
             self._tapes.clear()
             self._due.clear()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nwise._dtensor import is_dtensor
+from nwise.batchnorm import DeferredBatchNorm
 from nwise.stage import Stage
 
 BUCKET_BYTES = 2**22  # size of one sum: large enough to outweigh its latency, small enough to begin early
@@ -80,6 +81,13 @@ class Replicas:
         parts = [_local(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
         flat = torch.cat([*parts, parts[0].new_tensor(present)])
         self._begun.append((parameters, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+
+    def sum_statistics(self) -> None:
+        """Sum what deferred batch norms have collected over the replicas, each of which has a part of the mini-batch."""
+        for part in (self._stage.module, self._stage.head):
+            for module in () if part is None else part.modules():
+                if isinstance(module, DeferredBatchNorm):
+                    module.sum_over(self._group)
 
     def finish(self) -> None:
         """Wait for the sums and write them to each parameter's ``.grad``."""
