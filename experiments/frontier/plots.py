@@ -103,8 +103,9 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
                 if min(seeds) > 2:  # the interval of two is as wide as the panel
                     axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
             axes.set(title=heading, xlabel=unit)
-        best = min(min(runs.scores(loss, one.run_name).values()) for one in arms)
-        panels[0].set_ylim(best - 0.03, best + 0.8)
+        ends = [runs.scores(loss, one.run_name).values() for one in arms]
+        best = min(map(min, ends))
+        panels[0].set_ylim(best - 0.03, max(best + 0.8, *(fmean(values) + 0.05 for values in ends)))
         for axes in panels[::2]:
             axes.set_ylabel("test loss, nats a byte")
         handles, labels = panels[0].get_legend_handles_labels()
@@ -121,7 +122,7 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
         path: of the figure.
     """
     shown = [(heading, *axis) for heading, axis in _AXES.items() if heading != "equal steps"]
-    with make_panels(len(shown), path, width=4.2, height=4.2, share=True) as (figure, panels):
+    with make_panels(len(shown), path, width=4.2, height=5.4, share=True) as (figure, panels):
         for axes, (heading, unit, steps_done, end) in zip(panels, shown, strict=True):
             stop = min(end(one) for one in arms)
 
@@ -142,7 +143,7 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
                 axes.plot(xs, ys, color=colour, linestyle=line, label=best.label, lw=1.8)
                 axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
             axes.set(title=heading, xlabel=unit)
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15))
         panels[0].set_ylabel("test loss, nats a byte")
         lowest = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
         panels[0].set_ylim(lowest - 0.03, lowest + 1.0)
