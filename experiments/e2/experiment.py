@@ -128,11 +128,11 @@ def _priced(method: str) -> str | Strategy:
     """Return what has the price of a method's runs.
 
     All heads run. A head that trains no stage is a probe without a price, except with rotating blocks, where it learns for the
-    turn in which it trains one.
+    turn in which it trains one. Weights have no price.
     """
-    if method in _CHECKS:
-        return _CHECKS[method][0]
-    return strategy(method, heads="all") if method == "rotating-2" else method
+    if method == "rotating-2":
+        return strategy(method, heads="all")
+    return method.partition(", ")[0]
 
 
 def tables(runs: Runs) -> str:

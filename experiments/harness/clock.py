@@ -26,7 +26,7 @@ from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import TRANSFORMER, prices
 from nwise.strategies import Strategy
 
-_SIZES = (1, 2, 4, 8, 16, 32)  # M; more are of use only to longer pipelines than the experiments have
+_SIZES = (1, 2, 4, 8, 16)  # M; 32 is of use to longer pipelines than the experiments have
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ def step_time(method: str | Strategy, num_stages: int, costs: Costs, memory: flo
     def find(m: int) -> Timed:
         return search(num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
 
-    result = fastest(find, (1,) if costs == PAPER else _SIZES)
+    sizes = _SIZES if num_stages <= 10 else (*_SIZES, 32)
+    result = fastest(find, (1,) if costs == PAPER else sizes)
     if result is None:
         raise DoesNotFit(str(method), 1.0, memory or 0.0)
     timed, m = result
