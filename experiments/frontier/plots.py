@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from experiments.frontier import clock
 from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
@@ -80,6 +81,17 @@ _AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float
 }
 
 
+def _curve(axes: Axes, runs: Runs, one: Arm, steps_done: Callable[[Arm, float], float], stop: float) -> None:
+    """Draw an arm's mean up to the end of an axis, and its 95 % interval if there are three seeds or more."""
+    xs = np.linspace(stop / 20, stop, _POINTS)
+    scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
+    ys, low, high, seeds = zip(*(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True)
+    colour, line = _LOOKS[one.label]
+    axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
+    if min(seeds) > 2:  # the interval of two is as wide as the panel
+        axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+
+
 def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -> None:
     """Draw test loss against steps, work, and time at both latencies: the mean, and the 95 % interval of three seeds or more.
 
@@ -93,15 +105,7 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
         for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
             stop = min(end(one) for one in arms)
             for one in arms:
-                xs = np.linspace(stop / 20, stop, _POINTS)
-                scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
-                ys, low, high, seeds = zip(
-                    *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
-                )
-                colour, line = _LOOKS[one.label]
-                axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
-                if min(seeds) > 2:  # the interval of two is as wide as the panel
-                    axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+                _curve(axes, runs, one, steps_done, stop)
             axes.set(title=heading, xlabel=unit)
         ends = [runs.scores(loss, one.run_name).values() for one in arms]
         best = min(map(min, ends))
@@ -126,22 +130,12 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
         for axes, (heading, unit, steps_done, end) in zip(panels, shown, strict=True):
             stop = min(end(one) for one in arms)
 
-            def at(one: Arm, x: float, steps_done: Callable[[Arm, float], float] = steps_done) -> dict[int, float]:
-                return dict(runs.scores(loss_at(steps_done(one, x)), one.run_name))
+            def at_end(one: Arm, stop: float = stop, steps_done: Callable[[Arm, float], float] = steps_done) -> float:
+                return fmean(runs.scores(loss_at(steps_done(one, stop)), one.run_name).values())
 
             for family in _FAMILIES:
-                members = [one for one in arms if one.label in family]
-                if not members:
-                    continue
-                best = min(members, key=lambda one: fmean(at(one, stop).values()))
-                xs = np.linspace(stop / 20, stop, _POINTS)
-                scores = [at(best, x) for x in xs]
-                ys, low, high, _ = zip(
-                    *(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True
-                )
-                colour, line = _LOOKS[best.label]
-                axes.plot(xs, ys, color=colour, linestyle=line, label=best.label, lw=1.8)
-                axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+                if members := [one for one in arms if one.label in family]:
+                    _curve(axes, runs, min(members, key=at_end), steps_done, stop)
             axes.set(title=heading, xlabel=unit)
             axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15))
         panels[0].set_ylabel("test loss, nats a byte")

@@ -108,6 +108,7 @@ def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
     return Family(_TEXT, _CARRIED, {**pieces, **ends}, (f"{prefix}.rotary_emb",))
 
 
+_LLAMA = _decoder("model", "embed_tokens", "embed_dropout", "norm")
 # Decoders whose modules have Llama's names, whatever is in their blocks.
 _LIKE_LLAMA = (
     "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm",
@@ -138,7 +139,7 @@ def _vit(prefix: str) -> Family:
 
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": _GPT2,
-    **{f"{name}ForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "norm") for name in _LIKE_LLAMA},
+    **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
     "PhiForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "final_layernorm"),
     "T5ForConditionalGeneration": T5,
     "WhisperForConditionalGeneration": WHISPER,

@@ -138,8 +138,9 @@ def time_methods(
     """
     if not microbatches:
         raise ValueError("`microbatches` should contain at least one number to try. Found none.")
+    check_at_least(1, num_stages=num_stages)
     for m in microbatches:
-        check_at_least(1, num_stages=num_stages, microbatches=m)
+        check_at_least(1, microbatches=m)
     options: dict[str, list[Option]] = {}
     least: dict[str, float] = {}  # bytes that a rank needs, of methods that do not fit
     todo = [(name, m) for name in _methods(strategies, num_stages) for m in microbatches]
