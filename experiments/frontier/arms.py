@@ -166,6 +166,8 @@ ARMS: tuple[Arm, ...] = (
     Arm("adam", "hogwild", microbatches=1),
     Arm("muon", "rotating-2"),
     Arm("muon", "2-wise"),
+    Arm("muon", "rotating-3"),
+    Arm("muon", "3-wise"),
     Arm("muon", "local", head_blocks=2),
     Arm("muon", "2-wise-mean", num_stages=4),
     Arm("muon", "rotating-2", all_heads=True, num_stages=4),
