@@ -14,6 +14,7 @@ from nwise.recipes import Adam, EmbeddedText, Gpt, Recipe
 from nwise.strategies import Strategy, strategy
 
 STAGES = 8
+WIDTH = 96
 STEPS = 2500
 _TRIAL_STEPS = 500
 _WARMUP = 100
@@ -42,6 +43,7 @@ class Arm:
         blocks: number of blocks; one for the test whether depth helps.
         head_blocks: number of blocks of each auxiliary head, before its norm and vocabulary matrix.
         microbatches: M, where it changes what is learned; default: any, so the fastest.
+        width: of the network.
     """
 
     optimizer: Optimizer
@@ -52,6 +54,7 @@ class Arm:
     blocks: int = STAGES
     head_blocks: int = 0
     microbatches: int | None = None
+    width: int = WIDTH
 
     @property
     def name(self) -> str:
@@ -66,6 +69,7 @@ class Arm:
         parts += [f"{self.blocks} block"] if self.blocks != STAGES else []
         parts += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
         parts += [f"heads of {self.head_blocks}"] if self.head_blocks else []
+        parts += [f"width {self.width}"] if self.width != WIDTH else []
         return ", ".join(parts)
 
     @property
@@ -76,8 +80,8 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """The name without the optimizer and the cut."""
-        return replace(self, num_stages=STAGES).name.removeprefix(f"{self.optimizer} ")
+        """The name without the optimizer, the cut and the width."""
+        return replace(self, num_stages=STAGES, width=WIDTH).name.removeprefix(f"{self.optimizer} ")
 
     def strategy_for(self, steps: int) -> Strategy:
         """Return the strategy of a run of so many steps."""
@@ -93,7 +97,7 @@ class Arm:
         return Gpt(
             num_stages=self.num_stages,
             blocks_per_stage=self.blocks // self.num_stages,
-            width=96,
+            width=self.width,
             head_blocks=self.head_blocks,
             sequence_length=_LENGTH,
         )

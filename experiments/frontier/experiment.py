@@ -183,11 +183,11 @@ def _compared(runs: Runs, arms: Sequence[Arm]) -> str:
     rows = []
     for one in arms:
         prompt = replace(arm(f"muon {PROMPT}"), num_stages=one.num_stages)
-        work, end = clock.work(one), _equal_time(one)
+        work, end = clock.work(one), equal_time(one)
         steps = [STEPS, STEPS * clock.work(prompt) / work]
         steps += [clock.steps_done(one, end, latency) for latency in clock.LATENCIES]
         losses = [runs.shown(loss_at(each), one.run_name, digits=3) for each in steps]
-        rows.append([one.name, *losses, *(_slots(one, latency) for latency in clock.LATENCIES), f"{work:.1f}"])
+        rows.append([one.name, *losses, *(slots(one, latency) for latency in clock.LATENCIES), f"{work:.1f}"])
     moments = [f"{what}, latency {latency:g}" for what in ("equal time", "slots a step") for latency in clock.LATENCIES]
     return markdown.table(["arm", "equal steps", "equal work", *moments, "work a step"], rows)
 
@@ -196,20 +196,21 @@ def _earlier(runs: Runs, arms: Sequence[Arm]) -> str:
     moments = [(share, latency) for latency in clock.LATENCIES for share in (0.25, 0.5, 0.75)]
     rows = []
     for one in (each for each in arms if runs.records_for(each.run_name)):
-        steps = [clock.steps_done(one, share * _equal_time(one), latency) for share, latency in moments]
+        steps = [clock.steps_done(one, share * equal_time(one), latency) for share, latency in moments]
         losses = [runs.shown(loss_at(each), one.run_name, digits=3) if each >= EVERY else "–" for each in steps]
         rows.append([one.name, *losses])
     return markdown.table(["arm", *(f"{share:.0%}, latency {latency:g}" for share, latency in moments)], rows)
 
 
-def _equal_time(one: Arm) -> float:
+def equal_time(one: Arm) -> float:
     """Return the slots in which local training with as many stages does all its steps."""
-    return clock.total(replace(arm(f"muon {LOCAL}"), num_stages=one.num_stages))
+    return clock.total(replace(arm(f"muon {LOCAL}"), num_stages=one.num_stages, width=one.width))
 
 
-def _slots(one: Arm, latency: float, overhead: float = TRANSFORMER.overhead) -> str:
-    slots = clock.total(one, latency, overhead) / STEPS
-    return f"{round(slots, 6):.2f}"  # without the sum's rounding, which moves 5.575
+def slots(one: Arm, latency: float, overhead: float = TRANSFORMER.overhead) -> str:
+    """Return the mean slots of a step, as text."""
+    mean = clock.total(one, latency, overhead) / STEPS
+    return f"{round(mean, 6):.2f}"  # without the sum's rounding, which moves 5.575
 
 
 def _deeper() -> str:
@@ -218,13 +219,13 @@ def _deeper() -> str:
     rows = []
     for name in COMPARED:
         arms = [replace(arm(f"muon {name}"), num_stages=count, blocks=count) for count in counts]
-        rows.append([name, *(_slots(one, latency) for latency in clock.LATENCIES for one in arms)])
+        rows.append([name, *(slots(one, latency) for latency in clock.LATENCIES for one in arms)])
     return markdown.table(["slots a step", *headings], rows)
 
 
 def _cheaper() -> str:
     arms = [arm(f"muon {name}") for name in COMPARED]
-    rows = [[one.label, *(_slots(one, latency, 0.005) for latency in clock.LATENCIES)] for one in arms]
+    rows = [[one.label, *(slots(one, latency, 0.005) for latency in clock.LATENCIES)] for one in arms]
     return markdown.table(["slots a step", *(f"latency {latency:g}" for latency in clock.LATENCIES)], rows)
 
 
@@ -290,7 +291,7 @@ def _without_claim(runs: Runs) -> str:
             continue
         columns = []
         for late in (None, *clock.LATENCIES):
-            steps = [STEPS if late is None else clock.steps_done(one, _equal_time(one), late) for one in arms]
+            steps = [STEPS if late is None else clock.steps_done(one, equal_time(one), late) for one in arms]
             first, second = (runs.scores(loss_at(n), one.run_name) for n, one in zip(steps, arms, strict=True))
             columns.append((first, second))
         rows.append((" less ".join(pair), columns))

@@ -11,8 +11,9 @@ from experiments.harness.experiment import Result, Size
 from experiments.harness.runs import Runs
 from experiments.harness.search import Search
 from experiments.harness.trained import Parts, Trained
+from experiments.width import experiment as width
 
-SEARCHES = (*arms.SEARCHES, e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH)
+SEARCHES = (*arms.SEARCHES, width.SEARCH, e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH)
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:

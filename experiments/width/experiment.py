@@ -1,0 +1,191 @@
+"""Does bounded credit catch up in a wider network? Arms of the frontier with Muon, at another width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+
+from experiments.frontier import clock
+from experiments.frontier import experiment as frontier
+from experiments.frontier.arms import STAGES, STEPS, WIDTH, Arm, arm
+from experiments.frontier.experiment import BETTER_LATE, LATER, LOCAL, PROMPT, ROTATING, TWO, at_equal_time
+from experiments.frontier.plots import loss_against_time
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, Seeds, difference, differences, greater, no_greater
+from experiments.harness.experiment import Result, Size
+from experiments.harness.runs import Runs, loss, loss_at, shown
+from experiments.harness.search import Search
+from experiments.harness.store import Store
+from experiments.harness.trained import Parts, Trained
+
+WIDE = 256
+_SHALLOW = "end-to-end, 1 block"
+_DEEP = (PROMPT, BETTER_LATE, LATER, ROTATING, TWO, LOCAL)
+_SMALL = 0.03  # nats, as on the frontier
+_NARROW = Path(__file__).parents[1] / "frontier" / "medium.jsonl"
+
+
+def wide(name: str) -> Arm:
+    """Return an arm of the frontier at this width.
+
+    >>> wide("local").name
+    'muon local, width 256'
+    """
+    return replace(arm(f"muon {name}"), width=WIDE)
+
+
+ARMS = tuple(map(wide, (*_DEEP, _SHALLOW)))
+SEARCH = Search(
+    title=f"Muon, width {WIDE}",
+    grid=(0.005, 0.01, 0.02, 0.04, 0.08),
+    trials={one.name: one.trial for one in ARMS},
+)
+
+
+def cells(size: Size, seeds: int) -> list[Cell]:
+    """Return the cells: every arm that was tried with all rates, by seed."""
+    best = SEARCH.rates()
+    return [
+        Cell(method=one.name, recipe=one.run(best[one.name], seed))
+        for seed in range(seeds)
+        for one in ARMS
+        if one.name in best
+    ]
+
+
+@cache
+def _narrow() -> Runs:
+    """Return the runs of the frontier in this repository."""
+    records = [record for _, record in Store(_NARROW).records_for(frontier.cells("medium", 3))]
+    return Runs([record for record in records if record is not None])
+
+
+def claims(runs: Runs) -> list[Claim]:
+    """Test all claims, written down before the first trial; losses in nats a byte, and the smaller is the better."""
+
+    def end(name: str) -> Seeds:
+        return runs.scores(loss, wide(name).name)
+
+    def worse(source: str, first: str, second: str) -> Claim:
+        return greater(f"{first} is worse than {second}", source, end(first), end(second), unit="nats")
+
+    def little(source: str, first: str, second: str) -> Claim:
+        text = f"{first} is worse than {second}, if at all, by less than {_SMALL:g}"
+        return no_greater(text, source, end(first), end(second), by=_SMALL, unit="nats")
+
+    return [
+        worse("wide, gate", _SHALLOW, PROMPT),
+        *(worse("wide, figure 7", *pair) for pair in (*pairwise((LOCAL, TWO, PROMPT)), (LOCAL, PROMPT))),
+        little("wide, rotating", ROTATING, TWO),
+        little("wide, delay", BETTER_LATE, PROMPT),
+        *(_closer(runs, name) for name in (LOCAL, TWO, ROTATING, BETTER_LATE)),
+        *(claim for latency in clock.LATENCIES for claim in _at_equal_time(runs, latency)),
+    ]
+
+
+def _closer(runs: Runs, name: str) -> Claim:
+    """Test whether an arm is less far behind exact training than in the narrow network, both at the end."""
+    gaps = [_behind(_narrow(), arm(f"muon {name}")), _behind(runs, wide(name))]
+    text = f"{name} is behind {PROMPT} by less at width {WIDE} than at {WIDTH}, equal steps"
+    return greater(text, "width", *gaps, unit="nats")
+
+
+def _behind(runs: Runs, one: Arm) -> Seeds:
+    prompt = replace(arm(f"muon {PROMPT}"), width=one.width)
+    return difference(runs.scores(loss, one.name), runs.scores(loss, prompt.name))
+
+
+def _steps_at_equal_time(one: Arm, latency: float) -> float:
+    return clock.steps_done(one, frontier.equal_time(one), latency)
+
+
+def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
+    """Compare with exact training, and with the late training that the frontier has as a rival at this latency."""
+    late = LATER if latency else BETTER_LATE
+    pairs = [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
+    return [
+        greater(
+            f"equal time, latency {latency:g}: {worse} is worse than {better}",
+            "time",
+            *at_equal_time(runs, wide(worse), wide(better), latency),
+            unit="nats",
+        )
+        for worse, better in pairs
+    ]
+
+
+# The moments at which arms are compared, and the steps that an arm has done then.
+_MOMENTS: dict[str, Callable[[Arm], float]] = {
+    "equal steps": lambda one: STEPS,
+    **{
+        f"equal time, latency {latency:g}": partial(_steps_at_equal_time, latency=latency)
+        for latency in clock.LATENCIES
+    },
+}
+_COLUMNS = [f"{what}, width {width}" for what in _MOMENTS for width in (WIDTH, WIDE)]
+
+
+def tables(runs: Runs) -> str:
+    """Return losses and their distances from exact training, and slots of a step, at both widths."""
+    networks = ((_narrow(), WIDTH), (runs, WIDE))
+
+    def scores(name: str) -> list[Seeds]:
+        arms = [(each, replace(arm(f"muon {name}"), width=width)) for each, width in networks]
+        return [each.scores(loss_at(steps(one)), one.name) for steps in _MOMENTS.values() for each, one in arms]
+
+    losses = {name: scores(name) for name in (*_DEEP, _SHALLOW)}
+    heads = [
+        clock.costs(replace(arm(f"muon {LOCAL}"), width=width)).per_stage("head", STAGES)[0] for _, width in networks
+    ]
+    behind = [(name, list(zip(losses[name], losses[PROMPT], strict=True))) for name in _DEEP if name != PROMPT]
+    headings = [f"latency {latency:g}, width {width}" for latency in clock.LATENCIES for _, width in networks]
+    steps = [
+        [
+            name,
+            *(
+                frontier.slots(replace(arm(f"muon {name}"), width=w), late)
+                for late in clock.LATENCIES
+                for _, w in networks
+            ),
+        ]
+        for name in _DEEP
+    ]
+    return "\n\n".join(
+        [
+            "## Losses",
+            markdown.table(
+                ["arm", *_COLUMNS],
+                [[name, *(shown(list(each.values()), 3) for each in row)] for name, row in losses.items()],
+            ),
+            "Test loss in nats a byte. Equal time is the time in which local training of the same width does all its steps.",
+            "## Behind exact training",
+            differences(["arm", *_COLUMNS], behind),
+            "Nats, with 95 % intervals of paired differences.",
+            "## Slots a step",
+            markdown.table(["arm", *headings], steps),
+            f"By the frontier's timing model: a slot is a forward of a block. A head with its backward takes {heads[0]:g} slots "
+            f"at width {WIDTH} and {heads[1]:g} at width {WIDE}.",
+        ]
+    )
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Draw test loss against steps, work and time."""
+    if arms := [one for one in map(wide, _DEEP) if runs.records_for(one.name)]:
+        loss_against_time(runs, arms, f"Eight stages, Muon, width {WIDE}", path.with_suffix(".png"))
+
+
+EXPERIMENT = Trained(
+    "width",
+    "The frontier in a wider network",
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"medium": 5}),
+    [
+        Result("", f"ours: credit and delay at width {WIDE}, equal steps", "wide"),
+        Result("", f"ours: does bounded credit catch up at width {WIDE}?", "width"),
+        Result("", f"ours: credit and delay at width {WIDE}, equal time", "time"),
+    ],
+)
