@@ -26,6 +26,7 @@ from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.index import EXPERIMENTS
 from experiments.rates.experiment import SEARCHES
+from experiments.width import experiment as width
 from nwise import cli
 from nwise.planning.profile import Profile
 from nwise.recipes import EmbeddedText, ImageSource, to_json
@@ -62,7 +63,30 @@ def test_rates_are_a_factor_of_two_apart() -> None:
         assert [b / a for a, b in pairwise(one.grid)] == pytest.approx([2] * (len(one.grid) - 1))
 
 
-@pytest.mark.parametrize("name", ["e1", "e2", "frontier"])
+def test_width_compares_distances_from_exact_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm comes closer to exact training if its distance shrinks, whatever happens to both losses."""
+    narrow = Runs([*records("muon end-to-end", 1.2), *records("muon local", 1.4), *records("muon 2-wise-mean", 1.3)])
+    monkeypatch.setattr(width, "_narrow", lambda: narrow)
+    monkeypatch.setattr("experiments.frontier.experiment.slots", lambda one, latency: "")  # a delay's take seconds
+    wide = {"end-to-end": 1.0, "local": 1.3, "2-wise-mean": 1.02, "rotating-2, all heads": 1.02}
+    runs = Runs([record for name, end in wide.items() for record in records(width.wide(name).name, end, slope=1e-4)])
+    found = {claim.text: claim for claim in width.claims(runs)}
+    closer = {
+        name: found[f"{name} is behind end-to-end by less at width 256 than at 96, equal steps"]
+        for name in wide
+        if name != "end-to-end"
+    }
+    assert [claim.verdict for claim in closer.values()] == ["does not hold", "holds", "undecided"]
+    assert [claim.effect for claim in closer.values()][:2] == pytest.approx([-0.1, 0.08], abs=1e-3)
+    assert found["end-to-end, 1 block is worse than end-to-end"].verdict == "undecided", "without runs"
+    assert found["local is worse than 2-wise-mean"].verdict == "holds"
+    # A step of local training is shorter, so exact training has done fewer steps: 2500 * 3.27 / 4.19.
+    ahead = found["equal time, latency 0: end-to-end is worse than local"]
+    assert ahead.effect == pytest.approx(1.0 + 1e-4 * 2500 * (1 - 3.27 / 4.19) - 1.3, abs=1e-3)
+    assert width.EXPERIMENT.parts.tables(runs).count("| local | 1.40") == 1
+
+
+@pytest.mark.parametrize("name", ["e1", "e2", "frontier", "width"])
 def test_reported_runs_have_the_best_rates(name: str) -> None:
     """A new trial could choose another rate; runs with the old one would then leave the tables."""
     one = EXPERIMENTS[name]

@@ -438,7 +438,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def show() -> None:
-    """Write the tables of all records, and draw speed against memory."""
+    """Write the tables of all records, and draw speed against memory on a CPU."""
     from matplotlib.figure import Figure
 
     networks = [path.stem for path in sorted(RECORDS.glob("*.jsonl"))]
@@ -455,12 +455,13 @@ def show() -> None:
             speed = f", {row['samples_per_second'][1]:.0f}/s" if "samples_per_second" in row else ""
             by_way.setdefault(way, {})[row["microbatches"]] = f"{row['measured_bytes'] / 2**20:.0f}{ratio}{speed}"
         lines += [f"| {way} | " + " | ".join(cells[m] for m in counts) + " |" for way, cells in by_way.items()]
-        lines.append("")
-    one = records[networks[0]][0]
-    lines.append(f"{one['threads']} threads, {one['processor']}, torch {one['torch']}.")
-    (HERE / "tables.md").write_text("\n".join([*lines, ""]))
+        one = rows[0]
+        threads = f"{one['threads']} thread" + ("s" if one["threads"] > 1 else "")
+        lines += ["", f"{threads}, {one['processor']}, torch {one['torch']}.", ""]
+    (HERE / "tables.md").write_text("\n".join(lines))
 
-    records = {name: [row for row in rows if "samples_per_second" in row] for name, rows in records.items()}
+    networks = [name for name in get_args(Network) if name in records]
+    records = {name: [row for row in records[name] if "samples_per_second" in row] for name in networks}
     if not all(records.values()):
         return
     figure = Figure(figsize=(11, 3.8), layout="constrained")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from experiments.harness.trained import Parts, Trained
 
 WIDE = 256
 _SHALLOW = "end-to-end, 1 block"
-_DEEP = (PROMPT, BETTER_LATE, LATER, ROTATING, TWO, LOCAL)
+_DEEP = (PROMPT, BETTER_LATE, "end-to-end-delay-2, extrapolated", LATER, ROTATING, TWO, LOCAL)
 _SMALL = 0.03  # nats, as on the frontier
 _NARROW = Path(__file__).parents[1] / "frontier" / "medium.jsonl"
 
@@ -118,7 +118,7 @@ def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
     ]
 
 
-# The moments at which arms are compared, and the steps that an arm has done then.
+# The moments at which arms are compared, and the steps that an arm has done then; a period takes seconds to find.
 _MOMENTS: dict[str, Callable[[Arm], float]] = {
     "equal steps": lambda one: STEPS,
     **{
@@ -126,47 +126,48 @@ _MOMENTS: dict[str, Callable[[Arm], float]] = {
         for latency in clock.LATENCIES
     },
 }
-_COLUMNS = [f"{what}, width {width}" for what in _MOMENTS for width in (WIDTH, WIDE)]
 
 
 def tables(runs: Runs) -> str:
-    """Return losses and their distances from exact training, and slots of a step, at both widths."""
-    networks = ((_narrow(), WIDTH), (runs, WIDE))
+    """Return losses, their differences, and slots of a step, at both widths."""
+    widths = {WIDTH: _narrow(), WIDE: runs}
 
-    def scores(name: str) -> list[Seeds]:
-        arms = [(each, replace(arm(f"muon {name}"), width=width)) for each, width in networks]
-        return [each.scores(loss_at(steps(one)), one.name) for steps in _MOMENTS.values() for each, one in arms]
+    def at(name: str, width: int) -> Arm:
+        return replace(arm(f"muon {name}"), width=width)
 
-    losses = {name: scores(name) for name in (*_DEEP, _SHALLOW)}
-    heads = [
-        clock.costs(replace(arm(f"muon {LOCAL}"), width=width)).per_stage("head", STAGES)[0] for _, width in networks
-    ]
-    behind = [(name, list(zip(losses[name], losses[PROMPT], strict=True))) for name in _DEEP if name != PROMPT]
-    headings = [f"latency {latency:g}, width {width}" for latency in clock.LATENCIES for _, width in networks]
-    steps = [
-        [
-            name,
-            *(
-                frontier.slots(replace(arm(f"muon {name}"), width=w), late)
-                for late in clock.LATENCIES
-                for _, w in networks
-            ),
-        ]
+    def scores(name: str, width: int, steps: Callable[[Arm], float]) -> Seeds:
+        one = at(name, width)
+        return widths[width].scores(loss_at(steps(one)), one.name) if widths[width].records_for(one.name) else {}
+
+    losses = {
+        name: [scores(name, width, steps) for steps in _MOMENTS.values() for width in widths]
+        for name in (*_DEEP, _SHALLOW)
+    }
+    pairs = [(name, PROMPT) for name in _DEEP if name != PROMPT]
+    pairs += [(BETTER_LATE, name) for name in (TWO, ROTATING, LOCAL)] + [(ROTATING, TWO), (LOCAL, TWO)]
+    rows = [(f"{a} less {b}", list(zip(losses[a], losses[b], strict=True))) for a, b in pairs]
+    slots = [
+        [name, *(frontier.slots(at(name, width), latency) for latency in clock.LATENCIES for width in widths)]
         for name in _DEEP
     ]
+    heads = [clock.costs(at(LOCAL, width)).per_stage("head", STAGES)[0] for width in widths]
+
+    def headings(moments: Iterable[str]) -> list[str]:
+        return ["arm", *(f"{moment}, width {width}" for moment in moments for width in widths)]
+
     return "\n\n".join(
         [
             "## Losses",
             markdown.table(
-                ["arm", *_COLUMNS],
+                headings(_MOMENTS),
                 [[name, *(shown(list(each.values()), 3) for each in row)] for name, row in losses.items()],
             ),
             "Test loss in nats a byte. Equal time is the time in which local training of the same width does all its steps.",
-            "## Behind exact training",
-            differences(["arm", *_COLUMNS], behind),
+            "## Differences",
+            differences(headings(_MOMENTS), rows),
             "Nats, with 95 % intervals of paired differences.",
             "## Slots a step",
-            markdown.table(["arm", *headings], steps),
+            markdown.table(headings(f"latency {latency:g}" for latency in clock.LATENCIES), slots),
             f"By the frontier's timing model: a slot is a forward of a block. A head with its backward takes {heads[0]:g} slots "
             f"at width {WIDTH} and {heads[1]:g} at width {WIDE}.",
         ]
