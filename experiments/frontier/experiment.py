@@ -273,6 +273,10 @@ _PAIRS = (
     ("adam hogwild", "adam end-to-end"),
     ("adam hogwild", "adam local"),
     ("muon 2-wise", "muon 2-wise-mean"),
+    ("muon 2-wise", "muon local"),
+    ("muon 2-wise", "muon end-to-end"),
+    ("muon 3-wise", "muon 3-wise-mean"),
+    ("muon 3-wise", "muon 2-wise"),
     ("muon 2-wise-mean-delay-1, extrapolated", "muon 2-wise-mean"),
     ("muon local, heads of 1", "muon local"),
     ("muon 2-wise-mean, heads of 1", "muon 2-wise-mean"),
@@ -280,6 +284,7 @@ _PAIRS = (
     ("muon rotating-2-microbatch, all heads", "muon 2-wise-mean"),
     ("muon rotating-3, all heads", "muon 2-wise-mean"),
     ("muon rotating-3, all heads", "muon rotating-2, all heads"),
+    ("muon rotating-3", "muon rotating-3, all heads"),
 )
 
 
