@@ -441,7 +441,7 @@ def show() -> None:
     """Write the tables of all records, and draw speed against memory on a CPU."""
     from matplotlib.figure import Figure
 
-    networks = [path.stem for path in sorted(RECORDS.glob("*.jsonl"))]
+    networks = sorted(path.stem for path in RECORDS.glob("*.jsonl"))
     records = {name: [json.loads(line) for line in (RECORDS / f"{name}.jsonl").open()] for name in networks}
     lines = ["# Tables, written by run.py", ""]
     for name, rows in records.items():
@@ -460,12 +460,12 @@ def show() -> None:
         lines += ["", f"{threads}, {one['processor']}, torch {one['torch']}.", ""]
     (HERE / "tables.md").write_text("\n".join(lines))
 
-    networks = [name for name in get_args(Network) if name in records]
-    records = {name: [row for row in records[name] if "samples_per_second" in row] for name in networks}
-    if not all(records.values()):
+    on_cpu = {name: records[name] for name in get_args(Network) if name in records}
+    timed = {name: [row for row in rows if "samples_per_second" in row] for name, rows in on_cpu.items()}
+    if not timed or not all(timed.values()):
         return
     figure = Figure(figsize=(11, 3.8), layout="constrained")
-    for axes, (name, rows) in zip(figure.subplots(1, len(records), squeeze=False)[0], records.items(), strict=True):
+    for axes, (name, rows) in zip(figure.subplots(1, len(timed), squeeze=False)[0], timed.items(), strict=True):
         groups = {"autograd": "0.25", "end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for row in rows:

@@ -6,9 +6,11 @@ steps; the rate falls with the square root of the step, so a run of 500 steps is
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from experiments.harness.cell import Cell
 from experiments.harness.search import TRIAL_SEED, Search
 from nwise.recipes import Adam, EmbeddedText, Gpt, Recipe
 from nwise.strategies import Strategy, strategy
@@ -209,6 +211,16 @@ SEARCHES = tuple(
     )
     for optimizer, grid in _GRID.items()
 )
+
+
+def reported(arms: Sequence[Arm], rates: Mapping[str, float], seeds: int) -> list[Cell]:
+    """Return the reported runs of the arms that have a rate, a seed after the other."""
+    return [
+        Cell(method=one.name, recipe=one.run(rates[one.name], seed))
+        for seed in range(seeds)
+        for one in arms
+        if one.name in rates
+    ]
 
 
 def rates() -> dict[str, float]:

@@ -116,7 +116,7 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
             axes.set_ylabel("test loss, nats a byte")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(f"{title}: mean, and 95 % interval where there are three seeds")
+        figure.suptitle(f"{title}: mean, and 95 % interval where there are three seeds or more")
 
 
 def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from experiments.frontier import clock
 from experiments.frontier import experiment as frontier
-from experiments.frontier.arms import STAGES, STEPS, WIDTH, Arm, arm
-from experiments.frontier.experiment import BETTER_LATE, LATER, LOCAL, PROMPT, ROTATING, TWO, at_equal_time
+from experiments.frontier.arms import STAGES, STEPS, WIDTH, Arm, arm, reported
+from experiments.frontier.experiment import BETTER_LATE, LATER, LOCAL, PROMPT, ROTATING, SMALL, TWO, at_equal_time
 from experiments.frontier.plots import loss_against_time
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
@@ -24,8 +25,9 @@ from experiments.harness.trained import Parts, Trained
 
 WIDE = 256
 _SHALLOW = "end-to-end, 1 block"
-_DEEP = (PROMPT, BETTER_LATE, "end-to-end-delay-2, extrapolated", LATER, ROTATING, TWO, LOCAL)
-_SMALL = 0.03  # nats, as on the frontier
+_COMPARED = (LOCAL, TWO, ROTATING, BETTER_LATE)  # with exact training at both widths
+_LATE_BY_TWO = "end-to-end-delay-2, extrapolated"
+_DEEP = (PROMPT, BETTER_LATE, _LATE_BY_TWO, LATER, ROTATING, TWO, LOCAL)
 _NARROW = Path(__file__).parents[1] / "frontier" / "medium.jsonl"
 
 
@@ -48,13 +50,7 @@ SEARCH = Search(
 
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: every arm that was tried with all rates, by seed."""
-    best = SEARCH.rates()
-    return [
-        Cell(method=one.name, recipe=one.run(best[one.name], seed))
-        for seed in range(seeds)
-        for one in ARMS
-        if one.name in best
-    ]
+    return reported(ARMS, SEARCH.rates(), seeds)
 
 
 @cache
@@ -74,15 +70,15 @@ def claims(runs: Runs) -> list[Claim]:
         return greater(f"{first} is worse than {second}", source, end(first), end(second), unit="nats")
 
     def little(source: str, first: str, second: str) -> Claim:
-        text = f"{first} is worse than {second}, if at all, by less than {_SMALL:g}"
-        return no_greater(text, source, end(first), end(second), by=_SMALL, unit="nats")
+        text = f"{first} is worse than {second}, if at all, by less than {SMALL:g}"
+        return no_greater(text, source, end(first), end(second), by=SMALL, unit="nats")
 
     return [
         worse("wide, gate", _SHALLOW, PROMPT),
         *(worse("wide, figure 7", *pair) for pair in (*pairwise((LOCAL, TWO, PROMPT)), (LOCAL, PROMPT))),
         little("wide, rotating", ROTATING, TWO),
         little("wide, delay", BETTER_LATE, PROMPT),
-        *(_closer(runs, name) for name in (LOCAL, TWO, ROTATING, BETTER_LATE)),
+        *(_closer(runs, name) for name in _COMPARED),
         *(claim for latency in clock.LATENCIES for claim in _at_equal_time(runs, latency)),
     ]
 
@@ -92,6 +88,22 @@ def _closer(runs: Runs, name: str) -> Claim:
     gaps = [_behind(_narrow(), arm(f"muon {name}")), _behind(runs, wide(name))]
     text = f"{name} is behind {PROMPT} by less at width {WIDE} than at {WIDTH}, equal steps"
     return greater(text, "width", *gaps, unit="nats")
+
+
+def _distances(runs: Runs, name: str) -> list[str]:
+    """Return the mean distance of an arm from exact training at both widths, and their unpaired difference with its interval."""
+    narrow, broad = (list(_behind(*pair).values()) for pair in ((_narrow(), arm(f"muon {name}")), (runs, wide(name))))
+    if min(len(narrow), len(broad)) < 2:
+        return ["–"] * 4
+    from scipy.stats import ttest_ind
+
+    low, high = ttest_ind(narrow, broad, equal_var=False).confidence_interval()
+    return [
+        f"{fmean(narrow):.3f}",
+        f"{fmean(broad):.3f}",
+        f"{fmean(narrow) - fmean(broad):+.3f}",
+        f"{low:+.3f} to {high:+.3f}",
+    ]
 
 
 def _behind(runs: Runs, one: Arm) -> Seeds:
@@ -118,7 +130,7 @@ def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
     ]
 
 
-# The moments at which arms are compared, and the steps that an arm has done then; a period takes seconds to find.
+# The moments at which arms are compared, and the steps that an arm has done then.
 _MOMENTS: dict[str, Callable[[Arm], float]] = {
     "equal steps": lambda one: STEPS,
     **{
@@ -136,8 +148,10 @@ def tables(runs: Runs) -> str:
         return replace(arm(f"muon {name}"), width=width)
 
     def scores(name: str, width: int, steps: Callable[[Arm], float]) -> Seeds:
-        one = at(name, width)
-        return widths[width].scores(loss_at(steps(one)), one.name) if widths[width].records_for(one.name) else {}
+        one, all_runs = at(name, width), widths[width]
+        if not all_runs.records_for(one.name):
+            return {}  # a period takes seconds to find
+        return all_runs.scores(loss_at(steps(one)), one.name)
 
     losses = {
         name: [scores(name, width, steps) for steps in _MOMENTS.values() for width in widths]
@@ -165,7 +179,14 @@ def tables(runs: Runs) -> str:
             "Test loss in nats a byte. Equal time is the time in which local training of the same width does all its steps.",
             "## Differences",
             differences(headings(_MOMENTS), rows),
-            "Nats, with 95 % intervals of paired differences.",
+            "Nats, with 95 % intervals of paired differences, of the seeds that both arms have. The first table has all seeds.",
+            "## Distance from exact training",
+            markdown.table(
+                ["equal steps", f"width {WIDTH}", f"width {WIDE}", "less, all seeds", "95 % interval"],
+                [[name, *_distances(runs, name)] for name in _COMPARED],
+            ),
+            "Nats, computed after the runs. The claims below compare runs of the same seed at both widths, which have the same "
+            "order of the data; the intervals of this table take all seeds, unpaired (Welch).",
             "## Slots a step",
             markdown.table(headings(f"latency {latency:g}" for latency in clock.LATENCIES), slots),
             f"By the frontier's timing model: a slot is a forward of a block. A head with its backward takes {heads[0]:g} slots "
