@@ -167,7 +167,8 @@ def _printed() -> str:
     costs = {count: network_costs(model, count) for count in counts}
     rows = [[method, *(slots_text(method, count, costs[count]) for count in counts)] for method in (*PAPER, "2-wise")]
     table = markdown.table(["slots a step, honest costs (M)", *markdown.stages(counts)], rows)
-    return f"{table}\n\nFour stages: {describe_costs(costs[4])}"
+    heads = ", ".join(f"{head:g}" for head in costs[4].per_stage("head", 4))
+    return f"{table}\n\nWith four stages the heads take {heads} slots; the other costs are those above."
 
 
 def _four(runs: Runs) -> str:
