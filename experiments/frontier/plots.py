@@ -18,6 +18,7 @@ from experiments.harness.runs import Runs, loss, loss_at
 from nwise.report.figures import COLOURS
 
 _POINTS = 60
+_BANDS = 10  # most arms whose intervals a panel can show
 # Colour and line of every arm that is drawn, by its label. The colour is the credit and the line the delay, or the variant.
 _LOOKS = {
     "end-to-end": (COLOURS[0], "-"),
@@ -32,6 +33,7 @@ _LOOKS = {
     "2-wise": (COLOURS[2], "-."),
     "2-wise-mean": (COLOURS[2], "-"),
     "2-wise-mean-delay-1, extrapolated": (COLOURS[2], "--"),
+    "2-wise-mean, heads of 1": (COLOURS[2], ":"),
     "3-wise": (COLOURS[3], "-."),
     "3-wise-mean": (COLOURS[3], "-"),
     "rotating-2": (COLOURS[4], "--"),
@@ -39,7 +41,6 @@ _LOOKS = {
     "rotating-2-microbatch, all heads": (COLOURS[4], ":"),
     "rotating-3": (COLOURS[4], (0, (6, 1, 1, 1, 1, 1))),
     "rotating-3, all heads": (COLOURS[4], "-."),
-    "2-wise-mean, heads of 1": (COLOURS[2], ":"),
     "geometric-0.5": (COLOURS[5], "--"),
     "local@half,end-to-end": (COLOURS[6], "-"),
     "local@quarter,2-wise-mean@half,end-to-end": (COLOURS[6], "--"),
@@ -83,19 +84,21 @@ _AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float
 }
 
 
-def _curve(axes: Axes, runs: Runs, one: Arm, steps_done: Callable[[Arm, float], float], stop: float) -> None:
-    """Draw an arm's mean up to the end of an axis, and its 95 % interval if there are three seeds or more."""
+def _curve(
+    axes: Axes, runs: Runs, one: Arm, steps_done: Callable[[Arm, float], float], stop: float, *, band: bool = True
+) -> None:
+    """Draw an arm's mean up to the end of an axis, and as a band its 95 % interval if there are three seeds or more."""
     xs = np.linspace(stop / 20, stop, _POINTS)
     scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
     ys, low, high, seeds = zip(*(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True)
     colour, line = _LOOKS[one.label]
     axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
-    if min(seeds) > 2:  # the interval of two is as wide as the panel
+    if band and min(seeds) > 2:  # the interval of two is as wide as the panel
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
 
 
 def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -> None:
-    """Draw test loss against steps, work, and time at both latencies: the mean, and the 95 % interval of three seeds or more.
+    """Draw test loss against steps, work, and time at both latencies: the mean, and with few arms its 95 % interval.
 
     Args:
         runs: the records.
@@ -103,11 +106,12 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
         title: the figure's.
         path: of the figure.
     """
+    bands = len(arms) <= _BANDS
     with make_panels(2, path, rows=2, width=4.6, height=3.8, share=True) as (figure, panels):
         for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
             stop = min(end(one) for one in arms)
             for one in arms:
-                _curve(axes, runs, one, steps_done, stop)
+                _curve(axes, runs, one, steps_done, stop, band=bands)
             axes.set(title=heading, xlabel=unit)
         ends = [runs.scores(loss, one.run_name).values() for one in arms]
         best = min(map(min, ends))
@@ -116,7 +120,7 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
             axes.set_ylabel("test loss, nats a byte")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(f"{title}: mean, and 95 % interval where there are three seeds or more")
+        figure.suptitle(f"{title}: mean" + (", and 95 % interval where there are three seeds or more" if bands else ""))
 
 
 def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
