@@ -24,6 +24,7 @@ from experiments.harness.store import Store
 from experiments.harness.trained import Parts, Trained
 
 WIDE = 256
+_SEEDS = 5
 _SHALLOW = "end-to-end, 1 block"
 _COMPARED = (LOCAL, TWO, ROTATING, BETTER_LATE)  # with exact training at both widths
 _LATE_BY_TWO = "end-to-end-delay-2, extrapolated"
@@ -56,7 +57,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 @cache
 def _narrow() -> Runs:
     """Return the runs of the frontier in this repository."""
-    records = [record for _, record in Store(_NARROW).records_for(frontier.cells("medium", 3))]
+    records = [record for _, record in Store(_NARROW).records_for(frontier.cells("medium", _SEEDS))]
     return Runs([record for record in records if record is not None])
 
 
@@ -204,7 +205,7 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "width",
     "The frontier in a wider network",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"medium": 5}),
+    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"medium": _SEEDS}),
     [
         Result("", f"ours: credit and delay at width {WIDE}, equal steps", "wide"),
         Result("", f"ours: does bounded credit catch up at width {WIDE}?", "width"),
