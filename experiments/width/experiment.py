@@ -112,8 +112,8 @@ def _behind(runs: Runs, one: Arm) -> Seeds:
     return difference(runs.scores(loss, one.name), runs.scores(loss, prompt.name))
 
 
-def _steps_at_equal_time(one: Arm, latency: float) -> float:
-    return clock.steps_done(one, frontier.equal_time(one), latency)
+def _steps_at_equal_time(one: Arm, latency: float, share: float = 1.0) -> float:
+    return clock.steps_done(one, share * frontier.equal_time(one), latency)
 
 
 def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
@@ -138,6 +138,7 @@ _MOMENTS: dict[str, Callable[[Arm], float]] = {
         f"equal time, latency {latency:g}": partial(_steps_at_equal_time, latency=latency)
         for latency in clock.LATENCIES
     },
+    "half of it, latency 1": partial(_steps_at_equal_time, latency=1.0, share=0.5),
 }
 
 
