@@ -74,7 +74,7 @@ def test_width_compares_distances_from_exact_training(monkeypatch: pytest.Monkey
         [
             record
             for name, end in ends.items()
-            for record in records(width.wide(name).name, end, slope=1e-4, seeds=seeds.get(name, 5))
+            for record in records(width.at(name).name, end, slope=1e-4, seeds=seeds.get(name, 5))
         ]
     )
     claims = {claim.text: claim for claim in width.claims(runs)}

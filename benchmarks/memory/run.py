@@ -441,8 +441,8 @@ def show() -> None:
     """Write the tables of all records, and draw speed against memory on a CPU."""
     from matplotlib.figure import Figure
 
-    networks = sorted(path.stem for path in RECORDS.glob("*.jsonl"))
-    records = {name: [json.loads(line) for line in (RECORDS / f"{name}.jsonl").open()] for name in networks}
+    paths = sorted(RECORDS.glob("*.jsonl"), key=lambda path: path.stem)
+    records = {path.stem: [json.loads(line) for line in path.open()] for path in paths}
     lines = ["# Tables, written by run.py", ""]
     for name, rows in records.items():
         lines += [f"## {name}", "", "MiB of torch's allocator; predicted / measured; samples per second.", ""]

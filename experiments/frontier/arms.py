@@ -26,7 +26,7 @@ _TEXT_BYTES = 4_700_000
 _ADAM_PEAK = 0.003  # of embeddings, outputs and norms, where Muon trains the rest
 
 Optimizer = Literal["muon", "adam"]
-_GRID: dict[Optimizer, tuple[float, ...]] = {
+GRIDS: dict[Optimizer, tuple[float, ...]] = {
     "muon": (0.005, 0.01, 0.02, 0.04, 0.08),
     "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
 }
@@ -209,7 +209,7 @@ SEARCHES = tuple(
         grid=grid,
         trials={one.name: one.trial for one in ARMS if one.optimizer == optimizer},
     )
-    for optimizer, grid in _GRID.items()
+    for optimizer, grid in GRIDS.items()
 )
 
 

@@ -93,25 +93,30 @@ def at_equal_time(runs: Runs, first: Arm, second: Arm, latency: float) -> list[S
 
 
 def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
-    """Compare with exact end-to-end training, and with the shortest delay that hides the latency at eight stages."""
-    late = LATER if latency else BETTER_LATE
-    pairs = [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
     where = f"muon, equal time, latency {latency:g}"
-    return [_worse_in_time(runs, where, "time", arm(f"muon {a}"), arm(f"muon {b}"), latency) for a, b in pairs]
+    pairs = timed_pairs(latency)
+    return [worse_in_time(runs, where, "time", arm(f"muon {a}"), arm(f"muon {b}"), latency) for a, b in pairs]
+
+
+def timed_pairs(latency: float) -> list[tuple[str, str]]:
+    """Return what is compared at equal time: exact training, and the shortest delay that hides the latency at eight stages."""
+    late = LATER if latency else BETTER_LATE
+    return [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
 
 
 def _with_four_stages(runs: Runs, latency: float) -> list[Claim]:
     """Compare the same blocks in four stages; there a delay of one hides a latency of one slot."""
     where = f"muon, four stages, equal time, latency {latency:g}"
     pairs = [(rival, better) for rival in (PROMPT, BETTER_LATE) for better in (TWO, LOCAL)]
-    return [_worse_in_time(runs, where, "four", _in_four(a), _in_four(b), latency) for a, b in pairs]
+    return [worse_in_time(runs, where, "four", _in_four(a), _in_four(b), latency) for a, b in pairs]
 
 
 def _in_four(name: str) -> Arm:
     return replace(arm(f"muon {name}"), num_stages=4)
 
 
-def _worse_in_time(runs: Runs, where: str, source: str, worse: Arm, better: Arm, latency: float) -> Claim:
+def worse_in_time(runs: Runs, where: str, source: str, worse: Arm, better: Arm, latency: float) -> Claim:
+    """Test whether one arm is worse than another at equal time; `where` begins the text of the claim."""
     text = f"{where}: {worse.label} is worse than {better.label}"
     return greater(text, source, *at_equal_time(runs, worse, better, latency), unit="nats")
 
@@ -206,8 +211,7 @@ def equal_time(one: Arm) -> float:
 
 def slots(one: Arm, latency: float, overhead: float = TRANSFORMER.overhead) -> str:
     """Return the mean slots of a step, as text."""
-    mean = clock.total(one, latency, overhead) / STEPS
-    return f"{round(mean, 6):.2f}"  # without the sum's rounding, which moves 5.575
+    return f"{round(_mean_slots(one, latency, overhead), 6):.2f}"  # without the sum's rounding, which moves 5.575
 
 
 def _deeper() -> str:
@@ -248,8 +252,8 @@ def _paper_slots(one: Arm) -> float:
     return step_time(one.strategy, one.num_stages, PAPER).slots
 
 
-def _mean_slots(one: Arm, latency: float) -> float:
-    return clock.total(one, latency) / STEPS
+def _mean_slots(one: Arm, latency: float, overhead: float = TRANSFORMER.overhead) -> float:
+    return clock.total(one, latency, overhead) / STEPS
 
 
 def _leads(runs: Runs, name: str, costs: str, step: Callable[[Arm], float]) -> Claim:
@@ -257,11 +261,12 @@ def _leads(runs: Runs, name: str, costs: str, step: Callable[[Arm], float]) -> C
     exact, one = arm(f"muon {PROMPT}"), arm(f"muon {name}")
     moments: list[tuple[Seeds, Seeds]] = [({}, {})]
     if runs.records_for(one.name) and runs.records_for(exact.name):
-        first = EVERY * max(step(exact), step(one))  # nothing is known before the first test
+        slots_exact, slots_one = step(exact), step(one)
+        first = EVERY * max(slots_exact, slots_one)  # nothing is known before the first test
         last = STEPS * step(arm(f"muon {LOCAL}"))
         times = [first + (last - first) * i / 7 for i in range(8)]
         moments = [
-            (runs.scores(loss_at(time / step(exact)), exact.name), runs.scores(loss_at(time / step(one)), one.name))
+            (runs.scores(loss_at(time / slots_exact), exact.name), runs.scores(loss_at(time / slots_one), one.name))
             for time in times
         ]
     claim = greater_at_all(f"{costs}: {name} leads {PROMPT} at all of eight moments", "E6", moments, unit="nats")

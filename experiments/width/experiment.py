@@ -11,8 +11,18 @@ from statistics import fmean
 
 from experiments.frontier import clock
 from experiments.frontier import experiment as frontier
-from experiments.frontier.arms import STAGES, STEPS, WIDTH, Arm, arm, reported
-from experiments.frontier.experiment import BETTER_LATE, LATER, LOCAL, PROMPT, ROTATING, SMALL, TWO, at_equal_time
+from experiments.frontier.arms import GRIDS, STAGES, STEPS, WIDTH, Arm, arm, reported
+from experiments.frontier.experiment import (
+    BETTER_LATE,
+    LATER,
+    LOCAL,
+    PROMPT,
+    ROTATING,
+    SMALL,
+    TWO,
+    timed_pairs,
+    worse_in_time,
+)
 from experiments.frontier.plots import loss_against_time
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
@@ -32,19 +42,19 @@ _DEEP = (PROMPT, BETTER_LATE, _LATE_BY_TWO, LATER, ROTATING, TWO, LOCAL)
 _NARROW = Path(__file__).parents[1] / "frontier" / "medium.jsonl"
 
 
-def wide(name: str) -> Arm:
-    """Return an arm of the frontier at this width.
+def at(name: str, width: int = WIDE) -> Arm:
+    """Return an arm of the frontier with Muon at a width.
 
-    >>> wide("local").name
-    'muon local, width 256'
+    >>> at("local").name, at("local", 96).name
+    ('muon local, width 256', 'muon local')
     """
-    return replace(arm(f"muon {name}"), width=WIDE)
+    return replace(arm(f"muon {name}"), width=width)
 
 
-ARMS = tuple(map(wide, (*_DEEP, _SHALLOW)))
+ARMS = tuple(map(at, (*_DEEP, _SHALLOW)))
 SEARCH = Search(
     title=f"Muon, width {WIDE}",
-    grid=(0.005, 0.01, 0.02, 0.04, 0.08),
+    grid=GRIDS["muon"],
     trials={one.name: one.trial for one in ARMS},
 )
 
@@ -65,7 +75,7 @@ def claims(runs: Runs) -> list[Claim]:
     """Test all claims, written down before the first trial; losses in nats a byte, and the smaller is the better."""
 
     def end(name: str) -> Seeds:
-        return runs.scores(loss, wide(name).name)
+        return runs.scores(loss, at(name).name)
 
     def worse(source: str, first: str, second: str) -> Claim:
         return greater(f"{first} is worse than {second}", source, end(first), end(second), unit="nats")
@@ -86,14 +96,14 @@ def claims(runs: Runs) -> list[Claim]:
 
 def _closer(runs: Runs, name: str) -> Claim:
     """Test whether an arm is less far behind exact training than in the narrow network, both at the end."""
-    gaps = [_behind(_narrow(), arm(f"muon {name}")), _behind(runs, wide(name))]
+    gaps = [_behind(_narrow(), name, WIDTH), _behind(runs, name, WIDE)]
     text = f"{name} is behind {PROMPT} by less at width {WIDE} than at {WIDTH}, equal steps"
     return greater(text, "width", *gaps, unit="nats")
 
 
 def _distances(runs: Runs, name: str) -> list[str]:
     """Return the mean distance of an arm from exact training at both widths, and their unpaired difference with its interval."""
-    narrow, broad = (list(_behind(*pair).values()) for pair in ((_narrow(), arm(f"muon {name}")), (runs, wide(name))))
+    narrow, broad = (list(_behind(*each).values()) for each in ((_narrow(), name, WIDTH), (runs, name, WIDE)))
     if min(len(narrow), len(broad)) < 2:
         return ["–"] * 4
     from scipy.stats import ttest_ind
@@ -107,9 +117,8 @@ def _distances(runs: Runs, name: str) -> list[str]:
     ]
 
 
-def _behind(runs: Runs, one: Arm) -> Seeds:
-    prompt = replace(arm(f"muon {PROMPT}"), width=one.width)
-    return difference(runs.scores(loss, one.name), runs.scores(loss, prompt.name))
+def _behind(runs: Runs, name: str, width: int) -> Seeds:
+    return difference(*(runs.scores(loss, at(each, width).name) for each in (name, PROMPT)))
 
 
 def _steps_at_equal_time(one: Arm, latency: float, share: float = 1.0) -> float:
@@ -117,18 +126,8 @@ def _steps_at_equal_time(one: Arm, latency: float, share: float = 1.0) -> float:
 
 
 def _at_equal_time(runs: Runs, latency: float) -> list[Claim]:
-    """Compare with exact training, and with the late training that the frontier has as a rival at this latency."""
-    late = LATER if latency else BETTER_LATE
-    pairs = [(PROMPT, late), *((rival, better) for rival in (PROMPT, late) for better in (ROTATING, TWO, LOCAL))]
-    return [
-        greater(
-            f"equal time, latency {latency:g}: {worse} is worse than {better}",
-            "time",
-            *at_equal_time(runs, wide(worse), wide(better), latency),
-            unit="nats",
-        )
-        for worse, better in pairs
-    ]
+    where = f"equal time, latency {latency:g}"
+    return [worse_in_time(runs, where, "time", at(a), at(b), latency) for a, b in timed_pairs(latency)]
 
 
 # The moments at which arms are compared, and the steps that an arm has done then.
@@ -145,9 +144,6 @@ _MOMENTS: dict[str, Callable[[Arm], float]] = {
 def tables(runs: Runs) -> str:
     """Return losses, their differences, and slots of a step, at both widths."""
     widths = {WIDTH: _narrow(), WIDE: runs}
-
-    def at(name: str, width: int) -> Arm:
-        return replace(arm(f"muon {name}"), width=width)
 
     def scores(name: str, width: int, steps: Callable[[Arm], float]) -> Seeds:
         one, all_runs = at(name, width), widths[width]
@@ -199,7 +195,7 @@ def tables(runs: Runs) -> str:
 
 def draw(runs: Runs, path: Path) -> None:
     """Draw test loss against steps, work and time."""
-    if arms := [one for one in map(wide, _DEEP) if runs.records_for(one.name)]:
+    if arms := [one for one in map(at, _DEEP) if runs.records_for(one.name)]:
         loss_against_time(runs, arms, f"Eight stages, Muon, width {WIDE}", path.with_suffix(".png"))
 
 
