@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nwise import losses, models
     from nwise._compiled import compile_module
+    from nwise.auxiliary import inject
     from nwise.batchnorm import defer_batchnorm
     from nwise.flow import Flow, find_flow
     from nwise.models import heads
@@ -62,6 +63,7 @@ __all__ = [
     "defer_batchnorm",
     "find_flow",
     "heads",
+    "inject",
     "losses",
     "models",
     "plan",
@@ -83,6 +85,7 @@ _PLACES = {
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",
     "heads": "models",
+    "inject": "auxiliary",
     "plan": "planning.planner",
     "reference_grads": "reference",
     "split": "models.split",

@@ -112,6 +112,23 @@ def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
         )
 
 
+def checks_always(checks: str) -> bool:
+    """Return whether checks of what modules and losses do run in every step."""
+    if checks not in ("first", "always"):
+        raise ValueError(f"`checks` should be 'first' or 'always'. Found {checks!r}.")
+    return checks == "always"
+
+
+def check_input_gradients(processes: Processes, delay: int) -> None:
+    """Raise ValueError for an input that requires a gradient where the step cannot give one."""
+    if processes.size > 1 or delay:
+        where = "several processes" if processes.size > 1 else "a delay"
+        raise ValueError(
+            f"The input of `step` should not require a gradient with {where}. Found one that does; make the module that computes "
+            "it a part of the first stage, or detach it."
+        )
+
+
 def placed(
     stages: Sequence[ModuleOrFactory], placement: str | Sequence[int] | Plan, num_microbatches: int | None
 ) -> tuple[Plan | None, str | Sequence[int], int]:

@@ -23,7 +23,7 @@ If its cotangent can replace a message, a single backward pass (B) gives both gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -49,16 +49,25 @@ class Cotangent:
         own: weight of ``d``, the gradient of the stage's own loss.
         received: weight of each message ``u_p`` received from the next stage.
         far: index of the farthest loss in the sum; the cotangent cannot exist before that loss does.
+        total: sum of the weights of all losses in it; an auxiliary loss inside the stage counts with this weight.
+        shared: whether it is a gradient that another pass of the stage reads too.
     """
 
     own: float
     received: tuple[float, ...]
     far: int
+    total: float
+    shared: bool = False
 
     @property
     def needed(self) -> list[int]:
         """Indices of the received messages with a weight other than 0."""
         return [p for p, weight in enumerate(self.received) if weight]
+
+    @property
+    def reads(self) -> tuple[bool, ...]:
+        """Whether ``d`` and each received message are in the sum."""
+        return tuple(weight != 0.0 for weight in (self.own, *self.received))
 
     @property
     def is_new(self) -> bool:
@@ -193,10 +202,13 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
     fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
     stages = []
     for k, above in enumerate(messages[1:]):
-        sent = tuple(_combine(message, above, k) for message in messages[k])
+        sent = [_combine(message, above, k) for message in messages[k]]
         weights = _combine(wanted[k], above, k) if wanted[k].any() else None
+        passes = [*sent, *([] if weights is None or fused[k] is not None else [weights])]
+        sent = [_marked(cotangent, passes) for cotangent in sent]
+        weights = None if weights is None else _marked(weights, passes)
         own = any(cotangent.own for cotangent in sent) or (weights is not None and weights.own != 0.0)
-        stages.append(StageFlow(bool(runs[k]), own, sent, weights, fused[k]))
+        stages.append(StageFlow(bool(runs[k]), own, tuple(sent), weights, fused[k]))
     return Flow(tuple(stages))
 
 
@@ -267,7 +279,14 @@ def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
     """Split a cotangent of stage ``k`` into its own part and the weights of the messages from above."""
     weights = _express(_from_row(vector, k + 1), above)
     assert weights is not None, "the stage above sends every message that this stage combines"
-    return Cotangent(own=float(vector[k]), received=tuple(weights), far=_far(vector))
+    return Cotangent(float(vector[k]), tuple(weights), _far(vector), total=float(vector.sum()))
+
+
+def _marked(cotangent: Cotangent, passes: Sequence[Cotangent]) -> Cotangent:
+    """Mark a cotangent that is a single gradient which other passes read too."""
+    together = [sum(reads) for reads in zip(*(other.reads for other in passes), strict=True)]
+    alone = cotangent.is_new or together[cotangent.reads.index(True)] == 1
+    return cotangent if alone else replace(cotangent, shared=True)
 
 
 def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:

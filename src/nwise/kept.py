@@ -22,6 +22,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from nwise.graph import is_custom, leaves_first
+
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -31,14 +33,26 @@ class Part(NamedTuple):
     Args:
         node: the node at which it begins.
         gradients: cotangents of the node's outputs; a custom function's backward may return none, which stands for zeros.
+        counters: version counters of the cotangents when they were kept.
         learns: the parameters beyond the node.
         arrived: whether the cotangents have passed the tensor hooks of these outputs.
     """
 
     node: Node
     gradients: Gradients
+    counters: list[int]
     learns: list[Tensor]
     arrived: bool
+
+    def unchanged(self, _: Gradients) -> Gradients:
+        """Return the kept cotangents; raise ValueError if they have been written over."""
+        if self.counters != _counters(self.gradients):
+            raise ValueError(
+                "Tensor hooks should return a new gradient and leave their argument as it is, because the gradient to the "
+                "weights still needs it. Found one that was changed in place; return the new value, or use an order that makes "
+                "both gradients in one pass, such as schedule='1f1b'."
+            )
+        return self.gradients
 
 
 class Kept:
@@ -53,12 +67,12 @@ class Kept:
 
     def replay(self, walk: Callable[[list[GradientEdge], list[Tensor], list[Tensor]], object]) -> None:
         """Call ``walk(edges, cotangents, learns)`` for every part."""
-        for node, gradients, learns, arrived in self.parts:
-            present = [(GradientEdge(node, i), g) for i, g in enumerate(gradients) if g is not None]
+        for part in self.parts:
+            present = [(GradientEdge(part.node, i), g) for i, g in enumerate(part.gradients) if g is not None]
             # A tensor's hooks run again, but what they return must not count twice.
-            handle = node.register_prehook(lambda _, kept=gradients: kept) if arrived else None
+            handle = part.node.register_prehook(part.unchanged) if part.arrived else None
             try:
-                walk([edge for edge, _ in present], [g for _, g in present], learns)
+                walk([edge for edge, _ in present], [g for _, g in present], part.learns)
             finally:
                 if handle is not None:
                     handle.remove()
@@ -99,13 +113,21 @@ def keep(
     torch.Size([2, 2])
     """
     edges = [get_gradient_edge(y) for y in outputs]
-    exits, ends = _exits([edge.node for edge in edges], inputs, learns)
+    nodes = leaves_first([edge.node for edge in edges])
+    exits, ends = _exits(nodes, [edge.node for edge in edges], inputs, learns)
     if exits is None:
         yield None
         return
-    gradients: dict[Node, Gradients] = {}
+    gradients: dict[Node, tuple[Gradients, list[int]]] = {}
+    # Custom backwards may write their result over the cotangent that they get, as fused kernels do.
+    copies = any(map(is_custom, nodes))
+
+    def arrive(node: Node, cotangents: Gradients) -> None:
+        kept = tuple(None if g is None else g.clone() for g in cotangents) if copies else cotangents
+        gradients[node] = kept, _counters(kept)
+
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
-    handles = [node.register_prehook(partial(gradients.__setitem__, node)) for node in exits]
+    handles = [node.register_prehook(partial(arrive, node)) for node in exits]
     kept = Kept()
     try:
         yield kept
@@ -113,19 +135,23 @@ def keep(
         for handle in handles:
             handle.remove()
     for node, part in exits.items():
-        if any(g is not None for g in gradients.get(node, ())):
-            kept.parts.append(Part(node, gradients[node], part, arrived=True))
+        if node in gradients and any(g is not None for g in gradients[node][0]):
+            kept.parts.append(Part(node, *gradients[node], part, arrived=True))
     # An output that no input reaches was not walked at all.
     for edge, cotangent in zip(edges, cotangents, strict=True):
         if edge.node in ends:
             alone = (*(None,) * edge.output_nr, cotangent)
-            kept.parts.append(Part(edge.node, alone, ends[edge.node], arrived=False))
+            kept.parts.append(Part(edge.node, alone, _counters(alone), ends[edge.node], arrived=False))
+
+
+def _counters(gradients: Gradients) -> list[int]:
+    return [0 if g is None else g._version for g in gradients]
 
 
 def _exits(
-    roots: Sequence[Node], inputs: Sequence[Tensor], learns: Sequence[Tensor]
+    nodes: Sequence[Node], roots: Sequence[Node], inputs: Sequence[Tensor], learns: Sequence[Tensor]
 ) -> tuple[dict[Node, list[Tensor]] | None, dict[Node, list[Tensor]]]:
-    """Find the nodes on the way to the inputs at which ways to parameters branch off.
+    """Find the nodes on the way to the inputs, of those given leaves first, at which ways to parameters branch off.
 
     Returns:
         The parameters beyond each of these nodes, or None if one is beyond several; and the parameters of every root from which
@@ -143,7 +169,7 @@ def _exits(
     reaches: dict[Node, bool] = {}  # whether a path continues to an input
     beyond: dict[Node, dict[Tensor, None]] = {}  # the parameters that a node without such a way leads to
     exits: dict[Node, dict[Tensor, None]] = {}
-    for node in leaves_first(roots):
+    for node in nodes:
         children = [child for child, _ in node.next_functions if child is not None]
         leaf = getattr(node, "variable", None)
         reaches[node] = leaf in goals or any(reaches[child] for child in children)
@@ -159,19 +185,3 @@ def _exits(
     alone = max(counts.values(), default=1) == 1 and len(ends) == sum(root in ends for root in roots)
     ways = {node: list(part) for node, part in exits.items()} if alone else None
     return ways, {root: list(part) for root, part in ends.items()}
-
-
-def leaves_first(roots: Sequence[Node]) -> list[Node]:
-    """Return all nodes of a graph, each after the nodes that it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
-    while stack:
-        node, finished = stack.pop()
-        if finished:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return order

@@ -31,6 +31,7 @@ class Batch:
         seed: seed of the step, from which every action derives its own.
         first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
         losses: the results, by (stage, micro-batch); filled by the heads.
+        input_gradients: gradients to the inputs that ask for one, by micro-batch; filled by the first stage.
     """
 
     inputs: Sequence[Tensors]
@@ -39,6 +40,18 @@ class Batch:
     seed: int
     first: int = 0
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+    def hand_back(self) -> None:
+        """Send the gradients to the inputs back into the graphs that the inputs came from."""
+        pairs = [
+            (x, gradient)
+            for m, gradients in self.input_gradients.items()
+            for x, gradient in zip(self.inputs[m], gradients, strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
 
     def shares(self) -> dict[int, float]:
         """Return for every stage whose head ran the weight of its micro-batches, as a share of the mini-batch."""

@@ -14,6 +14,7 @@ import nwise._arguments as arguments
 from nwise._arguments import HeadDict, ModuleOrFactory
 from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
+from nwise._hooks import once, with_hooks
 from nwise._modes import evaluating
 from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
@@ -62,6 +63,7 @@ class Pipeline(OldNames, nn.Module):
         compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
         mesh: mesh under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
+        checks: when to check what modules and losses do: ``"first"`` (default), in steps 1, 2, 4, 8, ..., or ``"always"``.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
@@ -106,11 +108,13 @@ class Pipeline(OldNames, nn.Module):
         compress: str | Compression = "none",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
+        checks: str = "first",
     ) -> None:
         super().__init__()
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         schedule = None if schedule is None else check_order(schedule)
+        always = arguments.checks_always(checks)
         rule, self._compression = parse(strategy), parse_compression(compress)
         self.processes = join(len(given), ranks, mesh, timeout)
         self.seed = torch.initial_seed() if seed is None else index(seed)
@@ -133,7 +137,7 @@ class Pipeline(OldNames, nn.Module):
         self._observer = None if plan is None else Observer(plan, self.processes)
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
-        self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
+        self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self._terms = make_terms(losses)
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -272,12 +276,16 @@ class Pipeline(OldNames, nn.Module):
             num_replicas=processes.num_replicas,
         )
         self._compared = self._compared or arguments.check_same_target(processes, target)
-        modules = self._survey()
+        asked = any(x.requires_grad for x in given)
+        modules = self._survey(asked)
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
+        if asked:
+            arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
-        with restored_on_error(modules, learns), preserved(engine.device):
+        with once(with_hooks(learns)), restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
+            batch.hand_back()
         losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
@@ -294,7 +302,7 @@ class Pipeline(OldNames, nn.Module):
 
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
-        with preserved(self._device()):
+        with once(with_hooks(self.parameters())), preserved(self._device()):
             return self._engine is not None and self._engine.drain()
 
     def pending_gradients(self) -> list[Gradients]:
@@ -304,7 +312,7 @@ class Pipeline(OldNames, nn.Module):
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
         """
         self._survey()
-        with preserved(self._device()):
+        with once(with_hooks(self.parameters())), preserved(self._device()):
             return [] if self._engine is None else self._engine.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:
@@ -356,14 +364,19 @@ class Pipeline(OldNames, nn.Module):
         self.heads.clear()
         self._survey()
 
-    def _survey(self) -> list[nn.Module]:
-        """Pick up the caller's changes since the last step; return all modules of all stages and heads."""
+    def _survey(self, input_asks: bool = False) -> list[nn.Module]:
+        """Pick up the caller's changes since the last step; return all modules of all stages and heads.
+
+        Args:
+            input_asks: whether the input requires a gradient, which counts as a parameter of the first stage.
+        """
         heads = self.heads.by_stage(self.num_stages)
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
         stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
-        self._program.set_trainable({k: bool(self._stages[k].learns) for k in self.processes.here})
+        learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
+        self._program.set_trainable(learn)
         allow_several_passes(modules)
         return modules
 

@@ -17,75 +17,31 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from nwise._modes import Modes, in_modes, modes_in
-from nwise.flow import StageFlow
-from nwise.kept import Kept, keep
+from nwise._modes import in_modes, modes_in
+from nwise.auxiliary import set_present
+from nwise.graph import check_leaves, is_custom, nodes_of, surplus
+from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
 from nwise.randomness import derive, seed_all
+from nwise.rerun import FirstRun
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
+from nwise.tape import Cotangents, Tape
 from nwise.tensors import Tensors, as_argument, as_leaves, call, each, run_unchanged, unchanged
-from nwise.versions import check_names_used, copy_parameters, holding, move_gradients
+from nwise.versions import copy_parameters, holding, move_gradients
 
 LossFn = Callable[..., Tensor]
-# One gradient per output of a stage; None stands for zero.
-Cotangents = tuple[Tensor | None, ...]
-
 
 _NOTHING_ELSE = nullcontext()  # made once: a step enters it many times
-
-
-@dataclass(slots=True)
-class Tape:
-    """One micro-batch at one stage, from the arrival of its inputs to its last pass.
-
-    Args:
-        flow: the stage's work for the micro-batch.
-        batch: the mini-batch.
-        microbatch: index of the micro-batch.
-        passes_left: number of backward passes that will follow; the last one frees the graph.
-        versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last pass.
-        inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
-        messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
-        outputs: outputs of the forward.
-        buffers: buffers as the forward saw them, with `recompute`; otherwise None.
-        modes: training or evaluation mode of every module in the forward, if a pass may run parts of it in a later call.
-        has_graph: whether `outputs` have their graph.
-        head_left: whether the head is still to run.
-        own: gradient of the stage's own loss to its outputs.
-        kept: cotangents that an I has kept for a later W.
-    """
-
-    flow: StageFlow
-    batch: Batch
-    microbatch: int
-    passes_left: int
-    versions: Mapping[str, Tensor] | None = None
-    inputs: Tensors = ()
-    messages: dict[int, Cotangents] = field(default_factory=dict)
-    outputs: Tensors = ()
-    buffers: Mapping[str, Tensor] | None = None
-    modes: Modes | None = None
-    has_graph: bool = False
-    head_left: bool = False
-    own: Cotangents = ()
-    kept: Kept | None = None
-
-    def release(self) -> None:
-        """Drop the tensors of the micro-batch once no action needs them."""
-        if not self.passes_left and not self.head_left:
-            self.inputs = self.outputs = self.own = ()
-            self.messages, self.buffers, self.modes, self.kept, self.versions = {}, None, None, None, None
 
 
 class Stage:
@@ -98,9 +54,18 @@ class Stage:
         loss_fn: ``loss_fn(head_output, target)``, the mean over the micro-batch.
         recompute: whether to keep only the input of F while the stage's rank works on anything else, and run F once more before
             the next pass (activation checkpointing).
+        always: whether to check at every call what the user's modules do; default: at calls 1, 2, 4, 8, ...
     """
 
-    def __init__(self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn, recompute: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        head: nn.Module | None,
+        loss_fn: LossFn,
+        recompute: bool,
+        always: bool = False,
+    ) -> None:
         self.index, self._name = index, f"stage {index}"
         self.module = module
         self.head = head
@@ -108,13 +73,19 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
-        self._checked: set[Tensor] = set()  # parameters that the module is known to use only by name
+        self._always = always
+        self._forwards = self._losses = 0  # numbers of graphs so far
+        self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
+        self._injects = self._head_injects = False  # whether they add gradients by a function of the user's
+        self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
 
         The result is all modules of the stage and its head, so callers need not walk through them again.
         """
+        if module is not self.module or head is not self.head:
+            self._forwards = self._losses = 0
         self.module, self.head = module, head
         main, self.learns = _walk(module)
         side, self.head_learns = _walk(head)
@@ -143,13 +114,17 @@ class Stage:
                 (`Schedule.continued`). Default: True.
         """
         made: Tensors | Cotangents = ()
-        if action.kind is Kind.FORWARD:
-            made = self._forward(tape, continued)
-        elif action.kind is Kind.HEAD:
-            self._run_head(tape)
-        else:
-            with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
-                made = self._backward(tape, action.kind, action.message, continued)
+        set_present(tape)
+        try:
+            if action.kind is Kind.FORWARD:
+                made = self._forward(tape, continued)
+            elif action.kind is Kind.HEAD:
+                self._run_head(tape)
+            else:
+                with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
+                    made = self._backward(tape, action.kind, action.message, continued)
+        finally:
+            set_present(None)
         tape.release()
         return made
 
@@ -157,22 +132,32 @@ class Stage:
         """Run F; return the outputs, detached."""
         tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
         if tape.passes_left and self.recompute:
-            tape.buffers = _copies(self.module.named_buffers())
+            tape.first = FirstRun(self.module)
         if tape.versions is not None:
             tape.modes = modes_in(self.module)
+        # The gradient to the model's input goes back to the user's graph.
+        asked = [x.requires_grad for x in tape.inputs] if self.index == 0 else ()
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
+        for x, wanted in zip(tape.inputs, asked, strict=False):
+            x.requires_grad_(wanted)
         outputs = self._outputs(tape, tape.versions)
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
-        return each(outputs, torch.Tensor.detach)
+        detached = each(outputs, torch.Tensor.detach)
+        if tape.first is not None and (self._always or _shapes(tape.inputs) not in self._compared):
+            tape.first.outputs = detached
+        return detached
 
     def _rerun(self, tape: Tape) -> None:
         """Run F once more, for its graph."""
         # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
-        assert tape.buffers is not None
+        assert tape.first is not None
         tape.has_graph = True
-        tape.outputs = self._outputs(tape, {**(tape.versions or {}), **_copies(tape.buffers.items())})
+        with tape.first.again():
+            tape.outputs = self._outputs(tape, {**(tape.versions or {}), **tape.first.buffers()})
+        tape.first.compare(tape.outputs, self._name)
+        self._compared.add(_shapes(tape.inputs))
 
     def _outputs(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
         """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
@@ -180,11 +165,21 @@ class Stage:
         held = holding(self.module, replaced, self._name) if replaced else _NOTHING_ELSE
         with held, _NOTHING_ELSE if tape.has_graph else torch.no_grad():
             outputs = run_unchanged(self.module, tape.inputs, self._name)
-        # A graph must not use a present parameter instead of its old version; look once for each set of them.
-        if tape.versions is not None and tape.has_graph and self._checked != set(self.learns):
-            check_names_used(outputs, self.learns, self.module, self._name)
-            self._checked = set(self.learns)
+        if tape.has_graph:
+            tape.suspect = self._injects
+            kind = tape.versions is None, len(self.learns)
+            if kind != self._kind:  # what the graph may end at has changed
+                self._kind, self._forwards = kind, 0
+            if self._is_time(self._forwards + 1):
+                nodes, named = nodes_of(outputs), dict(self.module.named_parameters())
+                check_leaves(nodes, [*self._leaves(tape), *tape.inputs], named, self._name.capitalize())
+                tape.suspect |= any(map(is_custom, nodes))
+            self._forwards += 1
         return outputs
+
+    def _is_time(self, number: int) -> bool:
+        """Return whether to check the graph of this number: at powers of two, so that checks cost nothing in the long run."""
+        return self._always or not number & (number - 1)
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
         """Seed the random numbers of the stage or its head; `Pipeline.step` restores them once for all stages."""
@@ -216,7 +211,15 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and weight:
-            add_gradients([loss], [torch.full_like(loss, weight)], wrt, retain_graph=False)
+            looks = self._head_injects
+            if self._is_time(self._losses + 1):
+                nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
+                check_leaves(nodes, wrt, named, f"The head or loss of stage {self.index}")
+                looks |= any(map(is_custom, nodes))
+            self._losses += 1
+            self._head_injects |= self._walk(
+                tape, [loss], [torch.full_like(loss, weight)], wrt, weight, looks=looks, again=False
+            )
         tape.own = tuple(leaf.grad for leaf in leaves)
         tape.head_left = False
         if not tape.has_graph:
@@ -238,47 +241,87 @@ class Stage:
             self._rerun(tape)
         tape.passes_left -= 1
         again = tape.passes_left > 0
-        inputs, weights = kind is not Kind.WEIGHT_GRAD, kind is not Kind.INPUT_GRAD
+        inputs, weights = kind is not Kind.WEIGHT_GRAD or self.index == 0, kind is not Kind.INPUT_GRAD
+        # An I and a later W that start from one cotangent share the walk.
+        cotangent = tape.flow.cotangent(message)
+        keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message and not tape.suspect
+        share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
         with _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name):
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
+                tape.share = share
                 tape.kept.replay(partial(add_gradients, retain_graph=again))
                 tape.kept = None
             else:
-                # An I and a later W that start from one cotangent share the walk.
-                keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
                 learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = _mix(tape, message)
+                seeds = tape.cotangents(message)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
+                    tape.share = share
                     with keep(outputs, cotangents, leaves, learns) as tape.kept:
                         if leaves:
-                            add_gradients(outputs, cotangents, leaves, retain_graph=True)
+                            # Without kept cotangents, W will read these once more.
+                            safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
+                            add_gradients(outputs, safe, leaves, retain_graph=True)
                 elif pairs and (learns or leaves):
-                    add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
+                    looks = tape.suspect
+                    self._injects |= self._walk(
+                        tape, outputs, cotangents, learns + leaves, share, looks=looks, again=again
+                    )
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
             for x in tape.inputs:
                 x.grad = None
+        if self.index == 0:
+            tape.batch.input_gradients[tape.microbatch] = gradients
+        elif again:
+            gradients = tape.apart(gradients)
         if weights and tape.versions is not None:
             move_gradients(tape.versions, self.module, self._name)
-        if again and tape.buffers is not None and not continued and tape.kept is None:
+        if again and tape.first is not None and not continued and tape.kept is None:
             tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
             tape.has_graph = False
         return gradients
+
+    def _walk(
+        self,
+        tape: Tape,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        share: float,
+        *,
+        looks: bool,
+        again: bool,
+    ) -> bool:
+        """Add the gradients of one walk, in which an auxiliary loss has a weight of `share`.
+
+        Returns:
+            Whether the graph adds gradients by a function of the user's (looked at only with `looks`); they then count with the
+            same weight.
+        """
+        tape.share = share
+        if not looks:
+            add_gradients(roots, seeds, wanted, retain_graph=again)
+            return False
+        add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
+        tape.share = 0.0  # `nwise.inject` has counted already
+        extra = surplus(roots, seeds, wanted, self._name.capitalize() if again else None)
+        found = False
+        for tensor, added in zip(wanted, extra, strict=True):
+            if added is not None and tensor.grad is not None and added.isfinite().all() and added.any():
+                found = True
+                tensor.grad.sub_(added, alpha=1 - share)
+        return found
 
     def _leaves(self, tape: Tape) -> list[Tensor]:
         """Return the parameters that the micro-batch was computed with."""
         if tape.versions is None:
             return self.learns
         return [version for version in tape.versions.values() if version.requires_grad]
-
-
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors}
 
 
 def add_gradients(
@@ -329,23 +372,5 @@ def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
     return list(modules), list(trainable)
 
 
-def _mix(tape: Tape, message: int | None) -> Cotangents:
-    """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W."""
-    cotangent = tape.flow.cotangent(message)
-    sources = [(cotangent.own, tape.own)] if cotangent.own else []
-    sources += [(weight, tape.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
-    return tuple(
-        _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
-        for i in range(len(sources[0][1]))
-    )
-
-
-def _sum(parts: list[tuple[float, Tensor]]) -> Tensor | None:
-    if not parts:
-        return None
-    (weight, total), *rest = parts
-    if weight != 1:
-        total = total * weight
-    for weight, part in rest:
-        total = torch.add(total, part, alpha=weight)
-    return total
+def _shapes(tensors: Tensors) -> tuple[torch.Size, ...]:
+    return tuple(x.shape for x in tensors)

@@ -10,15 +10,14 @@ w[s] are the parameters in step s::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from nwise.kept import leaves_first
-from nwise.tensors import Tensors
+from nwise._hooks import add_to_grad
 
 
 def copy_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -70,24 +69,5 @@ def move_gradients(versions: Mapping[str, Tensor], module: nn.Module, name: str)
     for key, parameter in parameters.items():
         old = versions[key]
         if old.grad is not None and parameter.requires_grad:
-            parameter.grad = old.grad if parameter.grad is None else parameter.grad + old.grad
+            add_to_grad(parameter, old.grad)
             old.grad = None
-
-
-def check_names_used(outputs: Tensors, present: Sequence[Tensor], module: nn.Module, name: str) -> None:
-    """Raise ValueError if a graph uses a present parameter instead of its old version.
-
-    Args:
-        outputs: outputs of the graph.
-        present: the present trainable parameters of the module.
-        module, name: the module and its name.
-    """
-    wrong = set(present)
-    for node in leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None]):
-        if (leaf := getattr(node, "variable", None)) in wrong:
-            used = next(key for key, p in module.named_parameters() if p is leaf)
-            raise ValueError(
-                f"{name.capitalize()} should use its parameters only by their names under a delay, which replaces them by old "
-                f"versions. Found a use of {used!r} in another way, such as by a list of parameters; use an "
-                "`nn.ParameterList`, or the attribute itself."
-            )

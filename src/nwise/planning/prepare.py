@@ -24,8 +24,9 @@ from nwise.models.split import cut_points, split
 from nwise.planning.profile import Network
 from nwise.runtime.launch import exchange, start
 from nwise.schedule.actions import Action, Kind
-from nwise.stage import LossFn, Stage, Tape
+from nwise.stage import LossFn, Stage
 from nwise.strategies import EndToEnd
+from nwise.tape import Tape
 from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]

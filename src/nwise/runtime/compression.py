@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nwise.runtime.channel import Spec, make_spec
-from nwise.stage import Cotangents
+from nwise.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
 

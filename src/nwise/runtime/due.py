@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from nwise._hooks import add_to_grad
+
 Gradients = Mapping[Tensor, Tensor]
 
 
@@ -40,7 +42,7 @@ class DueGradients:
         """Add the gradients of a call to ``.grad``, but for parameters that have been frozen since."""
         for p, gradient in self._calls.pop(call, {}).items():
             if p.requires_grad:
-                p.grad = gradient if p.grad is None else p.grad + gradient
+                add_to_grad(p, gradient)
 
     def replace(self, call: int, calls: Sequence[Gradients]) -> None:
         """Replace all gradients by copies of those of a call and of the calls after it."""

@@ -26,9 +26,11 @@ from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Specs, Step
 from nwise.runtime.shapes import carrying, check_names, packed, unpacked
 from nwise.runtime.watch import Doing
+from nwise.runtime.written import Written
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Stage, Tape
+from nwise.stage import Stage
+from nwise.tape import Tape
 from nwise.tensors import Tensors, each, with_names
 
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
@@ -77,7 +79,7 @@ class Engine:
         # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
         self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
         self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
-        self._due = DueGradients()
+        self._due, self._written = DueGradients(), Written()
         self._first = self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step
         processes.before_close(self.close)
@@ -102,6 +104,7 @@ class Engine:
         """
         if step != self._next or (self._schedule is not None and schedule != self._schedule):
             self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
+        self._check_written()
         if self._schedule is None:
             self._schedule, self._first = schedule, step
         kind = self.device.type
@@ -116,6 +119,8 @@ class Engine:
                 tape.inputs = inputs
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
+        if self._tapes or self._due:
+            self._written.watch(p for stage in self._stages.values() for p in stage.learns)
 
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
@@ -124,6 +129,7 @@ class Engine:
         """
         if not self._tapes and not self._due:
             return False
+        self._check_written()
         call = self._next
         self._processes.count_drain()
         with restored_on_error((), self._learns()):
@@ -184,6 +190,7 @@ class Engine:
                 "`pipe.forget_pending()`.",
                 stacklevel=4,
             )
+        self._written.stop()
         self._tapes.clear()
         self._due.clear()
         self._schedule = None
@@ -226,6 +233,17 @@ class Engine:
     def _learns(self) -> list[Tensor]:
         """Return the trainable parameters of this rank."""
         return [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
+
+    def _check_written(self) -> None:
+        """Drop the mini-batches that wait for their delay if their weights were written by something other than an optimizer."""
+        if self._written.found(p for stage in self._stages.values() for p in stage.learns):
+            because = "the weights were written outside `optimizer.step()`, as by loading"
+            if self._processes.size > 1:
+                raise ValueError(
+                    f"All gradients should be applied before a change. Found that {because}; load on all ranks, and call "
+                    "`pipe.forget_pending()` on all of them."
+                )
+            self.forget(because)
 
     def _drop_messages(self) -> None:
         """Drop the messages that are on their way."""

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwise.randomness import seeded
 from nwise.runtime.channel import Spec, make_specs, spec_names
-from nwise.stage import Cotangents
+from nwise.tape import Cotangents
 from nwise.tensors import Tensors, names, run_module, with_names
 
 

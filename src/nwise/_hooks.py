@@ -1,0 +1,79 @@
+"""Hooks of parameters, run once in a step, with the gradient of the whole mini-batch.
+
+A step adds to a gradient in several passes, for every micro-batch and on copies of the parameters under a delay. A hook that a
+user has put on a parameter expects one `backward`. So its hooks rest during the passes and run at the end of the step:
+
+    pass 1    + part        register_hook                     sees the sum, and may replace it
+    pass 2    + part        register_post_accumulate_grad_hook    sees `.grad`; it may update and set it to None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def with_hooks(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have hooks, each once."""
+    # Torch has no public way to ask.
+    return list(dict.fromkeys(p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks))
+
+
+@contextmanager
+def once(parameters: list[Tensor]) -> Iterator[None]:
+    """Run the body without the hooks of these parameters, then the hooks on what the body has added to each gradient.
+
+    If the body raises, no hook runs, and each ``.grad`` is as before.
+    """
+    before = [p.grad for p in parameters]
+    hooks = [(_taken(p._backward_hooks), _taken(p._post_accumulate_grad_hooks)) for p in parameters]
+    for p in parameters:
+        p.grad = None
+    added: list[Tensor | None] = [None] * len(parameters)
+    try:
+        yield
+        added = [p.grad for p in parameters]
+    finally:
+        for p, gradient, taken in zip(parameters, before, hooks, strict=True):
+            p.grad = gradient
+            _put_back(p._backward_hooks, taken[0])
+            _put_back(p._post_accumulate_grad_hooks, taken[1])
+    with torch.no_grad():
+        for p, gradient, (on_gradient, _) in zip(parameters, added, hooks, strict=True):
+            for hook in on_gradient.values() if gradient is not None else ():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if gradient is not None:
+                add_to_grad(p, gradient)
+        for p, gradient, (_, after) in zip(parameters, added, hooks, strict=True):
+            for hook in after.values() if gradient is not None else ():
+                hook(p)
+
+
+def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to ``.grad``, which stays the same tensor where autograd would keep it."""
+    old = parameter.grad
+    if old is None:
+        parameter.grad = gradient
+    elif old.is_sparse and not gradient.is_sparse:
+        parameter.grad = old + gradient
+    else:
+        with torch.no_grad():
+            old += gradient
+
+
+def _taken(hooks: Any) -> dict[int, Any]:
+    """Empty a dictionary of hooks, and return what it had."""
+    taken = dict(hooks or {})
+    if hooks:
+        hooks.clear()
+    return taken
+
+
+def _put_back(hooks: Any, taken: dict[int, Any]) -> None:
+    if taken:
+        hooks.update(taken)

@@ -1,0 +1,76 @@
+"""Auxiliary losses inside a stage, such as the balance loss of a mixture of experts.
+
+A stage returns its output, and its loss is computed elsewhere. `inject` adds a second loss on the way: the forward is the
+identity, and the backward adds the gradient of the auxiliary loss.
+
+    x --> layer --> y --> inject --> y      gradient of y: as it comes
+                    `--> aux ----'          gradient of aux: the share of the micro-batch
+
+It counts as a part of every loss that is computed from the stage's output, once for each, whatever the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+class HasShare(Protocol):
+    """A walk back through a graph: with which weight an auxiliary loss counts in it."""
+
+    share: float
+
+
+# The micro-batch at work, None outside a pipeline. The backward may run in a thread of autograd, so this is not a variable of
+# the thread.
+_present: HasShare | None = None
+
+
+def set_present(microbatch: HasShare | None) -> None:
+    """Let `inject` count for a micro-batch from now on; None for a plain loss, as outside a pipeline."""
+    global _present
+    _present = microbatch
+
+
+class _Inject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, aux: Tensor) -> Tensor:
+        ctx.microbatch, ctx.like = _present, aux.detach()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Any) -> tuple[Tensor, Tensor]:
+        microbatch, like = ctx.microbatch, ctx.like  # type: ignore[attr-defined]
+        return gradients[0], torch.full_like(like, 1.0 if microbatch is None else microbatch.share)
+
+
+def inject(y: Tensor, aux: Tensor) -> Tensor:
+    """Return `y`, and let training minimise an auxiliary loss too.
+
+    Call it in the forward of a stage or head. In a pipeline the loss is added to every loss that is computed from `y`: stage i
+    gets its gradient with weight ``sum_j C[j, i]`` over the losses j from this stage on, as the definition
+    (`nwise.reference_grads`) has it. Micro-batches weight it by their share of the mini-batch, so `aux` is a mean over samples,
+    like every loss. The losses that `Pipeline.step` returns do not contain it.
+
+    Args:
+        y: a tensor on the way to the output, floating-point.
+        aux: the auxiliary loss, one number, already multiplied by its coefficient.
+
+    Raises:
+        ValueError: `aux` is not one number.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> hidden = layer(torch.ones(1, 2))
+    >>> y = inject(hidden, 0.1 * hidden.square().mean())
+    >>> y.equal(hidden)
+    True
+    """
+    if aux.numel() != 1 or not aux.is_floating_point():
+        raise ValueError(
+            f"`aux` should be one floating-point number, the mean over the samples. Found {aux.dtype} of shape "
+            f"{list(aux.shape)}; take the mean, and multiply it by its coefficient."
+        )
+    return _Inject.apply(y, aux)  # type: ignore[no-untyped-call]

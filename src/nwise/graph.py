@@ -1,0 +1,106 @@
+"""What a graph of autograd holds: its nodes, the tensors at its ends, and gradients that it adds of its own.
+
+A stage walks its graph several times, in parts, and keeps cotangents between the walks. That gives the gradients of one
+`backward` if the graph ends at the stage's own parameters and inputs, if no operation overwrites a cotangent that a later walk
+reads, and if the gradient of a zero cotangent is zero. Torch's own operations obey; a user's `torch.autograd.Function` may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+_HOOKS = "BackwardHookFunctionBackward"  # torch's own node for a module's backward hooks
+
+
+def leaves_first(roots: Sequence[Node]) -> list[Node]:
+    """Return all nodes of a graph, each after the nodes that it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, finished = stack.pop()
+        if finished:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return order
+
+
+def nodes_of(outputs: Sequence[Tensor]) -> list[Node]:
+    """Return all nodes of the graph that ends in these outputs."""
+    return leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None])
+
+
+def is_custom(node: Node) -> bool:
+    """Return whether a node runs code outside torch, such as a `torch.autograd.Function` or one of a C++ extension.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> any(map(is_custom, nodes_of([layer(torch.ones(1, 1))])))
+    False
+    """
+    kind: type = type(node)
+    return kind.__name__ == "CppFunction" or (issubclass(kind, BackwardCFunction) and kind.__name__ != _HOOKS)
+
+
+def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:
+    """Raise ValueError if a graph ends at a tensor whose gradient a step would not compute.
+
+    Args:
+        nodes: nodes of the graph.
+        known: the tensors whose gradients the step computes.
+        named: parameters by name, for the message.
+        what: owner of the graph, for the message.
+    """
+    wanted = set(known)
+    for node in nodes:
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf not in wanted:
+            name = next((repr(name) for name, p in named.items() if p is leaf), f"a tensor of shape {list(leaf.shape)}")
+            raise ValueError(
+                f"{what} should depend only on parameters that it holds and uses by their names, and on its input. Found a use "
+                f"of {name} in another way, such as by a closure or a list of parameters; register it (`nn.Parameter`, "
+                "`nn.ParameterList`, a child module) and use the attribute, or detach it."
+            )
+
+
+def surplus(
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], what: str | None
+) -> list[Tensor | None]:
+    """Return the gradients that a graph adds even if the cotangent of every root is zero.
+
+    A `torch.autograd.Function` that injects the gradient of an auxiliary loss adds one. The graph stays.
+
+    Args:
+        roots: outputs of the graph.
+        seeds: gradient of each root in a walk that has been made.
+        wanted: leaves of the graph.
+        what: owner of the graph, if it will be walked again; None if not.
+
+    Raises:
+        ValueError: another walk would give other gradients.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> surplus([2 * x], [torch.ones(1)], [x], None)
+    [tensor([0.])]
+    """
+
+    def walk(seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        clones = [seed.clone() for seed in seeds]
+        return list(torch.autograd.grad(roots, wanted, clones, retain_graph=True, allow_unused=True))
+
+    if what is not None:
+        for first, second in zip(walk(seeds), walk(seeds), strict=True):
+            if first is not None and second is not None and not torch.allclose(first, second, equal_nan=True):
+                raise ValueError(
+                    f"{what} should give the same gradients each time its graph is walked, because this strategy walks it "
+                    "several times. Found other ones the second time; let its `torch.autograd.Function` leave the tensors that "
+                    "it saved as they are, or use an order and strategy with one pass, such as 'end-to-end'."
+                )
+    return walk([torch.zeros_like(seed) for seed in seeds])

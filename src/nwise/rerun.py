@@ -1,0 +1,95 @@
+"""A second run of a stage's forward, as `recompute` lets it: in the state of the first run, and compared with it.
+
+The second run makes the graph that the first one did not keep. It must compute the same, or the gradients belong to other
+activations. Random numbers, buffers and old versions of parameters are restored; what else a forward depends on, such as a
+counter in an attribute, is not. So the outputs are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nwise.tensors import Tensors
+
+
+class FirstRun:
+    """The state of a module at the start of its first run on a micro-batch.
+
+    Args:
+        module: the module, before the run.
+
+    Attributes:
+        outputs: outputs of the first run, detached, to compare those of the second with; None to compare nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self._module, self._random = module, _random_states(module)
+        self.outputs: Tensors | None = None
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Return copies of the buffers that the run found."""
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the body with the random states that the run found, then restore the present ones."""
+        present = _random_states(self._module)
+        for restore, state in self._random:
+            restore(state)
+        try:
+            yield
+        finally:
+            for restore, state in present:
+                restore(state)
+
+    def compare(self, outputs: Tensors, stage: str) -> None:
+        """Raise ValueError if a second run has other outputs: bitwise under deterministic algorithms, else beyond rounding."""
+        if self.outputs is not None and not all(map(_same, self.outputs, outputs)):
+            raise ValueError(
+                f"{stage.capitalize()} should compute the same when it runs again, as `recompute` lets it. Found another output: "
+                "its forward depends on something that the first run changed, such as an attribute. "
+                "Keep such states in buffers, draw from the global generators of torch, Python or NumPy, or set "
+                "`recompute=False`."
+            )
+        self.outputs = None
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape or not (first.is_floating_point() or first.is_complex()):
+        return torch.equal(first, second)
+    exact = torch.are_deterministic_algorithms_enabled()
+    # Sums in another order differ by a few units of the largest value; another dropout mask differs by the value itself.
+    share = 0.0 if exact else torch.finfo(first.dtype).eps ** 0.5 / 10
+    largest = first.detach().abs().nan_to_num(0.0, 0.0, 0.0).max() if first.numel() else 0.0
+    return torch.allclose(first, second, rtol=share, atol=share * float(largest), equal_nan=True)
+
+
+def _random_states(module: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
+    """Return the states of all random generators that a module may use, each with the function that restores it."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    own = (value for part in module.modules() for value in vars(part).values() if isinstance(value, _GENERATORS))
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
+        *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
+    ]
+    for value in dict.fromkeys(own):
+        if isinstance(value, torch.Generator):
+            states.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            states.append((value.setstate, value.getstate()))
+        else:
+            states.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    return states
+
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator)

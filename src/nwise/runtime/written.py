@@ -1,0 +1,82 @@
+"""Weights written by something other than an optimizer, while gradients of earlier weights are still due.
+
+Under a delay the gradients of the last mini-batches are still to come. An optimizer's updates are meant. Weights that are loaded
+or copied from elsewhere make those gradients meaningless. Every write raises a tensor's version counter, so the counters are
+read after each step and around each update:
+
+    step ------ optimizer.step() ------ step
+        | same? |               | same? |        if not, something else has written
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Written:
+    """Notices writes to parameters between two steps that no optimizer of torch has made."""
+
+    def __init__(self) -> None:
+        self._counters: dict[Tensor, int] = {}
+        self._updated = self._written = self._graded = False
+        self._by_hand: bool | None = (
+            None  # whether the loop updates without an optimizer; unknown before its first gradients
+        )
+        self._hooks: list[Any] = []
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Begin to watch these parameters, after a step."""
+        self._counters = {p: p._version for p in parameters}
+        self._graded = any(p.grad is not None for p in self._counters)
+        self._updated = self._written = False
+        if not self._hooks:
+            # The hooks must not keep this object, with its parameters, alive.
+            before, after = weakref.WeakMethod(self._before_update), weakref.WeakMethod(self._after_update)
+            self._hooks = [
+                register_optimizer_step_pre_hook(lambda *_: _call(before)),
+                register_optimizer_step_post_hook(lambda *_: _call(after)),
+            ]
+            for hook in self._hooks:
+                weakref.finalize(self, hook.remove)
+
+    def stop(self) -> None:
+        """End the watch."""
+        self._counters = {}
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def found(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether something has written to the watched parameters, or has put others into their place.
+
+        A loop that writes between its first steps with gradients, without an optimizer of torch, is taken to update by hand. Its
+        updates cannot be told from other writes, so they are trusted.
+        """
+        if not self._counters:
+            return False
+        present = list(parameters)
+        if len(present) == len(self._counters) and any(p not in self._counters for p in present):
+            return True  # replaced one by one, as by loading with assign=True
+        written = self._written or self._differ()
+        if self._by_hand is None and self._graded:
+            self._by_hand = written and not self._updated
+        return written and not self._by_hand
+
+    def _before_update(self) -> None:
+        self._written |= self._differ()
+
+    def _after_update(self) -> None:
+        self._updated = True
+        self._counters = {p: p._version for p in self._counters}
+
+    def _differ(self) -> bool:
+        return any(p._version != counter for p, counter in self._counters.items())
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()

@@ -1,0 +1,98 @@
+"""A micro-batch at a stage: what its passes need, and the cotangents that they start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nwise._modes import Modes
+from nwise.flow import StageFlow
+from nwise.kept import Kept
+from nwise.microbatch import Batch
+from nwise.rerun import FirstRun
+from nwise.tensors import Tensors
+
+# One gradient per output of a stage; None stands for zero.
+Cotangents = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class Tape:
+    """One micro-batch at one stage, from the arrival of its inputs to its last pass.
+
+    Args:
+        flow: the stage's work for the micro-batch.
+        batch: the mini-batch.
+        microbatch: index of the micro-batch.
+        passes_left: number of backward passes that will follow; the last one frees the graph.
+        versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last pass.
+        inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
+        messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
+        outputs: outputs of the forward.
+        first: the state of the first forward, with `recompute`; otherwise None.
+        modes: training or evaluation mode of every module in the forward, if a pass may run parts of it in a later call.
+        has_graph: whether `outputs` have their graph.
+        suspect: whether the graph may add gradients that do not come from its outputs, and the passes have to look.
+        share: weight of an auxiliary loss inside the stage (`nwise.inject`) in the present walk.
+        head_left: whether the head is still to run.
+        own: gradient of the stage's own loss to its outputs.
+        kept: cotangents that an I has kept for a later W.
+    """
+
+    flow: StageFlow
+    batch: Batch
+    microbatch: int
+    passes_left: int
+    versions: Mapping[str, Tensor] | None = None
+    inputs: Tensors = ()
+    messages: dict[int, Cotangents] = field(default_factory=dict)
+    outputs: Tensors = ()
+    first: FirstRun | None = None
+    modes: Modes | None = None
+    has_graph: bool = False
+    suspect: bool = False
+    share: float = 1.0
+    head_left: bool = False
+    own: Cotangents = ()
+    kept: Kept | None = None
+
+    def release(self) -> None:
+        """Drop the tensors of the micro-batch once no action needs them."""
+        if not self.passes_left and not self.head_left:
+            self.inputs = self.outputs = self.own = ()
+            self.messages, self.first, self.modes, self.kept, self.versions = {}, None, None, None, None
+
+    def cotangents(self, message: int | None) -> Cotangents:
+        """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W.
+
+        The caller may overwrite them: no other pass reads them.
+        """
+        cotangent = self.flow.cotangent(message)
+        sources = [(cotangent.own, self.own)] if cotangent.own else []
+        sources += [(weight, self.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
+        sums = (
+            _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
+            for i in range(len(sources[0][1]))
+        )
+        return tuple(g.clone() if g is not None and cotangent.shared else g for g in sums)
+
+    def apart(self, gradients: Cotangents) -> Cotangents:
+        """Return gradients that share no memory with what a later pass of this micro-batch reads."""
+        kept = () if self.kept is None else [g for part in self.kept.parts for g in part.gradients]
+        held = [g for source in (self.own, *self.messages.values(), kept) for g in source]
+        memory = {g.untyped_storage().data_ptr() for g in held if g is not None}
+        return tuple(g.clone() if g is not None and g.untyped_storage().data_ptr() in memory else g for g in gradients)
+
+
+def _sum(parts: list[tuple[float, Tensor]]) -> Tensor | None:
+    if not parts:
+        return None
+    (weight, total), *rest = parts
+    if weight != 1:
+        total = total * weight
+    for weight, part in rest:
+        total = torch.add(total, part, alpha=weight)
+    return total
