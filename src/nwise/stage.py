@@ -76,6 +76,7 @@ class Stage:
         self._always = always
         self._forwards = self._losses = 0  # numbers of graphs so far
         self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
+        self._custom = False  # whether its graph has had nodes of the user's, which may write over their cotangents
         self._injects = self._head_injects = False  # whether they add gradients by a function of the user's
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
@@ -174,6 +175,7 @@ class Stage:
                 nodes, named = nodes_of(outputs), dict(self.module.named_parameters())
                 check_leaves(nodes, [*self._leaves(tape), *tape.inputs], named, self._name.capitalize())
                 tape.suspect |= any(map(is_custom, nodes))
+                self._custom |= tape.suspect
             self._forwards += 1
         return outputs
 
@@ -255,7 +257,7 @@ class Stage:
             else:
                 learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message)
+                seeds = tape.cotangents(message, apart=self._custom)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:

@@ -65,10 +65,12 @@ class Tape:
             self.inputs = self.outputs = self.own = ()
             self.messages, self.first, self.modes, self.kept, self.versions = {}, None, None, None, None
 
-    def cotangents(self, message: int | None) -> Cotangents:
+    def cotangents(self, message: int | None, *, apart: bool) -> Cotangents:
         """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W.
 
-        The caller may overwrite them: no other pass reads them.
+        Args:
+            message: index of the message, None for W.
+            apart: whether no other pass may read them, so the walk may write over them.
         """
         cotangent = self.flow.cotangent(message)
         sources = [(cotangent.own, self.own)] if cotangent.own else []
@@ -77,7 +79,7 @@ class Tape:
             _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
             for i in range(len(sources[0][1]))
         )
-        return tuple(g.clone() if g is not None and cotangent.shared else g for g in sums)
+        return tuple(g.clone() if g is not None and apart and cotangent.shared else g for g in sums)
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""

@@ -237,7 +237,9 @@ class Engine:
     def _check_written(self) -> None:
         """Drop the mini-batches that wait for their delay if their weights were written by something other than an optimizer."""
         if self._written.found(p for stage in self._stages.values() for p in stage.learns):
-            because = "the weights were written outside `optimizer.step()`, as by loading"
+            because = (
+                "the weights were written outside `optimizer.step()`, as by loading (hooks of an optimizer may write)"
+            )
             if self._processes.size > 1:
                 raise ValueError(
                     f"All gradients should be applied before a change. Found that {because}; load on all ranks, and call "

@@ -1,0 +1,530 @@
+"""What a user's own code does inside a stage: a step gives the gradients of one plain `backward`, or a sentence."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import nwise
+from test_contract import assert_same, gradients
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+WIDTH = 4
+Stages = Sequence[nn.Module]
+
+
+def batch(size: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.randint(3, (size,))
+
+
+def heads(stages: Stages) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, 3) for _ in stages[1:]]
+
+
+def plain(stages: Stages, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Gradients of one `backward` through a copy of the network."""
+    twin, h = copy.deepcopy(nn.ModuleList(stages)), x
+    for stage in twin:
+        h = stage(h)
+    functional.cross_entropy(h, y).backward()
+    return {f"stages.{name}": p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+# Backwards that write into their cotangent ------------------------------------------------------------------
+
+
+class InPlace(torch.autograd.Function):
+    """Scales by a weight; the gradient of the input is stored over that of the output, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (g,), (x, w) = grads, ctx.saved_tensors
+        dw = (g * x).sum(0)
+        # A kernel's write raises no version counter, and `.data` raises none either.
+        g.data.mul_(w)
+        return g, dw
+
+
+scaled: Any = InPlace.apply
+
+
+class Fused(nn.Module):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.place = nn.Parameter(torch.rand(WIDTH) + 0.5), place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.place == "start":
+            return self.second(self.first(scaled(x, self.scale)))
+        if self.place == "end":
+            return scaled(self.second(self.first(x)), self.scale)
+        return self.second(scaled(self.first(x), self.scale)).view(len(x), WIDTH)
+
+
+ORDERS = [
+    ("end-to-end", "zero-bubble"),
+    ("end-to-end", "depth-first"),
+    ("2-wise", "depth-first"),
+    ("2-wise-mean", "phase"),
+    ("3-wise-mean", "depth-first"),
+    ("3-wise", "zb-h1"),
+    ("deep-supervision", "zb-h1"),
+]
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end"])
+@pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
+def test_backwards_may_write_over_their_cotangent(place: str, strategy: str, schedule: str) -> None:
+    """Regression: the pass that came later read a cotangent that a fused norm had overwritten; gradients were 36 % off."""
+    for num_microbatches, recompute in ((1, False), (3, True)):
+        net: list[nn.Module] = [Fused(place), Fused(place), Fused("start"), nn.Linear(WIDTH, 3)]
+        sides = heads(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(
+            net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule, recompute=recompute
+        )
+        x, y = batch()
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        for _ in range(3):  # the third step makes no check
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_hooks_that_write_in_place_are_right_or_refused() -> None:
+    """Regression: a tensor's hook that wrote in place ran once in I and again in W."""
+
+    class Doubling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            h.register_hook(lambda g: g.mul_(2))
+            return h.tanh()
+
+    net: list[nn.Module] = [Doubling(WIDTH, WIDTH), Doubling(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    pipe = nwise.Pipeline(net, strategy="end-to-end", schedule="1f1b")
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+    pipe.schedule = "zero-bubble"
+    with pytest.raises(ValueError, match="hooks should return a new gradient .* changed in place"):
+        pipe.step(x, target=y)
+
+
+class OneWalk(torch.autograd.Function):
+    """Keeps its gradient and scales it in place, as fused losses do: a second walk scales once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = torch.ones_like(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.kept.mul_(grads[0])
+        return ctx.kept.clone()
+
+
+one_walk: Any = OneWalk.apply
+
+
+def test_backwards_that_serve_for_one_walk_are_refused_in_several() -> None:
+    class Once(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return one_walk(super().forward(x))
+
+    net: list[nn.Module] = [Once(WIDTH, WIDTH), Once(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    pipe = nwise.Pipeline(net, heads(net), strategy="end-to-end")
+    pipe.step(x, target=y)
+    assert_same({k: v for k, v in gradients(pipe).items() if "stages" in k}, expected, 1e-12)
+    pipe.strategy = nwise.strategy("2-wise-mean")
+    pipe.zero_grad()
+    with pytest.raises(ValueError, match="Stage 1 should give the same gradients each time"):
+        pipe.step(x, target=y)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+# Losses inside a stage --------------------------------------------------------------------------------------
+
+
+class Injecting(torch.autograd.Function):
+    """What users write instead of `nwise.inject`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, aux: Tensor) -> Tensor:
+        ctx.like = aux
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], torch.ones_like(ctx.like)
+
+
+injecting: Any = Injecting.apply
+
+
+class Balanced(nn.Module):
+    """A layer with an auxiliary loss, injected where it arises."""
+
+    def __init__(self, out: int, inject: Callable[[Tensor, Tensor], Tensor], *, reruns: bool = False) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(WIDTH, out), nn.Linear(WIDTH, 2)
+        self.inject, self.reruns = inject, reruns
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.whole, x, use_reentrant=False) if self.reruns else self.whole(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return self.inject(h, 0.1 * h.square().mean() + self.router(x).square().mean())
+
+
+@pytest.mark.parametrize("reruns", [False, True])
+@pytest.mark.parametrize("inject", [nwise.inject, injecting])
+@pytest.mark.parametrize(
+    ("strategy", "schedule"), [*ORDERS, ("geometric-0.5", "depth-first"), ("local", "depth-first")]
+)
+def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: str, *, reruns: bool) -> None:
+    """Regression: an injected gradient counted once for each micro-batch and each pass, not with the weight of its loss."""
+    net: list[nn.Module] = [Balanced(WIDTH, inject, reruns=reruns), Balanced(WIDTH, inject), Balanced(3, inject)]
+    sides: Any = [Balanced(3, inject), nn.Linear(WIDTH, 3)] if strategy != "end-to-end" else None
+    x, y = batch(6)
+    for num_microbatches in (1, 2, 4):
+        pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule)
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_inject_equals_a_sum_of_losses() -> None:
+    """Worked out by hand: y = w x, aux = w, loss = y."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nwise.inject(self.w * x, 5 * self.w)
+
+    stages = [Stage(), Stage()]
+    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "end-to-end", 2)
+    pipe.step(torch.tensor([[1.0], [3.0], [5.0]]))
+    # d/dw of w0 w1 mean(x) + 5 w1 + 5 w0 at w = 2, mean(x) = 3
+    assert [float(stage.w.grad) for stage in stages if stage.w.grad is not None] == [11.0, 11.0]
+
+
+def test_late_losses_inside_stages_are_found() -> None:
+    """A coefficient that grows from zero injects nothing in the first step."""
+    coefficient = 0.0
+
+    def inject(y: Tensor, aux: Tensor) -> Tensor:
+        return injecting(y, coefficient * aux)
+
+    net: list[nn.Module] = [Balanced(WIDTH, inject), Balanced(3, inject)]
+    x, y = batch(6)
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=2, checks="always")
+    for step in range(3):
+        coefficient = float(step)
+        pipe.zero_grad()
+        expected = plain(net, x, y)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_inject_refuses_what_is_no_loss() -> None:
+    with pytest.raises(ValueError, match=r"`aux` should be one floating-point number.*shape \[2\]; take the mean"):
+        nwise.inject(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="`checks` should be 'first' or 'always'. Found 'never'"):
+        nwise.Pipeline([nn.Linear(1, 1)], strategy="end-to-end", checks="never")
+
+
+# What autograd would have reached outside -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "schedule"), [("end-to-end", "zero-bubble"), ("2-wise", "depth-first"), ("local", "phase")]
+)
+def test_gradients_reach_the_input(strategy: str, schedule: str, *, frozen: bool) -> None:
+    """Regression: a module before the pipeline got no gradient, without a word. The input learns as the first stage does."""
+    front, stages = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    sides = [nn.Linear(WIDTH, 3)] if strategy != "end-to-end" else None
+    stages[0].requires_grad_(not frozen)
+    x, y = batch()
+    pipe = nwise.Pipeline(stages, sides, strategy=strategy, schedule=schedule, num_microbatches=3)
+    whole: list[nn.Module] = [nn.Sequential(front, stages[0]), stages[1]]
+    expected = nwise.reference_grads(whole, sides, functional.cross_entropy, x, y, pipe.credit)
+    leaf = x.clone().requires_grad_()
+    pipe.step(front(leaf), target=y)
+    assert front.weight.grad is not None
+    torch.testing.assert_close(front.weight.grad, expected["stages.0.0.weight"], rtol=0, atol=1e-12)
+    assert leaf.grad is not None
+    pipe.step(x, target=y)  # an input without a gradient needs no pass again
+    with pytest.raises(ValueError, match="`step` should not require a gradient with a delay"):
+        nwise.Pipeline(stages, sides, strategy="end-to-end-delay-1").step(front(x), target=y)
+
+
+def test_parameters_that_the_graph_reaches_otherwise_are_refused() -> None:
+    """Regression: gradients to parameters in a closure, a list, or a penalty of the loss were lost without a word."""
+    outer, x, y = nn.Linear(WIDTH, WIDTH), *batch()
+
+    class Closure(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return outer(super().forward(x))
+
+    net: list[nn.Module] = [Closure(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    with pytest.raises(ValueError, match=r"Stage 0 should depend only on .* a tensor of shape \[4, 4\] in another way"):
+        nwise.Pipeline(net, strategy="end-to-end").step(x, target=y)
+    net[0] = first = nn.Linear(WIDTH, WIDTH)
+
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target) + first.weight.square().sum()
+
+    with pytest.raises(ValueError, match="The head or loss of stage 1 should depend only on"):
+        nwise.Pipeline(net, None, penalised, "end-to-end").step(x, target=y)
+
+    class Slope(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+            return functional.cross_entropy(output, target) + slope.square().mean()
+
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="not have been used in the graph") as error:
+        nwise.Pipeline(net, None, Slope(), "end-to-end").step(leaf, target=y)
+    assert any("the graph of a loss begins at its stage" in note for note in error.value.__notes__)
+
+
+# A rerun that is not the first run --------------------------------------------------------------------------
+
+
+class Moody(nn.Module):
+    """Skips its layer or not, as something tells it."""
+
+    def __init__(self, draw: Callable[[Moody], bool]) -> None:
+        super().__init__()
+        self.layer, self.draw, self.calls = nn.Linear(WIDTH, WIDTH), draw, 0
+        self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
+        self.numpy = np.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.layer(x).tanh() if self.draw(self) else x + 0 * self.layer(x)
+
+
+RESTORED: dict[str, Callable[[Moody], bool]] = {
+    "torch": lambda _: bool(torch.rand(()) < 0.5),
+    "python": lambda _: random.random() < 0.5,
+    "numpy": lambda _: bool(np.random.rand() < 0.5),  # noqa: NPY002
+    "a generator of torch": lambda m: bool(torch.rand((), generator=m.own) < 0.5),
+    "a generator of Python": lambda m: m.python.random() < 0.5,
+    "a generator of NumPy": lambda m: bool(m.numpy.random() < 0.5),
+}
+
+
+@pytest.mark.parametrize("source", RESTORED)
+def test_reruns_find_the_random_numbers_of_the_first_run(source: str) -> None:
+    """Regression: with `recompute` the second run drew other numbers, and its gradients belonged to another network."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        net: list[nn.Module] = [*(Moody(RESTORED[source]) for _ in range(3)), nn.Linear(WIDTH, 3)]
+        pipe = nwise.Pipeline(net, heads(net), strategy="2-wise-mean", recompute=recompute, seed=0)
+        for _ in range(4):
+            pipe.step(*batch()[:1], target=torch.zeros(8, dtype=torch.long))
+        found.append(gradients(pipe))
+    assert_same(found[1], found[0], 0.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_reruns_that_differ_are_refused(*, deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        net: list[nn.Module] = [Moody(lambda m: m.calls % 2 == 1), nn.Linear(WIDTH, 3)]
+        pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True)
+        x, y = batch()
+        with pytest.raises(
+            ValueError, match="Stage 0 should compute the same when it runs again.*Found another output"
+        ):
+            pipe.step(x, target=y)
+        assert all(p.grad is None for p in net[0].parameters())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_reruns_are_compared_always_if_asked() -> None:
+    """A module that changes later is found with checks="always"; otherwise each shape is compared once."""
+    x, y = batch()
+    for checks in ("first", "always"):
+        net: list[nn.Module] = [Moody(lambda m: m.calls < 8), nn.Linear(WIDTH, 3)]
+        pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True, checks=checks)
+        with pytest.raises(ValueError, match="compute the same") if checks == "always" else warnings.catch_warnings():
+            for _ in range(6):
+                pipe.step(x, target=y)
+
+
+# Hooks and memory of gradients ------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {"strategy": "end-to-end"},
+    {"strategy": "end-to-end", "num_microbatches": 3},
+    {"strategy": "end-to-end", "schedule": "zero-bubble"},
+    {"strategy": "end-to-end", "recompute": True, "num_microbatches": 2},
+    {"strategy": "end-to-end-delay-1"},
+    {"strategy": "end-to-end-hogwild", "num_microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_hooks_of_parameters_run_once_on_the_whole_gradient(setting: dict[str, Any]) -> None:
+    """Regression: hooks ran for every micro-batch, and not at all under a delay. These are not linear."""
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = {name: g / g.norm() for name, g in plain(net, x, y).items()}
+    seen: list[Tensor] = []
+    for stage in net:
+        for p in stage.parameters():
+            p.register_hook(lambda g: g / g.norm())
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    pipe = nwise.Pipeline(net, **setting)
+    for _ in range(4):
+        pipe.zero_grad()
+        seen.clear()
+        pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+    assert len(seen) == 6
+    functional.cross_entropy(net[2](net[1](net[0](x))), y).backward()
+    assert len(seen) == 12  # the hooks are still there
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_updates_in_hooks_happen_once_with_the_mean_gradient(num_microbatches: int) -> None:
+    """Regression: an optimizer in post-accumulate hooks updated after every micro-batch, between forwards and passes."""
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    twin = copy.deepcopy(net)
+    x, y = batch()
+
+    def update(p: Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(0.5 * cast(Tensor, p.grad))
+        p.grad = None
+
+    for p in nn.ModuleList(net).parameters():
+        p.register_post_accumulate_grad_hook(update)
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=num_microbatches)
+    for _ in range(3):
+        pipe.step(x, target=y)
+        functional.cross_entropy(twin[1](twin[0](x)), y).backward()
+        torch.optim.SGD(nn.ModuleList(twin).parameters(), 0.5).step()
+        nn.ModuleList(twin).zero_grad()
+    for mine, other in zip(nn.ModuleList(net).parameters(), nn.ModuleList(twin).parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_gradients_stay_in_their_memory(setting: dict[str, Any]) -> None:
+    """Regression: under a delay `.grad` became another tensor, and a flat buffer of gradients stayed zero."""
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    parameters = list(nn.ModuleList(net).parameters())
+    flat, start = torch.zeros(sum(p.numel() for p in parameters)), 0
+    for hooked, p in enumerate(parameters):
+        p.grad = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+        if hooked % 2:
+            p.register_hook(lambda g: None)
+    pipe = nwise.Pipeline(net, **setting)
+    for _ in range(4):
+        flat.zero_()
+        pipe.step(x, target=y)
+    whole = torch.cat([expected[f"stages.{k}.{name}"].flatten() for k in (0, 1) for name in ("weight", "bias")])
+    torch.testing.assert_close(flat, whole, rtol=0, atol=1e-12)
+
+
+# Weights written from elsewhere while gradients are due -----------------------------------------------------
+
+
+def write(how: str, model: nn.Sequential, stages: Stages) -> None:
+    state = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    if how in ("load", "assign"):
+        model.load_state_dict(state, assign=how == "assign")
+    elif how == "stage":
+        for stage in stages:
+            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+    else:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(state[name])
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("how", ["load", "assign", "stage", "copy"])
+def test_weights_written_while_gradients_are_due_drop_them(how: str, optimizer: Any) -> None:
+    """Regression: after `model.load_state_dict` the next update applied a gradient of the weights before it."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    stages = nwise.split(model, at=["2", "3"])
+    pipe = nwise.Pipeline(stages, strategy="end-to-end-delay-1")
+    update = None if optimizer is None else optimizer(pipe.parameters(), lr=0.1)
+    x, y = batch()
+    for _ in range(3):
+        pipe.step(x, target=y)
+        if update is not None:
+            update.step()
+        pipe.zero_grad()
+    write(how, model, stages)
+    with pytest.warns(UserWarning, match="lost now because the weights were written outside `optimizer.step"):
+        pipe.step(x, target=y)
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe.step(x, target=y)
+    assert model[0].weight.grad is not None
+
+
+def test_updates_are_not_writes() -> None:
+    """Updates by optimizers, by hand, and by an optimizer's own hooks go on as before."""
+    x, y = batch()
+    for kind in ("optimizer", "projected", "by hand"):
+        net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        pipe = nwise.Pipeline(net, strategy="end-to-end-delay-1")
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+        def project(*_: Any, net: list[nn.Module] = net) -> None:
+            with torch.no_grad():
+                for p in nn.ModuleList(net).parameters():
+                    p.clamp_(-1, 1)
+
+        if kind == "projected":
+            optimizer.register_step_post_hook(project)
+        for step in range(6):
+            pipe.step(x, target=y)
+            if kind == "by hand":
+                with torch.no_grad():
+                    for p in pipe.parameters():
+                        if p.grad is not None:
+                            p.sub_(0.1 * p.grad)
+            else:
+                optimizer.step()
+            assert step == 0 or all(p.grad is not None for p in pipe.parameters())
+            pipe.zero_grad()
