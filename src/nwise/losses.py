@@ -151,7 +151,7 @@ def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | Non
         error.add_note("nwise: `nwise.losses.TokenCrossEntropy()` is the loss of logits for every token")
     if "not have been used in the graph" in str(error):
         error.add_note(
-            "nwise: the graph of a loss begins at its stage's output, so a loss cannot differentiate by the network's input or by "
+            "nwise: the graph of a loss begins at its stage's output, so it cannot differentiate by the network's input or by "
             "hidden values; compute such a term in the stage, and add it by `nwise.inject`"
         )
     given, wanted = ([list(x.shape) for x in part or ()] for part in (inputs, target))
