@@ -9,26 +9,28 @@ user has put on a parameter expects one `backward`. So its hooks rest during the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def with_hooks(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that have hooks, each once."""
-    # Torch has no public way to ask.
-    return list(dict.fromkeys(p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks))
+_NOTHING_ELSE = nullcontext()
 
 
-@contextmanager
-def once(parameters: list[Tensor]) -> Iterator[None]:
-    """Run the body without the hooks of these parameters, then the hooks on what the body has added to each gradient.
+def once(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Let the body run without the hooks of these parameters, then run them on what it has added to each gradient.
 
     If the body raises, no hook runs, and each ``.grad`` is as before.
     """
+    # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
+    found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    return _once(list(dict.fromkeys(found))) if found else _NOTHING_ELSE
+
+
+@contextmanager
+def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
     before = [p.grad for p in parameters]
     hooks = [(_taken(p._backward_hooks), _taken(p._post_accumulate_grad_hooks)) for p in parameters]
     for p in parameters:

@@ -24,21 +24,20 @@ class HasShare(Protocol):
     share: float
 
 
-# The micro-batch at work, None outside a pipeline. The backward may run in a thread of autograd, so this is not a variable of
-# the thread.
-_present: HasShare | None = None
+class _Present:
+    """The micro-batch at work; None outside a pipeline, where a loss counts as in plain PyTorch."""
+
+    microbatch: HasShare | None = None
 
 
-def set_present(microbatch: HasShare | None) -> None:
-    """Let `inject` count for a micro-batch from now on; None for a plain loss, as outside a pipeline."""
-    global _present
-    _present = microbatch
+# The backward may run in a thread of autograd, so this is not a variable of the thread.
+PRESENT = _Present()
 
 
 class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, aux: Tensor) -> Tensor:
-        ctx.microbatch, ctx.like = _present, aux.detach()
+        ctx.microbatch, ctx.like = PRESENT.microbatch, aux.detach()
         return y.view_as(y)
 
     @staticmethod

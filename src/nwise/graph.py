@@ -7,7 +7,7 @@ reads, and if the gradient of a zero cotangent is zero. Torch's own operations o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,15 +38,17 @@ def nodes_of(outputs: Sequence[Tensor]) -> list[Node]:
     return leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None])
 
 
-def is_custom(node: Node) -> bool:
-    """Return whether a node runs code outside torch, such as a `torch.autograd.Function` or one of a C++ extension.
+def has_custom(nodes: Iterable[Node]) -> bool:
+    """Return whether any node runs code outside torch: a `torch.autograd.Function`, or one of a C++ extension.
 
     >>> layer = torch.nn.Linear(1, 1)
-    >>> any(map(is_custom, nodes_of([layer(torch.ones(1, 1))])))
+    >>> has_custom(nodes_of([layer(torch.ones(1, 1))]))
     False
     """
-    kind: type = type(node)
-    return kind.__name__ == "CppFunction" or (issubclass(kind, BackwardCFunction) and kind.__name__ != _HOOKS)
+    kinds: set[type] = set(map(type, nodes))
+    return any(
+        k.__name__ == "CppFunction" or (issubclass(k, BackwardCFunction) and k.__name__ != _HOOKS) for k in kinds
+    )
 
 
 def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:

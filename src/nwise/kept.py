@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from nwise.graph import is_custom, leaves_first
+from nwise.graph import has_custom, leaves_first
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -33,20 +33,20 @@ class Part(NamedTuple):
     Args:
         node: the node at which it begins.
         gradients: cotangents of the node's outputs; a custom function's backward may return none, which stands for zeros.
-        counters: version counters of the cotangents when they were kept.
+        counters: version counters of the cotangents when they were kept; None to trust them.
         learns: the parameters beyond the node.
         arrived: whether the cotangents have passed the tensor hooks of these outputs.
     """
 
     node: Node
     gradients: Gradients
-    counters: list[int]
+    counters: list[int] | None
     learns: list[Tensor]
     arrived: bool
 
     def unchanged(self, _: Gradients) -> Gradients:
         """Return the kept cotangents; raise ValueError if they have been written over."""
-        if self.counters != _counters(self.gradients):
+        if self.counters is not None and self.counters != _counters(self.gradients):
             raise ValueError(
                 "Tensor hooks should return a new gradient and leave their argument as it is, because the gradient to the "
                 "weights still needs it. Found one that was changed in place; return the new value, or use an order that makes "
@@ -86,7 +86,12 @@ class Kept:
 
 @contextmanager
 def keep(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], learns: Sequence[Tensor]
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    learns: Sequence[Tensor],
+    *,
+    checks: bool = False,
 ) -> Iterator[Kept | None]:
     """Keep the cotangents that the weight gradients need, while the body computes the input gradients.
 
@@ -95,6 +100,7 @@ def keep(
         cotangents: gradient of each output.
         inputs: leaves of the graph to compute the gradients of now.
         learns: leaves of the graph to compute the gradients of later.
+        checks: whether to check that hooks leave the kept cotangents as they are; default: no.
 
     Yields:
         The kept cotangents, complete after the body; None if they cannot be told apart because layers share a parameter. The
@@ -118,16 +124,18 @@ def keep(
     if exits is None:
         yield None
         return
-    gradients: dict[Node, tuple[Gradients, list[int]]] = {}
+    gradients: dict[Node, Gradients] = {}
+    counters: dict[Node, list[int]] = {}
     # Custom backwards may write their result over the cotangent that they get, as fused kernels do.
-    copies = any(map(is_custom, nodes))
+    copies = has_custom(nodes)
 
     def arrive(node: Node, cotangents: Gradients) -> None:
-        kept = tuple(None if g is None else g.clone() for g in cotangents) if copies else cotangents
-        gradients[node] = kept, _counters(kept)
+        gradients[node] = tuple(None if g is None else g.clone() for g in cotangents) if copies else cotangents
+        counters[node] = _counters(gradients[node])
 
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
-    handles = [node.register_prehook(partial(arrive, node)) for node in exits]
+    put: Callable[[Node, Gradients], None] = arrive if checks or copies else gradients.__setitem__
+    handles = [node.register_prehook(partial(put, node)) for node in exits]
     kept = Kept()
     try:
         yield kept
@@ -135,13 +143,13 @@ def keep(
         for handle in handles:
             handle.remove()
     for node, part in exits.items():
-        if node in gradients and any(g is not None for g in gradients[node][0]):
-            kept.parts.append(Part(node, *gradients[node], part, arrived=True))
+        if any(g is not None for g in gradients.get(node, ())):
+            kept.parts.append(Part(node, gradients[node], counters.get(node), part, arrived=True))
     # An output that no input reaches was not walked at all.
     for edge, cotangent in zip(edges, cotangents, strict=True):
         if edge.node in ends:
             alone = (*(None,) * edge.output_nr, cotangent)
-            kept.parts.append(Part(edge.node, alone, _counters(alone), ends[edge.node], arrived=False))
+            kept.parts.append(Part(edge.node, alone, None, ends[edge.node], arrived=False))
 
 
 def _counters(gradients: Gradients) -> list[int]:

@@ -14,7 +14,7 @@ import nwise._arguments as arguments
 from nwise._arguments import HeadDict, ModuleOrFactory
 from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
-from nwise._hooks import once, with_hooks
+from nwise._hooks import once
 from nwise._modes import evaluating
 from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
@@ -283,9 +283,10 @@ class Pipeline(OldNames, nn.Module):
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
-        with once(with_hooks(learns)), restored_on_error(modules, learns), preserved(engine.device):
+        with once(learns), restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
-            batch.hand_back()
+            if asked:
+                batch.hand_back()
         losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
@@ -302,7 +303,7 @@ class Pipeline(OldNames, nn.Module):
 
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
-        with once(with_hooks(self.parameters())), preserved(self._device()):
+        with once(self.parameters()), preserved(self._device()):
             return self._engine is not None and self._engine.drain()
 
     def pending_gradients(self) -> list[Gradients]:
@@ -312,7 +313,7 @@ class Pipeline(OldNames, nn.Module):
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
         """
         self._survey()
-        with once(with_hooks(self.parameters())), preserved(self._device()):
+        with once(self.parameters()), preserved(self._device()):
             return [] if self._engine is None else self._engine.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:

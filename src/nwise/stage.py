@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from nwise._modes import in_modes, modes_in
-from nwise.auxiliary import set_present
-from nwise.graph import check_leaves, is_custom, nodes_of, surplus
+from nwise.auxiliary import PRESENT
+from nwise.graph import check_leaves, has_custom, nodes_of, surplus
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
@@ -74,9 +74,10 @@ class Stage:
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
         self._always = always
-        self._forwards = self._losses = 0  # numbers of graphs so far
+        self._forwards = self._losses = 0  # graphs so far, of which those of number 1, 2, 4, 8, ... are checked
         self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
         self._custom = False  # whether its graph has had nodes of the user's, which may write over their cotangents
+        self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._injects = self._head_injects = False  # whether they add gradients by a function of the user's
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
@@ -115,7 +116,7 @@ class Stage:
                 (`Schedule.continued`). Default: True.
         """
         made: Tensors | Cotangents = ()
-        set_present(tape)
+        PRESENT.microbatch = tape  # for `nwise.inject`
         try:
             if action.kind is Kind.FORWARD:
                 made = self._forward(tape, continued)
@@ -125,7 +126,7 @@ class Stage:
                 with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
                     made = self._backward(tape, action.kind, action.message, continued)
         finally:
-            set_present(None)
+            PRESENT.microbatch = None
         tape.release()
         return made
 
@@ -171,17 +172,14 @@ class Stage:
             kind = tape.versions is None, len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
                 self._kind, self._forwards = kind, 0
-            if self._is_time(self._forwards + 1):
+            tape.checked = self._always or not self._forwards & (self._forwards + 1)
+            if tape.checked:
                 nodes, named = nodes_of(outputs), dict(self.module.named_parameters())
                 check_leaves(nodes, [*self._leaves(tape), *tape.inputs], named, self._name.capitalize())
-                tape.suspect |= any(map(is_custom, nodes))
+                tape.suspect |= has_custom(nodes)
                 self._custom |= tape.suspect
             self._forwards += 1
         return outputs
-
-    def _is_time(self, number: int) -> bool:
-        """Return whether to check the graph of this number: at powers of two, so that checks cost nothing in the long run."""
-        return self._always or not number & (number - 1)
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
         """Seed the random numbers of the stage or its head; `Pipeline.step` restores them once for all stages."""
@@ -214,10 +212,10 @@ class Stage:
             )
         if wrt and loss.requires_grad and weight:
             looks = self._head_injects
-            if self._is_time(self._losses + 1):
+            if self._always or not self._losses & (self._losses + 1):
                 nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
                 check_leaves(nodes, wrt, named, f"The head or loss of stage {self.index}")
-                looks |= any(map(is_custom, nodes))
+                looks |= has_custom(nodes)
             self._losses += 1
             self._head_injects |= self._walk(
                 tape, [loss], [torch.full_like(loss, weight)], wrt, weight, looks=looks, again=False
@@ -262,7 +260,7 @@ class Stage:
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
                     tape.share = share
-                    with keep(outputs, cotangents, leaves, learns) as tape.kept:
+                    with keep(outputs, cotangents, leaves, learns, checks=tape.checked) as tape.kept:
                         if leaves:
                             # Without kept cotangents, W will read these once more.
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
@@ -279,8 +277,10 @@ class Stage:
                 x.grad = None
         if self.index == 0:
             tape.batch.input_gradients[tape.microbatch] = gradients
-        elif again:
-            gradients = tape.apart(gradients)
+        elif again and (tape.checked or self._aliases):
+            own = tape.apart(gradients)
+            self._aliases |= any(a is not b for a, b in zip(own, gradients, strict=True))
+            gradients = own
         if weights and tape.versions is not None:
             move_gradients(tape.versions, self.module, self._name)
         if again and tape.first is not None and not continued and tape.kept is None:

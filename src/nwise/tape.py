@@ -35,6 +35,7 @@ class Tape:
         first: the state of the first forward, with `recompute`; otherwise None.
         modes: training or evaluation mode of every module in the forward, if a pass may run parts of it in a later call.
         has_graph: whether `outputs` have their graph.
+        checked: whether the graph was looked through.
         suspect: whether the graph may add gradients that do not come from its outputs, and the passes have to look.
         share: weight of an auxiliary loss inside the stage (`nwise.inject`) in the present walk.
         head_left: whether the head is still to run.
@@ -53,6 +54,7 @@ class Tape:
     first: FirstRun | None = None
     modes: Modes | None = None
     has_graph: bool = False
+    checked: bool = False
     suspect: bool = False
     share: float = 1.0
     head_left: bool = False
