@@ -46,9 +46,9 @@ def has_custom(nodes: Iterable[Node]) -> bool:
     False
     """
     kinds: set[type] = set(map(type, nodes))
-    return any(
-        k.__name__ == "CppFunction" or (issubclass(k, BackwardCFunction) and k.__name__ != _HOOKS) for k in kinds
-    )
+    # Without a call for each kind, because passes that keep cotangents ask every time.
+    names = [k.__name__ for k in kinds if BackwardCFunction in k.__mro__ or k.__name__ == "CppFunction"]
+    return names not in ([], [_HOOKS])
 
 
 def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:
