@@ -186,17 +186,26 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
         )
     runs = matrix.any(axis=1) | np.asarray(probes)
     matrix[:, ~np.asarray(trainable)] = 0.0
+    with np.errstate(all="ignore"):  # `_is_exact` refuses what has left the range of float64
+        return _flow(matrix, runs.tolist())
+
+
+def _flow(matrix: Vector, runs: list[bool]) -> Flow:
+    """Choose the messages and combine the cotangents; the columns of stages without anything to train are zero."""
     messages = _messages(matrix)
     wanted = [_from_row(matrix[:, k], k) for k in range(len(matrix))]
-    # Upwards, because `_share` may replace a message of stage k, and what stage k then needs from stage k + 1 decides which
-    # of that stage's messages may be replaced.
-    fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
+    fused = []
+    # Upwards, because what stage k sends decides what it needs from stage k + 1.
+    for k in range(len(matrix)):
+        needed = _needed_below(k, messages, wanted)
+        _complete(messages[k], needed)
+        fused.append(_share(messages[k], wanted[k], needed))
     stages = []
     for k, above in enumerate(messages[1:]):
         sent = tuple(_combine(message, above, k) for message in messages[k])
         weights = _combine(wanted[k], above, k) if wanted[k].any() else None
         own = any(cotangent.own for cotangent in sent) or (weights is not None and weights.own != 0.0)
-        stages.append(StageFlow(bool(runs[k]), own, sent, weights, fused[k]))
+        stages.append(StageFlow(runs[k], own, sent, weights, fused[k]))
     return Flow(tuple(stages))
 
 
@@ -232,12 +241,21 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
     for column in sorted(map(np.array, scaled), key=np.count_nonzero):
         if _express(column, kept) is None:
             kept.append(column)
-    return sorted(kept, key=lambda column: (_far(column), np.flatnonzero(column)[0]))
+    return sorted(kept, key=_place)
 
 
 def _losses(matrix: Vector, k: int) -> list[Vector]:
     """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
     return [unit for j, unit in enumerate(np.eye(len(matrix))) if j >= k and matrix[j, :k].any()]
+
+
+def _complete(messages: list[Vector], needed: Sequence[Vector]) -> None:
+    """Add the vectors that the stage below cannot combine from the messages."""
+    # In credit from float32, columns that should be dependent differ by its rounding. Then it is a matter of float64's rounding
+    # whether a column can be combined, and two boundaries may disagree about it. A vector that is a message needs no rounding.
+    while missing := [vector for vector in needed if _express(vector, messages) is None]:
+        messages.append(missing[0])
+        messages.sort(key=_place)
 
 
 def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:
@@ -276,6 +294,13 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
     Messages with a loss that the vector lacks are not used.
     """
     usable = [p for p, message in enumerate(messages) if not message[vector == 0.0].any()]
+    # One message is enough if it is the vector, or a multiple. Only this works without arithmetic, for any numbers.
+    top = int(np.abs(vector).argmax())
+    for p in usable:
+        alone = np.zeros(len(messages))
+        alone[p] = vector[top] / messages[p][top]
+        if _is_exact(alone, messages, vector):
+            return alone.tolist()
     # Gauss-Jordan elimination with partial pivoting: one equation per loss, one unknown per message, the vector on the right.
     # It is exact for small integers. Least squares could leave 1e-17 instead of 0, and with it a message to wait for.
     rows = np.column_stack([*(messages[p] for p in usable), vector])
@@ -296,15 +321,15 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
     weights = np.zeros(len(messages))
     for row, column in enumerate(pivots):
         weights[usable[column]] = rows[row, -1] / rows[row, column]
-    return weights.tolist() if _is_safe(weights, messages, vector) else None
+    return weights.tolist() if _is_exact(weights, messages, vector) else None
 
 
-def _is_safe(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
-    """Tell whether the weighted messages sum to the vector without losing digits."""
+def _is_exact(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
+    """Tell whether the weighted messages sum to the vector, each of its numbers, without losing digits."""
     parts = [weight * message for weight, message in zip(weights, messages, strict=True)]
-    largest = np.abs(vector).max()
-    missed = np.abs(sum(parts, start=-vector)).max()
-    return bool(missed <= _TOLERANCE * largest and all(np.abs(part).max() <= _LARGEST * largest for part in parts))
+    missed = np.abs(sum(parts, start=np.zeros(len(vector))) - vector)
+    limit = _LARGEST * np.abs(vector).max()
+    return bool((missed <= _TOLERANCE * np.abs(vector)).all() and all(np.abs(part).max() <= limit for part in parts))
 
 
 def _minus(a: Vector, b: Vector) -> Vector:
@@ -316,6 +341,11 @@ def _minus(a: Vector, b: Vector) -> Vector:
 def _from_row(vector: Vector, k: int) -> Vector:
     """Return the vector with the losses before ``k`` set to zero."""
     return np.where(np.arange(len(vector)) >= k, vector, 0.0)
+
+
+def _place(message: Vector) -> tuple[int, int]:
+    """Return the order of messages over a boundary: the nearest farthest loss first."""
+    return _far(message), int(np.flatnonzero(message)[0])
 
 
 def _far(vector: Vector) -> int:
