@@ -32,8 +32,8 @@ from torch import Tensor
 
 from nwise.strategies import Strategy
 
-# Credits like 0.9 ** (j - k) are proportional only up to rounding. A difference that is smaller than this share of its two
-# terms counts as rounding; a credit that is small by itself does not.
+# Credits like 0.9 ** (j - k) in float64 are proportional only up to rounding. A difference that is smaller than this share of
+# its two terms counts as rounding; a credit that is small by itself does not. The rounding of float32 is part of the credit.
 _TOLERANCE = 1e-12
 # Multiplying a message by more than this would lose digits; a separate message loses none.
 _LARGEST = 1e3
@@ -117,7 +117,7 @@ def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes
     """Find the cheapest flow that gives every stage its credit.
 
     Args:
-        credit: credit matrix ``[A, A]``, as from `Strategy.credit`.
+        credit: credit matrix ``[A, A]`` of any real dtype, as from `Strategy.credit`; its numbers are taken as they are.
         trainable: for each stage, whether it has a parameter to train (default: all). Gradients that
             would only reach stages without any are not computed; the heads of these stages still run and learn.
         probes: for each stage, whether its head runs even if no stage needs its loss (default: none).
@@ -162,12 +162,14 @@ def flows_for(
     cycle = [[strategy.turn(step, m) for m in range(num_microbatches)] for step in turns]
     matrices = [strategy.credit(num_stages, turn) for turn in turns]
     for matrix in matrices:
-        if not isinstance(matrix, Tensor) or matrix.shape != (num_stages, num_stages) or matrix.is_meta:
-            is_tensor = isinstance(matrix, Tensor)
-            found = f"shape {list(matrix.shape)} on {matrix.device}" if is_tensor else type(matrix).__name__
+        is_tensor = isinstance(matrix, Tensor)
+        if not is_tensor or matrix.shape != (num_stages, num_stages) or matrix.is_meta or matrix.is_complex():
+            kind = (
+                f"shape {list(matrix.shape)} on {matrix.device}, {matrix.dtype}" if is_tensor else type(matrix).__name__
+            )
             raise ValueError(
-                f"`credit` of {strategy.name!r} should be a tensor of shape [{num_stages}, {num_stages}] with values. Found "
-                f"{found}."
+                f"`credit` of {strategy.name!r} should be real numbers in a tensor of shape [{num_stages}, {num_stages}] with "
+                f"values. Found {kind}."
             )
     flows = [find_flow(matrix, trainable=trainable, probes=probes) for matrix in matrices]
     return tuple(tuple(flows[turn] for turn in row) for row in cycle)
@@ -198,7 +200,7 @@ def _flow(matrix: Vector, runs: list[bool]) -> Flow:
     # Upwards, because what stage k sends decides what it needs from stage k + 1.
     for k in range(len(matrix)):
         needed = _needed_below(k, messages, wanted)
-        _complete(messages[k], needed)
+        messages[k] = _enough(messages[k], needed, _losses(matrix, k))
         fused.append(_share(messages[k], wanted[k], needed))
     stages = []
     for k, above in enumerate(messages[1:]):
@@ -235,7 +237,7 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
     """Return a basis of the columns of ``C[k:, :k]``: without those that can be combined from the others."""
     block = [_from_row(column, k) for column in matrix[:, :k].T]
     # Columns that differ by a positive factor become one key, hence one message; its receivers have the factors as weights.
-    scaled = {tuple(column / np.abs(column).max()): None for column in block if column.any()}
+    scaled = {tuple(_scaled(column)): None for column in block if column.any()}
     kept: list[Vector] = []
     # A stage that learns from few losses can use only messages of few losses, so those come first.
     for column in sorted(map(np.array, scaled), key=np.count_nonzero):
@@ -244,18 +246,33 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
     return sorted(kept, key=_place)
 
 
+def _scaled(column: Vector) -> Vector:
+    """Return the column with 1 as its largest number, or as it is if a number would become too small for float64."""
+    largest = np.abs(column).max()
+    scaled = column / largest
+    return scaled if np.abs(scaled[column != 0.0]).min() >= np.finfo(np.float64).tiny else column
+
+
 def _losses(matrix: Vector, k: int) -> list[Vector]:
     """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
     return [unit for j, unit in enumerate(np.eye(len(matrix))) if j >= k and matrix[j, :k].any()]
 
 
-def _complete(messages: list[Vector], needed: Sequence[Vector]) -> None:
-    """Add the vectors that the stage below cannot combine from the messages."""
+def _enough(messages: list[Vector], needed: Sequence[Vector], losses: list[Vector]) -> list[Vector]:
+    """Return the messages, or others if the stage below cannot combine all that it needs from them."""
     # In credit from float32, columns that should be dependent differ by its rounding. Then it is a matter of float64's rounding
-    # whether a column can be combined, and two boundaries may disagree about it. A vector that is a message needs no rounding.
-    while missing := [vector for vector in needed if _express(vector, messages) is None]:
-        messages.append(missing[0])
-        messages.sort(key=_place)
+    # whether a column can be combined, and two boundaries may disagree about it. A vector that is itself a message, and single
+    # losses, need no rounding.
+    if not _missing(needed, messages):
+        return messages
+    kept: list[Vector] = []
+    while missing := _missing(needed, kept):
+        kept = sorted([*kept, min(missing, key=np.count_nonzero)], key=_place)
+    return min(kept, losses, key=len)
+
+
+def _missing(needed: Sequence[Vector], messages: Sequence[Vector]) -> list[Vector]:
+    return [vector for vector in needed if _express(vector, messages) is None]
 
 
 def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:
@@ -275,7 +292,7 @@ def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> 
         return None
     for place in reversed(range(len(messages))):
         replaced = [*messages[:place], wanted, *messages[place + 1 :]]
-        if all(_express(vector, replaced) is not None for vector in needed):
+        if not _missing(needed, replaced):
             messages[place] = wanted
             return place
     return None

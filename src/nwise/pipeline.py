@@ -185,7 +185,7 @@ class Pipeline(OldNames, nn.Module):
     def credit(self) -> Tensor:
         """The credit matrix of the next step's first micro-batch, float64 of shape ``[A, A]``."""
         now = self.strategy.in_force(self.steps)
-        return now.credit(self.num_stages, now.turn(self.steps, 0))
+        return now.credit(self.num_stages, now.turn(self.steps, 0)).detach().to("cpu", torch.float64)
 
     def main_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the main network."""
