@@ -69,7 +69,7 @@ def test_an_empty_batch_is_refused_and_a_pipeline_gives_its_own_modules() -> Non
     pipe, x = pipeline()
     with pytest.raises(ValueError, match="`exit` should have at least one sample. Found none"):
         pipe.exit(x[:0])
-    network = EarlyExit(pipe.stages, pipe.heads, {0: 0.5})
+    network = EarlyExit(pipe.stages, pipe.heads, {0: 0.5}, "classes")
     assert not network.training
     assert all(stage.training for stage in pipe.stages), "the network is a copy"
 
@@ -163,7 +163,7 @@ def test_counted_work_is_that_of_the_layers() -> None:
 def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> None:
     pipe, x = pipeline("convolutional")
     thresholds = {0: 0.5, 2: 0.35}
-    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds)
+    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds, "classes")
     torch.save(network, tmp_path / "network.pt")
     names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "network.pt")
     assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise._arguments.HeadDict"}
@@ -171,4 +171,4 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
     with torch.no_grad():
         assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)
     with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
-        EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5})
+        EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5}, "classes")

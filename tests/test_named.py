@@ -95,7 +95,7 @@ def test_exits_by_name() -> None:
     assert len(set(expected.stage.tolist())) > 0
     for answers in (
         pipe.exit(x=x, threshold=0.3),
-        nwise.exits.EarlyExit(pipe.stages, pipe.heads, thresholds).answers(x=x),
+        nwise.exits.EarlyExit(pipe.stages, pipe.heads, thresholds, "classes").answers(x=x),
     ):
         assert torch.equal(answers.output, expected.output)
         assert torch.equal(answers.stage, expected.stage)

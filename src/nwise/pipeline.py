@@ -19,7 +19,7 @@ from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
-from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
+from nwise.exits import Answers, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
 from nwise.planning.observe import Observer
@@ -67,6 +67,7 @@ class Pipeline(OldNames, nn.Module):
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
 
     Attributes:
+        loss_fns: the loss function of every stage.
         steps: number of finished mini-batches, used by `Switch`, rotating strategies and dropout. Set it when you
             resume, because the state dict does not contain it.
         staleness: ``[A, M]``, updates between each stage's forward and update under the last step's strategy.
@@ -134,7 +135,7 @@ class Pipeline(OldNames, nn.Module):
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
-        self._terms = make_terms(losses)
+        self.loss_fns, self._terms = tuple(losses), make_terms(losses)
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
@@ -226,17 +227,20 @@ class Pipeline(OldNames, nn.Module):
         self._connected(given).infer(given, self.steps, forward)
         return outputs
 
-    def exit(self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, **named: Tensor) -> Answers:
+    def exit(
+        self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, confidence: Any = None, **named: Tensor
+    ) -> Answers:
         """Run the network in evaluation mode; samples exit at the first confident head. All processes get the answers.
 
         Args:
-            inputs, named: inputs of the first stage, as for `step`.
-            threshold: probability from which a head is confident: one for all trained heads, or one by stage for each that runs.
+            threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
+            confidence: a name or function (`nwise.exits.confidence_of`); default: that of the loss, ValueError if it has none.
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
+        rules = confidences(self.loss_fns, thresholds, confidence)
         with evaluating(self), self.processes.watched():
             given = as_inputs(inputs, named, "The input of `exit`")
-            return answer(self.stages, self.heads, given, thresholds, self.processes, self._device(given[0]))
+            return answer(self.stages, self.heads, given, thresholds, rules, self.processes, self._device(given[0]))
 
     def step(self, *inputs: Input, target: Input | Tensors | None = None, **named: Tensor) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
@@ -278,13 +282,14 @@ class Pipeline(OldNames, nn.Module):
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
         with restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
-        losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(losses, {k for k, share in self.loss_shares.items() if share}, processes.here)
+        result = Losses(
+            batch.mean_losses(self.num_stages), {k for k, share in self.loss_shares.items() if share}, processes.here
+        )
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
@@ -376,9 +381,8 @@ class Pipeline(OldNames, nn.Module):
     def _connected(self, inputs: Tensors) -> Engine:
         """Return the engine of this process's stages; all processes make the first call together, to connect."""
         if self._engine is None:
-            device = self._device(*inputs[:1]) or torch.device("cpu")
-            stages = [self._stages[k] for k in self.processes.here]
-            self._engine = Engine(self.processes, stages, device, self._compression)
+            device, stages = self._device(*inputs[:1]), [self._stages[k] for k in self.processes.here]
+            self._engine = Engine(self.processes, stages, device or torch.device("cpu"), self._compression)
         return self._engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
