@@ -31,8 +31,10 @@ from nwise.tensors import Tensors, as_argument, as_inputs, call, each, names, ru
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
 
-# How confidence follows from an output: one of `CONFIDENCES`, or a function `confidence_of` can call.
-Confidence = str | Callable[..., Tensor]
+# How confidence follows from an output: one of `CONFIDENCES`, or a function of it; None for that of the loss.
+Rule = str | Callable[..., Tensor]
+Confidence = Rule | None
+Bounds = float | Mapping[int, float]  # one for all exits, or one by stage
 CONFIDENCES = ("classes", "tokens", "label", "labels")
 _MASK = "attention_mask"
 _BY_LOSS: dict[Any, str] = {
@@ -114,18 +116,17 @@ def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
     return known
 
 
-def check_confidence(given: Confidence | None) -> None:
-    """Raise ValueError if the confidence is neither a name nor a function."""
-    if not (given in CONFIDENCES if isinstance(given, str) else callable(given)):
+def checked_confidence(given: Confidence) -> Rule:
+    """Return the confidence if it is a name or a function; raise ValueError otherwise."""
+    if given is None or not (given in CONFIDENCES if isinstance(given, str) else callable(given)):
         raise ValueError(
             f"`confidence` should be one of {', '.join(map(repr, CONFIDENCES))}, or a function of the output that returns [B] "
             f"numbers from 0 to 1. Found {given!r}."
         )
+    return given
 
 
-def confidences(
-    losses: Sequence[Callable[..., Tensor]], exits: Collection[int], given: Confidence | None
-) -> dict[int, Confidence]:
+def confidences(losses: Sequence[Callable[..., Tensor]], exits: Collection[int], given: Confidence) -> dict[int, Rule]:
     """Return the confidence of every exit and of the last stage: the given one, or the one that fits its loss.
 
     Args:
@@ -135,12 +136,11 @@ def confidences(
     """
     stages = (*exits, len(losses) - 1)
     if given is not None:
-        check_confidence(given)
-        return dict.fromkeys(stages, given)
+        return dict.fromkeys(stages, checked_confidence(given))
     return {k: default_confidence(losses[k], k) for k in stages}
 
 
-def confidence_of(rule: Confidence, output: Any, seen: Tensors, stage: int) -> tuple[Tensor, Tensor]:
+def confidence_of(rule: Rule, output: Any, seen: Tensors, stage: int) -> tuple[Tensor, Tensor]:
     """Return an output as a tensor, and its confidence, ``[B]``.
 
     Args:
@@ -172,7 +172,8 @@ def confidence_of(rule: Confidence, output: Any, seen: Tensors, stage: int) -> t
                 f"sample should be. Found logits {list(logits.shape)} at stage {stage}; pass 'labels' for the least certain one, "
                 "or a function."
             )
-        _check_mask(mask, None, logits.shape[:2], stage)
+        if mask is not None and logits.dim() > 1 and mask.shape == logits.shape[:2]:  # positions, or as many labels
+            raise _refuse_mask(mask, logits.shape[:2], stage)
         return logits, _least(torch.maximum(_wide(logits).sigmoid(), _wide(-logits).sigmoid()))
     if logits.shape[dim] == 1:
         raise ValueError(
@@ -180,19 +181,17 @@ def confidence_of(rule: Confidence, output: Any, seen: Tensors, stage: int) -> t
             f"stage {stage}; pass 'label' if the output is one logit."
         )
     positions = logits.shape[:1] + logits.shape[2:] if rule == "classes" else logits.shape[:-1]
-    _check_mask(mask, positions, positions, stage)
-    return logits, confidence(logits, dim, mask if len(positions) > 1 else None)
+    mask = mask if len(positions) > 1 else None
+    if mask is not None and mask.shape != positions:
+        raise _refuse_mask(mask, positions, stage)
+    return logits, confidence(logits, dim, mask)
 
 
-def _check_mask(mask: Tensor | None, wanted: Sequence[int] | None, positions: Sequence[int], stage: int) -> None:
-    """Raise ValueError if there is a mask of positions that a default cannot use."""
-    if mask is None or len(positions) < 2:
-        return
-    if mask.shape != wanted if wanted is not None else mask.shape == positions:
-        raise ValueError(
-            f"`{_MASK}` should be [B, positions] of logits with classes. Found shape {list(mask.shape)}, with positions or labels "
-            f"{list(positions)} at stage {stage}; pass `confidence`, a function of the output and the stage's inputs."
-        )
+def _refuse_mask(mask: Tensor, positions: Sequence[int], stage: int) -> ValueError:
+    return ValueError(
+        f"`{_MASK}` should be [B, positions], of logits with classes. Found shape {list(mask.shape)}, with positions or labels "
+        f"{list(positions)} at stage {stage}; pass `confidence`, a function of the output and the stage's inputs."
+    )
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
@@ -224,7 +223,7 @@ def answer(
     heads: HeadDict,
     inputs: Tensors,
     thresholds: Mapping[int, float],
-    rules: Mapping[int, Confidence],
+    rules: Mapping[int, Rule],
     processes: Processes,
     device: torch.device | None,
 ) -> Answers:
@@ -291,11 +290,10 @@ class EarlyExit(nn.Module):
         stages: Sequence[nn.Module] | nn.ModuleList,
         heads: Mapping[int, nn.Module] | HeadDict,
         thresholds: Mapping[int, float],
-        confidence: Confidence | None = None,
+        confidence: Confidence = None,
     ) -> None:
         super().__init__()
-        check_confidence(confidence)
-        self.confidence = confidence
+        self.confidence = checked_confidence(confidence)
         if any(k not in heads for k in thresholds):
             raise ValueError(
                 f"`thresholds` should be of stages with a head, {sorted(map(int, heads))}. Found {sorted(thresholds)}."
@@ -317,7 +315,7 @@ class EarlyExit(nn.Module):
         return answer(self.stages, self.heads, given, self.thresholds, rules, Processes(count), None)
 
 
-def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:
+def check_threshold(threshold: Bounds, exits: Collection[int]) -> dict[int, float]:
     """Return the threshold of every exit.
 
     Args:

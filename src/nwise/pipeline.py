@@ -19,7 +19,7 @@ from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
-from nwise.exits import Answers, Outputs, answer, check_threshold, confidences, head_output
+from nwise.exits import Answers, Confidence, Outputs, Bounds, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
 from nwise.planning.observe import Observer
@@ -49,7 +49,7 @@ class Pipeline(OldNames, nn.Module):
             random numbers, only in the process that holds the stage.
         heads: auxiliary networks for every stage but the last, None for a stage without one.
         loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch: one for all
-            losses, or a list with one per stage.
+            losses, or a list with one per stage; later the attribute `loss_fns`.
         strategy: a name (see `nwise.strategy`) or a `Strategy`.
         num_microbatches: number of micro-batches per mini-batch, M; default: the plan's if there is one, else 1.
         schedule: order of work, one of `nwise.schedule.named.ORDERS` or a custom schedule; default: ``"best"`` with several
@@ -67,7 +67,6 @@ class Pipeline(OldNames, nn.Module):
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
 
     Attributes:
-        loss_fns: the loss function of every stage.
         steps: number of finished mini-batches, used by `Switch`, rotating strategies and dropout. Set it when you
             resume, because the state dict does not contain it.
         staleness: ``[A, M]``, updates between each stage's forward and update under the last step's strategy.
@@ -227,9 +226,7 @@ class Pipeline(OldNames, nn.Module):
         self._connected(given).infer(given, self.steps, forward)
         return outputs
 
-    def exit(
-        self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, confidence: Any = None, **named: Tensor
-    ) -> Answers:
+    def exit(self, *inputs: Input, threshold: Bounds = 0.9, confidence: Confidence = None, **named: Tensor) -> Answers:
         """Run the network in evaluation mode; samples exit at the first confident head. All processes get the answers.
 
         Args:
@@ -363,10 +360,9 @@ class Pipeline(OldNames, nn.Module):
 
     def _survey(self) -> list[nn.Module]:
         """Pick up the caller's changes since the last step; return all modules of all stages and heads."""
-        heads = self.heads.by_stage(self.num_stages)
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
-        stages = zip(self._stages, self.stages, heads, strict=True)
+        stages = zip(self._stages, self.stages, self.heads.by_stage(self.num_stages), strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
         self._program.set_trainable({k: bool(self._stages[k].learns) for k in self.processes.here})
         allow_several_passes(modules)

@@ -76,7 +76,7 @@ class Outcome:
     leaving: tuple[float, ...]
 
 
-def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidence | None = None) -> Seen:
+def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidence = None) -> Seen:
     """Run every trained head on every sample.
 
     Args:
