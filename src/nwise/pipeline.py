@@ -19,7 +19,7 @@ from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
-from nwise.exits import Answers, Confidence, Outputs, Bounds, answer, check_threshold, confidences, head_output
+from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
 from nwise.planning.observe import Observer
