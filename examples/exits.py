@@ -38,7 +38,7 @@ def main(path: Path = Path("digits-with-exits.pt"), steps: int = 200) -> tuple[f
     fit, held_out = (seen.part(torch.arange(first, len(test), 2)) for first in (0, 1))
     thresholds = calibrate(fit, work, fit.accuracy - 0.005)
     result = outcome(held_out, work, thresholds)
-    torch.save(EarlyExit(pipe.stages, pipe.heads, thresholds), path)
+    torch.save(EarlyExit(pipe.stages, pipe.heads, thresholds, "classes"), path)
 
     network = torch.load(path, weights_only=False)  # takes nwise, but no pipeline
     x, _ = test.batch(torch.arange(8))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 
 import nwise
 from nets import ZOO
-from nwise.exits import EarlyExit, confidence
+from nwise.exits import EarlyExit, confidence, confidence_of, default_confidence
+from nwise.tensors import Named
 from nwise.training.calibrate import Seen, Work, calibrate, count_work, cross_validated, outcome
 
 A = 4
@@ -69,7 +72,7 @@ def test_an_empty_batch_is_refused_and_a_pipeline_gives_its_own_modules() -> Non
     pipe, x = pipeline()
     with pytest.raises(ValueError, match="`exit` should have at least one sample. Found none"):
         pipe.exit(x[:0])
-    network = EarlyExit(pipe.stages, pipe.heads, {0: 0.5})
+    network = EarlyExit(pipe.stages, pipe.heads, {0: 0.5}, "classes")
     assert not network.training
     assert all(stage.training for stage in pipe.stages), "the network is a copy"
 
@@ -105,6 +108,167 @@ def test_bad_thresholds_are_refused() -> None:
     with pytest.raises(ValueError, match=r"outputs of one shape for a sample. Found \[7\] of stage 0, \[\d\] of stage"):
         # Regression: torch spoke of sizes of tensors.
         pipe.exit(x, threshold={0: confidence(pipe.heads[0](pipe.stages[0](x))).median().item()})
+
+
+def trained(output: int, loss_fn: Any, x: Tensor, y: Tensor, layer: Any = nn.Linear) -> nwise.Pipeline:
+    torch.manual_seed(1)
+    width = x.shape[1 if layer is not nn.Linear else -1]
+    stages, heads = [layer(width, width), layer(width, output)], [layer(width, output)]
+    pipe = nwise.Pipeline(stages, heads, loss_fn, "2-wise-mean").double()
+    pipe.step(x, target=y)
+    return pipe
+
+
+def conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 1)
+
+
+def certainty(logits: Tensor) -> Tensor:
+    return torch.maximum(logits.sigmoid(), 1 - logits.sigmoid()).flatten(1).amin(1)
+
+
+DRAW = torch.Generator().manual_seed(3)
+X = torch.randn(6, 4, generator=DRAW, dtype=torch.float64)
+SEQUENCES = torch.randn(6, 5, 4, generator=DRAW, dtype=torch.float64)
+MAPS = torch.randn(6, 4, 5, 7, generator=DRAW, dtype=torch.float64)
+YES = torch.randint(2, (6, 1), generator=DRAW).double()
+LABELS = torch.randint(2, (6, 3), generator=DRAW).double()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "output", "x", "y", "layer", "expected"),
+    [
+        (nn.BCEWithLogitsLoss(), 1, X, YES, nn.Linear, certainty),
+        (partial(nn.functional.binary_cross_entropy_with_logits), 1, X, YES, nn.Linear, certainty),
+        (nn.CrossEntropyLoss(), 3, X, YES[:, 0].long(), nn.Linear, lambda o: o.softmax(1).amax(1)),
+        (nn.CrossEntropyLoss(), 3, X, LABELS.softmax(1), nn.Linear, lambda o: o.softmax(1).amax(1)),
+        (
+            nn.functional.cross_entropy,
+            3,
+            MAPS,
+            MAPS[:, 0].gt(0).long(),
+            conv,
+            lambda o: o.softmax(1).amax(1).amin((1, 2)),
+        ),
+        (nn.CrossEntropyLoss(), 3, SEQUENCES, LABELS.long(), nn.Linear, lambda o: o.softmax(1).amax(1).amin(1)),
+        (
+            nwise.losses.TokenCrossEntropy(),
+            3,
+            SEQUENCES,
+            SEQUENCES[..., 0].gt(0).long(),
+            nn.Linear,
+            lambda o: o.softmax(-1).amax(-1).amin(1),
+        ),
+    ],
+)
+def test_default_confidence_is_that_of_the_loss(
+    loss_fn: Any, output: int, x: Tensor, y: Tensor, layer: Any, expected: Callable[[Tensor], Tensor]
+) -> None:
+    """Regression: confidence was a softmax over the last dimension, so one logit was always sure and maps compared columns."""
+    pipe = trained(output, loss_fn, x, y, layer)
+    outputs = [made for made in pipe.head_outputs(x) if isinstance(made, Tensor)]
+    for threshold, made in ((0.0, outputs[0]), (math.inf, outputs[1])):
+        answers = pipe.exit(x, threshold=threshold)
+        torch.testing.assert_close(answers.confidence, expected(made).detach())
+        torch.testing.assert_close(answers.output, made.detach())
+    bound = expected(outputs[0]).median().item()
+    assert pipe.exit(x, threshold=bound).stage.eq(0).tolist() == (expected(outputs[0]) >= bound).tolist()
+    rule = default_confidence(loss_fn, 0)
+    network = EarlyExit(pipe.stages, pipe.heads, {0: bound}, rule)
+    torch.testing.assert_close(network.answers(x).confidence, pipe.exit(x, threshold=bound).confidence)
+
+
+def test_confidence_by_hand() -> None:
+    logits = torch.tensor(
+        [[[math.log(3.0), 0.0], [0.0, 0.0]]]
+    )  # softmax: 3/4, 1/4 and 1/2, 1/2; over dimension 1: 3/4, 1/2
+    for rule, expected in (("tokens", 0.5), ("classes", 0.5), ("labels", 0.5)):
+        assert confidence_of(rule, logits, (), 0)[1].tolist() == pytest.approx([expected])
+    first = Named({"x": torch.zeros(1, 2), "attention_mask": torch.tensor([[1, 0]])})
+    assert confidence_of("tokens", logits, first, 0)[1].tolist() == pytest.approx([0.75])
+    assert confidence_of("classes", logits, first, 0)[1].tolist() == pytest.approx([0.75])
+    assert confidence_of("label", torch.tensor([[-math.log(3.0)], [0.0]]), (), 0)[1].tolist() == pytest.approx(
+        [0.75, 0.5]
+    )
+    assert confidence_of("label", torch.tensor([math.log(3.0), 0.0]), (), 0)[1].tolist() == pytest.approx([0.75, 0.5])
+
+
+def test_several_labels_and_unknown_losses_need_a_confidence() -> None:
+    """Regression: independent labels and regression got a softmax, which says nothing about them."""
+    pipe = trained(3, nn.BCEWithLogitsLoss(), X, LABELS)
+    with pytest.raises(ValueError, match=r"several labels .* Found logits \[6, 3\] at stage 0; pass 'labels'"):
+        pipe.exit(X)
+    (head, last) = (made for made in pipe.head_outputs(X) if isinstance(made, Tensor))
+    torch.testing.assert_close(pipe.exit(X, threshold=0.0, confidence="labels").confidence, certainty(head).detach())
+    answers = pipe.exit(X, threshold=math.inf, confidence=lambda logits: logits.sigmoid().amax(1))
+    torch.testing.assert_close(answers.confidence, last.sigmoid().amax(1).detach())
+    seen: list[Any] = []
+    pipe.exit(X, confidence=lambda logits, inputs: (seen.append(inputs.shape), logits[:, 0].sigmoid())[1])  # type: ignore[func-returns-value]
+    assert seen[0] == X.shape
+    for wrong, message in (
+        ("softmax", "`confidence` should be one of 'classes', .* Found 'softmax'"),
+        (lambda logits: logits, r"one number per sample, \[6\]. Found shape \[6, 3\]"),
+        (3, "Found 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe.exit(X, confidence=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`confidence` should be one of .* Found None"):
+        EarlyExit(pipe.stages, pipe.heads, {0: 0.5})
+    with pytest.raises(ValueError, match=r"at least two classes along dimension 1. Found shape \[6, 1\]"):
+        trained(1, nn.CrossEntropyLoss(), X, YES[:, 0].long() * 0).exit(X)
+
+
+class Margin(nn.CrossEntropyLoss):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(30 * output, target)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.MSELoss(),
+        nn.functional.mse_loss,
+        nn.HuberLoss(),
+        nn.SoftMarginLoss(),
+        Margin(),
+        lambda output, target: nn.functional.mse_loss(output, target),
+        [nn.BCEWithLogitsLoss(), nn.MSELoss()],
+    ],
+)
+def test_losses_without_a_default_are_refused_before_anything_runs(loss_fn: Any) -> None:
+    stages, heads = [nn.Linear(4, 4), nn.Linear(4, 1)], [nn.Linear(4, 1)]
+    pipe = nwise.Pipeline(stages, heads, loss_fn, "2-wise-mean")
+    stages[0].register_forward_hook(lambda *_: pytest.fail("it runs"))
+    with pytest.raises(
+        ValueError, match="`confidence` should be given for a loss without a default. Found .* at stage"
+    ):
+        pipe.exit(X.float())
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Any:  # type: ignore[override]
+        made = super().forward(x)
+        return made if self.out_features == 3 else {"x": made, "attention_mask": attention_mask}
+
+
+def test_padding_decides_nothing() -> None:
+    """Regression: the least certain position could be one of padding, which no loss counts."""
+    torch.manual_seed(0)
+    stages, heads = [Masked(4, 4), Masked(4, 3)], [Masked(4, 3)]
+    pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise-mean").double()
+    mask = torch.arange(5) < torch.tensor([5, 1, 3, 2, 4, 5])[:, None]
+    given = {"x": SEQUENCES, "attention_mask": mask.long()}
+    pipe.step(given, target=torch.where(mask, 1, -100))
+    for stage, threshold in ((0, 0.0), (1, math.inf)):
+        made = pipe.head_outputs(given)[stage]
+        assert isinstance(made, Tensor)
+        top = made.softmax(-1).amax(-1)
+        expected = torch.stack([row[keep].min() for row, keep in zip(top, mask, strict=True)]).detach()
+        torch.testing.assert_close(pipe.exit(given, threshold=threshold).confidence, expected)
+        assert not torch.allclose(expected, top.amin(1).detach()), "otherwise the test shows nothing"
+    other = {**given, "attention_mask": mask.long()[:, :4]}
+    with pytest.raises(ValueError, match=r"`attention_mask` should be .* Found shape \[6, 4\], with .* \[6, 5\]"):
+        pipe.exit(other)
 
 
 SEEN = Seen(
@@ -163,7 +327,7 @@ def test_counted_work_is_that_of_the_layers() -> None:
 def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> None:
     pipe, x = pipeline("convolutional")
     thresholds = {0: 0.5, 2: 0.35}
-    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds)
+    network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds, "classes")
     torch.save(network, tmp_path / "network.pt")
     names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "network.pt")
     assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise._arguments.HeadDict"}
@@ -171,4 +335,4 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
     with torch.no_grad():
         assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)
     with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
-        EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5})
+        EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5}, "classes")

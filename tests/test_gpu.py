@@ -80,7 +80,7 @@ def test_compressed_messages_and_exits(compress: str) -> None:
     heads: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2)]
     pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "2-wise-mean", compress=compress).to(DEVICE)
     assert all(p.isfinite().all() for p in trained(pipe, DEVICE))
-    answers = pipe.exit(torch.randn(5, 8, device=DEVICE), threshold=0.3)
+    answers = pipe.exit(torch.randn(5, 8, device=DEVICE), threshold=0.3, confidence="classes")
     assert answers.output.shape == (5, 8)
     assert answers.output.device.type == DEVICE
 

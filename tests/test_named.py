@@ -91,11 +91,11 @@ def test_exits_by_name() -> None:
     pipe = pipe_of(net, "2-wise")
     pipe.step(x=x, target=y)
     thresholds = dict.fromkeys(pipe.needed_heads(later=False), 0.3)
-    expected = pipe.exit(x, threshold=0.3)
+    expected = pipe.exit(x, threshold=0.3, confidence="classes")
     assert len(set(expected.stage.tolist())) > 0
     for answers in (
-        pipe.exit(x=x, threshold=0.3),
-        nwise.exits.EarlyExit(pipe.stages, pipe.heads, thresholds).answers(x=x),
+        pipe.exit(x=x, threshold=0.3, confidence="classes"),
+        nwise.exits.EarlyExit(pipe.stages, pipe.heads, thresholds, "classes").answers(x=x),
     ):
         assert torch.equal(answers.output, expected.output)
         assert torch.equal(answers.stage, expected.stage)

@@ -452,6 +452,7 @@ class Given(nwise.Strategy):
         ([[1, 0], [0, 1]], "a tensor of shape .2, 2. with values. Found list"),
         (torch.eye(3), "Found shape .3, 3. on cpu"),
         (torch.eye(2, device="meta"), "Found shape .2, 2. on meta"),
+        (torch.eye(2) * 1j, "should be real numbers in a tensor .* Found shape .2, 2. on cpu, torch.complex64"),
     ],
 )
 def test_credit_of_custom_strategies_is_checked(credit: Any, message: str) -> None:

@@ -135,6 +135,7 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.Credit("abc"), r"rows of numbers, all of one length. Found 'abc'"),
         (lambda: nwise.strategy("credit-1;"), r"rows like 1,0;0.5,1. Found '1;'"),
         (lambda: nwise.strategy("credit-1,0;1"), r"rows of numbers, all of one length"),
+        (lambda: nwise.Credit(torch.eye(2) * 1j), r"rows of numbers, all of one length"),
         (lambda: nwise.strategy("geometric-e"), r"`strategy` should be one like"),
         (
             lambda: nwise.strategy("two-wise"),

@@ -12,21 +12,40 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nwise._arguments import HeadDict
-from nwise.microbatch import batch_size
+from nwise.losses import TokenCrossEntropy
+from nwise.microbatch import batch_size, unwrapped
 from nwise.runtime.processes import Processes
-from nwise.tensors import Tensors, as_inputs, call, each, run_module, unchanged
+from nwise.tensors import Tensors, as_argument, as_inputs, call, each, names, run_module, unchanged
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
+
+# How confidence follows from an output: one of `CONFIDENCES`, or a function of it; None for that of the loss.
+Rule = str | Callable[..., Tensor]
+Confidence = Rule | None
+Bounds = float | Mapping[int, float]  # one for all exits, or one by stage
+CONFIDENCES = ("classes", "tokens", "label", "labels")
+_MASK = "attention_mask"
+_BY_LOSS: dict[Any, str] = {
+    nn.CrossEntropyLoss: "classes",
+    functional.cross_entropy: "classes",
+    nn.NLLLoss: "classes",  # a softmax leaves log-probabilities as they are
+    functional.nll_loss: "classes",
+    TokenCrossEntropy: "tokens",
+    nn.BCEWithLogitsLoss: "label",
+    functional.binary_cross_entropy_with_logits: "label",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +53,9 @@ class Answers:
     """The answers to a batch whose samples left at different depths.
 
     Args:
-        output: output of the head at which each sample left, ``[B, ..., classes]``.
+        output: output of the head at which each sample left, ``[B, ...]``.
         stage: index of that head's stage, ``[B]``; the last stage's head is the network's own output.
-        confidence: its confidence (`confidence`), ``[B]``.
+        confidence: its confidence, ``[B]``.
     """
 
     output: Tensor
@@ -58,17 +77,145 @@ def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] 
         return None if head is None else call(head, hidden)
 
 
-def confidence(logits: Tensor) -> Tensor:
+def confidence(logits: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     """Return the probability of the likeliest class, ``[B]``; of several positions, that of the least certain one.
 
     Args:
-        logits: ``[B, ..., classes]``.
+        logits: ``[B, ...]`` with the classes along one dimension.
+        dim: dimension of the classes; default: the last.
+        mask: 0 at the positions that do not count, of the shape of the logits without the classes; default: all count.
 
     >>> confidence(torch.tensor([[0.0, 0.0], [0.0, 9.0]])).round(decimals=2)
     tensor([0.5000, 1.0000])
     """
-    top = logits.float().softmax(dim=-1).amax(dim=-1)
-    return top.flatten(1).amin(dim=1) if top.dim() > 1 else top
+    top = _wide(logits).softmax(dim).amax(dim)
+    return _least(top if mask is None else top.masked_fill(mask == 0, 1.0))
+
+
+def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
+    """Return the confidence that fits a loss, one of `CONFIDENCES`.
+
+    Args:
+        loss_fn: the loss of the stage's head; partial, compiled and decorated losses count like the loss inside.
+        stage: index of the stage.
+
+    Raises:
+        ValueError: the loss is unknown, so the meaning of the output is, too.
+
+    >>> default_confidence(nn.BCEWithLogitsLoss(), 0)
+    'label'
+    """
+    inner, _ = unwrapped(loss_fn)
+    # A subclass with a forward of its own may take other outputs.
+    known = _BY_LOSS.get(type(inner) if isinstance(inner, nn.Module) else inner) if inner.__hash__ else None
+    if known is None:
+        raise ValueError(
+            f"`confidence` should be given for a loss without a default. Found {_name(inner)} at stage {stage}; pass one "
+            f"of {', '.join(map(repr, CONFIDENCES))}, or a function of the output that returns [B] numbers from 0 to 1."
+        )
+    return known
+
+
+def checked_confidence(given: Confidence) -> Rule:
+    """Return the confidence if it is a name or a function; raise ValueError otherwise."""
+    if given is None or not (given in CONFIDENCES if isinstance(given, str) else callable(given)):
+        raise ValueError(
+            f"`confidence` should be one of {', '.join(map(repr, CONFIDENCES))}, or a function of the output that returns [B] "
+            f"numbers from 0 to 1. Found {given!r}."
+        )
+    return given
+
+
+def confidences(losses: Sequence[Callable[..., Tensor]], exits: Collection[int], given: Confidence) -> dict[int, Rule]:
+    """Return the confidence of every exit and of the last stage: the given one, or the one that fits its loss.
+
+    Args:
+        losses: the loss of every stage.
+        exits: indices of the stages at which samples may leave.
+        given: the confidence of all stages; None for those of the losses.
+    """
+    stages = (*exits, len(losses) - 1)
+    if given is not None:
+        return dict.fromkeys(stages, checked_confidence(given))
+    return {k: default_confidence(losses[k], k) for k in stages}
+
+
+def confidence_of(rule: Rule, output: Any, seen: Tensors, stage: int) -> tuple[Tensor, Tensor]:
+    """Return an output as a tensor, and its confidence, ``[B]``.
+
+    Args:
+        rule: how to compute it. ``"classes"``: the probability of the likeliest class, classes along dimension 1, as in torch's
+            cross-entropy; ``"tokens"``: likewise, along the last dimension; ``"label"``: the probability of the likelier side
+            of a sample's only logit; ``"labels"``: likewise, of several independent logits. Of several positions or labels, the
+            least certain one decides. Classes skip positions where an input named ``attention_mask`` is 0. A function gets the
+            output, and if it has a second parameter without default, the stage's inputs as well.
+        output: output of a head, or of the last stage.
+        seen: the inputs of the stage.
+        stage: index of the stage.
+
+    Raises:
+        ValueError: the output or the function's result does not have the shape that the rule needs.
+    """
+    logits = single(output, stage, 2 if rule in ("classes", "tokens") else 1)
+    dim = 1 if rule == "classes" else -1
+    if callable(rule):
+        sure = rule(logits, as_argument(seen)) if _takes_two(rule) else rule(logits)
+        if not isinstance(sure, Tensor) or sure.shape != logits.shape[:1]:
+            found = f"shape {list(sure.shape)}" if isinstance(sure, Tensor) else type(sure).__name__
+            raise ValueError(f"`confidence` should return one number per sample, [{len(logits)}]. Found {found}.")
+        return logits, sure
+    mask = dict(zip(names(seen), seen, strict=False)).get(_MASK)
+    if rule in ("label", "labels"):
+        if rule == "label" and logits[0].numel() > 1:
+            raise ValueError(
+                "`confidence` should be given for several labels or positions, because nwise cannot tell how sure of them all a "
+                f"sample should be. Found logits {list(logits.shape)} at stage {stage}; pass 'labels' for the least certain one, "
+                "or a function."
+            )
+        if mask is not None and logits.dim() > 1 and mask.shape == logits.shape[:2]:  # positions, or as many labels
+            raise _refuse_mask(mask, logits.shape[:2], stage)
+        return logits, _least(torch.maximum(_wide(logits).sigmoid(), _wide(-logits).sigmoid()))
+    if logits.shape[dim] == 1:
+        raise ValueError(
+            f"`confidence` {rule!r} should have at least two classes along dimension {dim}. Found shape {list(logits.shape)} at "
+            f"stage {stage}; pass 'label' if the output is one logit."
+        )
+    positions = logits.shape[:1] + logits.shape[2:] if rule == "classes" else logits.shape[:-1]
+    mask = mask if len(positions) > 1 else None
+    if mask is not None and mask.shape != positions:
+        raise _refuse_mask(mask, positions, stage)
+    return logits, confidence(logits, dim, mask)
+
+
+def _refuse_mask(mask: Tensor, positions: Sequence[int], stage: int) -> ValueError:
+    return ValueError(
+        f"`{_MASK}` should be [B, positions], of logits with classes. Found shape {list(mask.shape)}, with positions or labels "
+        f"{list(positions)} at stage {stage}; pass `confidence`, a function of the output and the stage's inputs."
+    )
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a second parameter without default."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a function of C
+        return False
+    return (
+        len([p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])
+        > 1
+    )
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _least(sure: Tensor) -> Tensor:
+    return sure.flatten(1).amin(dim=1) if sure.dim() > 1 else sure
+
+
+def _name(loss: Any) -> str:
+    return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def answer(
@@ -76,6 +223,7 @@ def answer(
     heads: HeadDict,
     inputs: Tensors,
     thresholds: Mapping[int, float],
+    rules: Mapping[int, Rule],
     processes: Processes,
     device: torch.device | None,
 ) -> Answers:
@@ -86,6 +234,7 @@ def answer(
         heads: the heads; only those with a threshold run.
         inputs: inputs of the first stage, samples along dimension 0.
         thresholds: for every exit the confidence from which a sample leaves, by stage.
+        rules: the confidence of every exit and of the last stage, by stage.
         processes: the processes that hold the stages.
         device: device of this process's stages; None for that of the inputs.
 
@@ -104,10 +253,10 @@ def answer(
             if len(rows):
                 hidden = each(processes.receive(processes.stage_rank(k - 1)), lambda x: x.to(device))
         if len(rows):
-            hidden = run_module(stages[k], hidden, f"The output of stage {k}")
+            seen, hidden = hidden, run_module(stages[k], hidden, f"The output of stage {k}")
             if k == last or k in thresholds:
-                logits = single(hidden if k == last else head_output(heads, k, hidden, None), k)
-                sure = confidence(logits)
+                output = hidden if k == last else head_output(heads, k, hidden, None)
+                logits, sure = confidence_of(rules[k], output, seen, k)
                 leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
                 here = leaves.cpu()
                 if here.any():  # else the tensors stay as they are, without a copy
@@ -127,9 +276,11 @@ class EarlyExit(nn.Module):
         stages: the main network.
         heads: heads by the index of their stage.
         thresholds: for every exit the confidence from which a sample leaves, by stage.
+        confidence: how confidence follows from an output, for all exits: a name or a function, as for `confidence_of`. Give the
+            one that `Pipeline.exit` used; `default_confidence` returns it for a loss.
 
     >>> stages = [nn.Linear(2, 4), nn.Linear(4, 2)]
-    >>> network = EarlyExit(stages, {0: nn.Linear(4, 2)}, {0: 0.0})
+    >>> network = EarlyExit(stages, {0: nn.Linear(4, 2)}, {0: 0.0}, "classes")
     >>> network.answers(torch.zeros(3, 2)).stage
     tensor([0, 0, 0])
     """
@@ -139,8 +290,10 @@ class EarlyExit(nn.Module):
         stages: Sequence[nn.Module] | nn.ModuleList,
         heads: Mapping[int, nn.Module] | HeadDict,
         thresholds: Mapping[int, float],
+        confidence: Confidence = None,
     ) -> None:
         super().__init__()
+        self.confidence = checked_confidence(confidence)
         if any(k not in heads for k in thresholds):
             raise ValueError(
                 f"`thresholds` should be of stages with a head, {sorted(map(int, heads))}. Found {sorted(thresholds)}."
@@ -157,10 +310,12 @@ class EarlyExit(nn.Module):
     def answers(self, *inputs: Tensor, **named: Tensor) -> Answers:
         """Return the outputs, the stages at which the samples left, and how sure they were."""
         given = as_inputs(inputs, named, "The input")
-        return answer(self.stages, self.heads, given, self.thresholds, Processes(len(self.stages)), None)
+        count = len(self.stages)
+        rules = dict.fromkeys(range(count), self.confidence)
+        return answer(self.stages, self.heads, given, self.thresholds, rules, Processes(count), None)
 
 
-def check_threshold(threshold: float | Mapping[int, float], exits: Collection[int]) -> dict[int, float]:
+def check_threshold(threshold: Bounds, exits: Collection[int]) -> dict[int, float]:
     """Return the threshold of every exit.
 
     Args:
@@ -193,10 +348,10 @@ def check_threshold(threshold: float | Mapping[int, float], exits: Collection[in
     return by_stage
 
 
-def single(output: Any, stage: int) -> Tensor:
-    """Return an output if it is a tensor of logits; raise ValueError otherwise."""
+def single(output: Any, stage: int, dims: int = 2) -> Tensor:
+    """Return an output if it is one tensor with enough dimensions; raise ValueError otherwise."""
     tensor = output[0] if isinstance(output, tuple) and len(output) == 1 else output
-    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+    if not isinstance(tensor, Tensor) or tensor.dim() < dims:
         what = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(output).__name__
         raise ValueError(f"Stage {stage}'s head or output should be logits [B, ..., classes] to exit. Found {what}.")
     return tensor

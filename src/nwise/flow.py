@@ -32,8 +32,8 @@ from torch import Tensor
 
 from nwise.strategies import Strategy
 
-# Credits like 0.9 ** (j - k) are proportional only up to rounding. A difference that is smaller than this share of its two
-# terms counts as rounding; a credit that is small by itself does not.
+# Credits like 0.9 ** (j - k) in float64 are proportional only up to rounding. A difference that is smaller than this share of
+# its two terms counts as rounding; a credit that is small by itself does not. The rounding of float32 is part of the credit.
 _TOLERANCE = 1e-12
 # Multiplying a message by more than this would lose digits; a separate message loses none.
 _LARGEST = 1e3
@@ -126,7 +126,7 @@ def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes
     """Find the cheapest flow that gives every stage its credit.
 
     Args:
-        credit: credit matrix ``[A, A]``, as from `Strategy.credit`.
+        credit: credit matrix ``[A, A]`` of any real dtype, as from `Strategy.credit`; its numbers are taken as they are.
         trainable: for each stage, whether it has a parameter to train (default: all). Gradients that
             would only reach stages without any are not computed; the heads of these stages still run and learn.
         probes: for each stage, whether its head runs even if no stage needs its loss (default: none).
@@ -171,12 +171,14 @@ def flows_for(
     cycle = [[strategy.turn(step, m) for m in range(num_microbatches)] for step in turns]
     matrices = [strategy.credit(num_stages, turn) for turn in turns]
     for matrix in matrices:
-        if not isinstance(matrix, Tensor) or matrix.shape != (num_stages, num_stages) or matrix.is_meta:
-            is_tensor = isinstance(matrix, Tensor)
-            found = f"shape {list(matrix.shape)} on {matrix.device}" if is_tensor else type(matrix).__name__
+        is_tensor = isinstance(matrix, Tensor)
+        if not is_tensor or matrix.shape != (num_stages, num_stages) or matrix.is_meta or matrix.is_complex():
+            kind = (
+                f"shape {list(matrix.shape)} on {matrix.device}, {matrix.dtype}" if is_tensor else type(matrix).__name__
+            )
             raise ValueError(
-                f"`credit` of {strategy.name!r} should be a tensor of shape [{num_stages}, {num_stages}] with values. Found "
-                f"{found}."
+                f"`credit` of {strategy.name!r} should be real numbers in a tensor of shape [{num_stages}, {num_stages}] with "
+                f"values. Found {kind}."
             )
     flows = [find_flow(matrix, trainable=trainable, probes=probes) for matrix in matrices]
     return tuple(tuple(flows[turn] for turn in row) for row in cycle)
@@ -195,11 +197,20 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
         )
     runs = matrix.any(axis=1) | np.asarray(probes)
     matrix[:, ~np.asarray(trainable)] = 0.0
+    with np.errstate(all="ignore"):  # `_is_exact` refuses what has left the range of float64
+        return _flow(matrix, runs.tolist())
+
+
+def _flow(matrix: Vector, runs: list[bool]) -> Flow:
+    """Choose the messages and combine the cotangents; the columns of stages without anything to train are zero."""
     messages = _messages(matrix)
     wanted = [_from_row(matrix[:, k], k) for k in range(len(matrix))]
-    # Upwards, because `_share` may replace a message of stage k, and what stage k then needs from stage k + 1 decides which
-    # of that stage's messages may be replaced.
-    fused = [_share(messages[k], wanted[k], _needed_below(k, messages, wanted)) for k in range(len(matrix))]
+    fused = []
+    # Upwards, because what stage k sends decides what it needs from stage k + 1.
+    for k in range(len(matrix)):
+        needed = _needed_below(k, messages, wanted)
+        messages[k] = _enough(messages[k], needed, _losses(matrix, k))
+        fused.append(_share(messages[k], wanted[k], needed))
     stages = []
     for k, above in enumerate(messages[1:]):
         sent = [_combine(message, above, k) for message in messages[k]]
@@ -208,7 +219,7 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
         sent = [_marked(cotangent, passes) for cotangent in sent]
         weights = None if weights is None else _marked(weights, passes)
         own = any(cotangent.own for cotangent in sent) or (weights is not None and weights.own != 0.0)
-        stages.append(StageFlow(bool(runs[k]), own, tuple(sent), weights, fused[k]))
+        stages.append(StageFlow(runs[k], own, tuple(sent), weights, fused[k]))
     return Flow(tuple(stages))
 
 
@@ -238,18 +249,42 @@ def _columns(matrix: Vector, k: int) -> list[Vector]:
     """Return a basis of the columns of ``C[k:, :k]``: without those that can be combined from the others."""
     block = [_from_row(column, k) for column in matrix[:, :k].T]
     # Columns that differ by a positive factor become one key, hence one message; its receivers have the factors as weights.
-    scaled = {tuple(column / np.abs(column).max()): None for column in block if column.any()}
+    scaled = {tuple(_scaled(column)): None for column in block if column.any()}
     kept: list[Vector] = []
     # A stage that learns from few losses can use only messages of few losses, so those come first.
     for column in sorted(map(np.array, scaled), key=np.count_nonzero):
         if _express(column, kept) is None:
             kept.append(column)
-    return sorted(kept, key=lambda column: (_far(column), np.flatnonzero(column)[0]))
+    return sorted(kept, key=_place)
+
+
+def _scaled(column: Vector) -> Vector:
+    """Return the column with 1 as its largest number, or as it is if a number would become too small for float64."""
+    largest = np.abs(column).max()
+    scaled = column / largest
+    return scaled if np.abs(scaled[column != 0.0]).min() >= np.finfo(np.float64).tiny else column
 
 
 def _losses(matrix: Vector, k: int) -> list[Vector]:
     """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
     return [unit for j, unit in enumerate(np.eye(len(matrix))) if j >= k and matrix[j, :k].any()]
+
+
+def _enough(messages: list[Vector], needed: Sequence[Vector], losses: list[Vector]) -> list[Vector]:
+    """Return the messages, or others if the stage below cannot combine all that it needs from them."""
+    # In credit from float32, columns that should be dependent differ by its rounding. Then it is a matter of float64's rounding
+    # whether a column can be combined, and two boundaries may disagree about it. A vector that is itself a message, and single
+    # losses, need no rounding.
+    if not _missing(needed, messages):
+        return messages
+    kept: list[Vector] = []
+    while missing := _missing(needed, kept):
+        kept = sorted([*kept, min(missing, key=np.count_nonzero)], key=_place)
+    return min(kept, losses, key=len)
+
+
+def _missing(needed: Sequence[Vector], messages: Sequence[Vector]) -> list[Vector]:
+    return [vector for vector in needed if _express(vector, messages) is None]
 
 
 def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:
@@ -269,7 +304,7 @@ def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> 
         return None
     for place in reversed(range(len(messages))):
         replaced = [*messages[:place], wanted, *messages[place + 1 :]]
-        if all(_express(vector, replaced) is not None for vector in needed):
+        if not _missing(needed, replaced):
             messages[place] = wanted
             return place
     return None
@@ -295,6 +330,13 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
     Messages with a loss that the vector lacks are not used.
     """
     usable = [p for p, message in enumerate(messages) if not message[vector == 0.0].any()]
+    # One message is enough if it is the vector, or a multiple. Only this works without arithmetic, for any numbers.
+    top = int(np.abs(vector).argmax())
+    for p in usable:
+        alone = np.zeros(len(messages))
+        alone[p] = vector[top] / messages[p][top]
+        if _is_exact(alone, messages, vector):
+            return alone.tolist()
     # Gauss-Jordan elimination with partial pivoting: one equation per loss, one unknown per message, the vector on the right.
     # It is exact for small integers. Least squares could leave 1e-17 instead of 0, and with it a message to wait for.
     rows = np.column_stack([*(messages[p] for p in usable), vector])
@@ -315,15 +357,15 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
     weights = np.zeros(len(messages))
     for row, column in enumerate(pivots):
         weights[usable[column]] = rows[row, -1] / rows[row, column]
-    return weights.tolist() if _is_safe(weights, messages, vector) else None
+    return weights.tolist() if _is_exact(weights, messages, vector) else None
 
 
-def _is_safe(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
-    """Tell whether the weighted messages sum to the vector without losing digits."""
+def _is_exact(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
+    """Tell whether the weighted messages sum to the vector, each of its numbers, without losing digits."""
     parts = [weight * message for weight, message in zip(weights, messages, strict=True)]
-    largest = np.abs(vector).max()
-    missed = np.abs(sum(parts, start=-vector)).max()
-    return bool(missed <= _TOLERANCE * largest and all(np.abs(part).max() <= _LARGEST * largest for part in parts))
+    missed = np.abs(sum(parts, start=np.zeros(len(vector))) - vector)
+    limit = _LARGEST * np.abs(vector).max()
+    return bool((missed <= _TOLERANCE * np.abs(vector)).all() and all(np.abs(part).max() <= limit for part in parts))
 
 
 def _minus(a: Vector, b: Vector) -> Vector:
@@ -335,6 +377,11 @@ def _minus(a: Vector, b: Vector) -> Vector:
 def _from_row(vector: Vector, k: int) -> Vector:
     """Return the vector with the losses before ``k`` set to zero."""
     return np.where(np.arange(len(vector)) >= k, vector, 0.0)
+
+
+def _place(message: Vector) -> tuple[int, int]:
+    """Return the order of messages over a boundary: the nearest farthest loss first."""
+    return _far(message), int(np.flatnonzero(message)[0])
 
 
 def _far(vector: Vector) -> int:

@@ -164,7 +164,7 @@ class Terms:
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        inner, self._options = _unwrapped(loss_fn)
+        inner, self._options = unwrapped(loss_fn)
         self._count = getattr(inner, "count", None)
         if not callable(self._count):
             self._count = None
@@ -221,7 +221,7 @@ def make_terms(losses: Sequence[Callable[..., Tensor]]) -> list[Terms]:
         return [Terms(loss) for loss in losses]
 
 
-def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loss inside partial functions, compiled ones, decorators and bound methods, and the options of partials."""
     options: dict[str, Any] = {}
     while True:

@@ -20,7 +20,7 @@ from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
-from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
+from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
 from nwise.planning.observe import Observer
@@ -50,7 +50,7 @@ class Pipeline(OldNames, nn.Module):
             random numbers, only in the process that holds the stage.
         heads: auxiliary networks for every stage but the last, None for a stage without one.
         loss_fn: ``loss_fn(head_output, target)``, the *mean* over the samples of a micro-batch: one for all
-            losses, or a list with one per stage.
+            losses, or a list with one per stage; later the attribute `loss_fns`.
         strategy: a name (see `nwise.strategy`) or a `Strategy`.
         num_microbatches: number of micro-batches per mini-batch, M; default: the plan's if there is one, else 1.
         schedule: order of work, one of `nwise.schedule.named.ORDERS` or a custom schedule; default: ``"best"`` with several
@@ -138,7 +138,7 @@ class Pipeline(OldNames, nn.Module):
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
-        self._terms = make_terms(losses)
+        self.loss_fns, self._terms = tuple(losses), make_terms(losses)
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
@@ -189,7 +189,7 @@ class Pipeline(OldNames, nn.Module):
     def credit(self) -> Tensor:
         """The credit matrix of the next step's first micro-batch, float64 of shape ``[A, A]``."""
         now = self.strategy.in_force(self.steps)
-        return now.credit(self.num_stages, now.turn(self.steps, 0))
+        return now.credit(self.num_stages, now.turn(self.steps, 0)).detach().to("cpu", torch.float64)
 
     def main_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the main network."""
@@ -230,17 +230,18 @@ class Pipeline(OldNames, nn.Module):
         self._connected(given).infer(given, self.steps, forward)
         return outputs
 
-    def exit(self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, **named: Tensor) -> Answers:
+    def exit(self, *inputs: Input, threshold: Bounds = 0.9, confidence: Confidence = None, **named: Tensor) -> Answers:
         """Run the network in evaluation mode; samples exit at the first confident head. All processes get the answers.
 
         Args:
-            inputs, named: inputs of the first stage, as for `step`.
-            threshold: probability from which a head is confident: one for all trained heads, or one by stage for each that runs.
+            threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
+            confidence: a name or function (`nwise.exits.confidence_of`); default: that of the loss, ValueError if it has none.
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
+        rules = confidences(self.loss_fns, thresholds, confidence)
         with evaluating(self), self.processes.watched():
             given = as_inputs(inputs, named, "The input of `exit`")
-            return answer(self.stages, self.heads, given, thresholds, self.processes, self._device(given[0]))
+            return answer(self.stages, self.heads, given, thresholds, rules, self.processes, self._device(given[0]))
 
     def step(self, *inputs: Input, target: Input | Tensors | None = None, **named: Tensor) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
@@ -287,13 +288,14 @@ class Pipeline(OldNames, nn.Module):
             engine.run(schedule, self.steps, batch, self.on_action)
             if asked:
                 batch.hand_back()
-        losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(losses, {k for k, share in self.loss_shares.items() if share}, processes.here)
+        result = Losses(
+            batch.mean_losses(self.num_stages), {k for k, share in self.loss_shares.items() if share}, processes.here
+        )
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
@@ -371,10 +373,9 @@ class Pipeline(OldNames, nn.Module):
         Args:
             input_asks: whether the input requires a gradient, which counts as a parameter of the first stage.
         """
-        heads = self.heads.by_stage(self.num_stages)
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
-        stages = zip(self._stages, self.stages, heads, strict=True)
+        stages = zip(self._stages, self.stages, self.heads.by_stage(self.num_stages), strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
         learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
         self._program.set_trainable(learn)
@@ -390,9 +391,8 @@ class Pipeline(OldNames, nn.Module):
     def _connected(self, inputs: Tensors) -> Engine:
         """Return the engine of this process's stages; all processes make the first call together, to connect."""
         if self._engine is None:
-            device = self._device(*inputs[:1]) or torch.device("cpu")
-            stages = [self._stages[k] for k in self.processes.here]
-            self._engine = Engine(self.processes, stages, device, self._compression)
+            device, stages = self._device(*inputs[:1]), [self._stages[k] for k in self.processes.here]
+            self._engine = Engine(self.processes, stages, device or torch.device("cpu"), self._compression)
         return self._engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -362,10 +362,10 @@ def named_and_answered() -> Any:
         pipe.step({"x": x}, target=y)
         optimizer.step()
         optimizer.zero_grad()
-    answers = pipe.exit(x=x, threshold=0.35)
+    answers = pipe.exit(x=x, threshold=0.35, confidence="classes")
     with evaluating(pipe):
         output = pipe(x=x)
-    everything = pipe.exit({"x": x}, threshold=float("inf")).output
+    everything = pipe.exit({"x": x}, threshold=float("inf"), confidence="classes").output
     assert output is None or torch.equal(output, everything)
     return closed(pipe, {**state(pipe), "answers": [answers.stage.tolist(), answers.output.tolist()]})
 

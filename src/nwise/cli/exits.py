@@ -73,7 +73,7 @@ class ExitsCommand:
             work = count_work(pipe, example.to(next(pipe.parameters()).device))
             seen = observe(pipe, data, 256)
             thresholds = calibrate(seen, work, seen.accuracy - self.drop / 100)
-            networks.append(EarlyExit(pipe.stages, pipe.heads, thresholds))
+            networks.append(EarlyExit(pipe.stages, pipe.heads, thresholds, "classes"))
             seconds = _measure(networks[-1], data, self.batch_size, self.rounds) if self.rounds and thresholds else None
             result = cross_validated(seen, work, self.drop / 100)
             results[str(run.folder)] = _Result(run.recipe.strategy, seen, work, thresholds, result, seconds)

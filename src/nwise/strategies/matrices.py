@@ -238,12 +238,19 @@ class Rotating(Strategy):
         return _one_loss_each(_last_of_block(num_stages, self.size, self.size - turn % self.size))
 
 
+def _as_lists(value: Any) -> Any:
+    """Return nested lists of Python's numbers, each exactly the given one, whatever its dtype and layout."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True)
 class Credit(Strategy):
     """A custom credit matrix.
 
     Args:
-        matrix: ``[A, A]`` numbers (nested lists, numpy or torch), zero above the diagonal;
+        matrix: ``[A, A]`` real numbers (nested lists, numpy or torch, of any dtype), zero above the diagonal;
             ``matrix[j][k]`` is the weight of loss ``j`` in the update of stage ``k``.
 
     >>> Credit([[1, 0], [0.5, 1]]).credit(2).tolist()
@@ -257,7 +264,7 @@ class Credit(Strategy):
 
     def _check(self) -> None:
         try:
-            rows = torch.as_tensor(self.matrix, dtype=torch.float64)
+            rows = torch.tensor(_as_lists(self.matrix), dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"`matrix` should be rows of numbers, all of one length. Found {self.matrix!r}."

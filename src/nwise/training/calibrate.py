@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nwise._modes import evaluating
 from nwise.data import Images
-from nwise.exits import confidence, head_output, single
+from nwise.exits import Confidence, confidence_of, confidences, head_output
 from nwise.pipeline import Pipeline
 from nwise.tensors import as_tuple, run_module
 from nwise.training.evaluate import head_outputs
@@ -76,21 +76,28 @@ class Outcome:
     leaving: tuple[float, ...]
 
 
-def observe(pipe: Pipeline, data: Images, batch_size: int) -> Seen:
+def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidence = None) -> Seen:
     """Run every trained head on every sample.
 
     Args:
         pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
         data: samples that training has not seen.
         batch_size: samples per batch.
+        confidence: as for `Pipeline.exit`; a function gets the output alone.
+
+    Raises:
+        ValueError: the loss has no default confidence, or an output is not ``[B, classes]``.
     """
     exits = (*sorted(pipe.needed_heads(later=False)), pipe.num_stages - 1)
+    rules = confidences(pipe.loss_fns, exits, confidence)
     sure, right = [], []
     with evaluating(pipe):
         for outputs, target in head_outputs(pipe, data, batch_size, exits):
-            logits = [single(outputs[k], k) for k in exits]
-            sure.append(torch.stack([confidence(one) for one in logits], dim=1).cpu())
-            right.append(torch.stack([one.argmax(-1) == target for one in logits], dim=1).cpu())
+            answers = [confidence_of(rules[k], outputs[k], (), k) for k in exits]
+            if wrong := [list(logits.shape) for logits, _ in answers if logits.dim() != 2 or logits.shape[1] < 2]:
+                raise ValueError(f"Exits should have outputs [B, classes] to calibrate. Found shape {wrong[0]}.")
+            sure.append(torch.stack([sure for _, sure in answers], dim=1).cpu())
+            right.append(torch.stack([logits.argmax(1) == target for logits, _ in answers], dim=1).cpu())
     return Seen(exits, torch.cat(sure), torch.cat(right))
 
 

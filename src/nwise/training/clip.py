@@ -47,7 +47,7 @@ def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) ->
 
 def cycle_credit(strategy: Strategy, num_stages: int) -> Tensor:
     """Return the absolute credit summed over a cycle of a strategy, ``[A, A]``."""
-    return torch.stack([strategy.credit(num_stages, turn) for turn in range(strategy.turns)]).abs().sum(0)
+    return torch.stack([strategy.credit(num_stages, turn) for turn in range(strategy.turns)]).double().abs().sum(0)
 
 
 def last_strategy(pipe: Pipeline) -> Strategy:
