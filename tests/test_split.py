@@ -89,16 +89,17 @@ class Doubled(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "at", "who"),
     [
-        (Residual(), 3, "`model`, a Residual,"),
-        (Residual(), ["b"], "`model`, a Residual,"),
-        (Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), 2, "`model`, a Doubled,"),
-        (nn.Sequential(Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)), ["0.1"], "'0', a Doubled,"),
+        (Residual(), 3, "`model` should run its children .* a Residual"),
+        (Residual(), ["b"], "`model` should run its children .* a Residual"),
+        (Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), 2, "`model` should run its children .* a Doubled"),
+        (nn.Sequential(Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)), ["0.1"], "'0' should run its children .* a Doubled"),
     ],
 )
-def test_split_warns_of_lost_forward(model: nn.Module, at: Any, who: str) -> None:
-    """Regression: sums and functions between the children were dropped, and another network trained silently."""
-    with pytest.warns(UserWarning, match=f"{who} has a custom forward.*Give `example=`"):
+def test_split_refuses_a_lost_forward(model: nn.Module, at: Any, who: str) -> None:
+    """Regression: sums and functions between the children were dropped; a mere warning was not enough."""
+    with pytest.raises(ValueError, match=f"{who}.* with a custom forward.*Give `example=`.*`unchecked=True`"):
         nwise.split(model, at=at)
+    assert nwise.split(model, at=at, unchecked=True)
     with pytest.raises(ValueError, match="Found another output for `example`"):
         nwise.split(model, at=at, example=torch.randn(2, 4))
 

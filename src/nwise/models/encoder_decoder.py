@@ -85,7 +85,18 @@ def _add_text_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Te
     return dropout(x, context.config.dropout, piece.training)
 
 
+def _is_left_out(block: nn.Module, probability: float) -> bool:
+    """Draw whether LayerDrop leaves a block out, with the random number that the model would draw."""
+    return block.training and probability > 0 and bool(torch.rand([]) < probability)
+
+
+def _whisper_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return x if _is_left_out(piece, context.config.encoder_layerdrop) else run_without_mask(piece, x, context)
+
+
 def _whisper_decoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    if _is_left_out(piece, context.config.decoder_layerdrop):
+        return x
     return piece(x, context.mask(x, "decoder"), context.given[_ENCODED], use_cache=False)
 
 
@@ -96,7 +107,7 @@ WHISPER = Family(
         "model.encoder.conv1": _convolve,
         "model.encoder.conv2": _convolve,
         "model.encoder.embed_positions": _add_frame_positions,
-        "model.encoder.layers.*": run_without_mask,
+        "model.encoder.layers.*": _whisper_encoder_block,
         "model.encoder.layer_norm": run,
         "model.decoder.embed_tokens": _begin_decoder,
         "model.decoder.embed_positions": _add_text_positions,

@@ -7,11 +7,13 @@ function that calls the next module.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from nwise.models.encoder_decoder import T5, WHISPER
 from nwise.models.family import Call, CallContext, Family, run, run_without_mask, skip
@@ -34,7 +36,8 @@ def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor
 
 
 def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
+    x = piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
+    return dropout(x, getattr(context.config, "embedding_dropout", 0.0), piece.training)  # Starcoder 2
 
 
 def _logits(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -62,6 +65,15 @@ def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
         position_ids=context.positions(x),
         position_embeddings=context.rotary(x, kind),
     )
+
+
+def _gemma3_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    if context.config.use_bidirectional_attention:
+        window = context.config.sliding_window
+        every = torch.tensor(True, device=x.device)
+        context.overlay("full_attention", lambda sample, head, query, key: every)
+        context.overlay("sliding_attention", lambda sample, head, query, key: abs(query - key) < window)
+    return _rotary_block(piece, x, context)
 
 
 def _attention_kind(block: nn.Module, config: Any) -> str:
@@ -111,7 +123,7 @@ def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
 _LLAMA = _decoder("model", "embed_tokens", "embed_dropout", "norm")
 # Decoders whose modules have Llama's names, whatever is in their blocks.
 _LIKE_LLAMA = (
-    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm",
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Glm",
     "Glm4", "GptOss", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
     "Olmo3", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
     "VaultGemma",
@@ -140,6 +152,7 @@ def _vit(prefix: str) -> Family:
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": _GPT2,
     **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
+    "Gemma3ForCausalLM": replace(_LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": _gemma3_block}),
     "PhiForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "final_layernorm"),
     "T5ForConditionalGeneration": T5,
     "WhisperForConditionalGeneration": WHISPER,

@@ -26,12 +26,17 @@ class CallContext:
         self.given = given
         self.shared = shared
         self._masks: dict[str, Tensor | None] = {}
+        self._overlays: dict[str, Callable[..., Tensor]] = {}
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
 
     def positions(self, x: Tensor) -> Tensor:
         """Return position ids ``[B, T]``, or ``[1, T]`` if none were given."""
         given = self.given.get("position_ids")
         return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if given is None else given
+
+    def overlay(self, kind: str, allows: Callable[..., Tensor]) -> None:
+        """Add pairs of positions to a kind of mask: `allows` tells, from sample, head, query and key, whether they are seen."""
+        self._overlays[kind] = allows
 
     def mask(self, x: Tensor, kind: str) -> Tensor | None:
         """Make the attention mask as the model's own forward does; None if attention needs none.
@@ -56,6 +61,8 @@ class CallContext:
                 given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
             elif kind != "bidirectional":
                 given |= {"past_key_values": None, "position_ids": self.positions(x)}
+            if kind in self._overlays:
+                given["or_mask_function"] = self._overlays[kind]
             self._masks[kind] = make(**given)
         return self._masks[kind]
 

@@ -7,7 +7,7 @@ masks and position ids travel from stage to stage with the hidden state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,12 +51,16 @@ class HuggingFaceStage(Chain):
         for name, module in shared.items():
             self.place(name, copy.deepcopy(module))
 
+    def places(self) -> list[str]:
+        return [*super().places(), *self._shared]
+
     def like(self, pieces: Mapping[str, nn.Module]) -> HuggingFaceStage:
         """Make a head of other pieces, which ends where the model does."""
         shared = {name: self.get_submodule(name) for name in self._shared}
         return HuggingFaceStage(pieces, self.family, self.config, shared, begins=False, ends=True)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | Tensors | dict[str, Tensor]:
+        self.check_origin()
         wanted = self.family.inputs if self.begins else (HIDDEN_STATES, *self.family.carried)
         if len(inputs) > len(wanted):
             raise ValueError(
@@ -104,9 +108,36 @@ def run_model(model: nn.Module, inputs: Tensors) -> Any:
     return model(**named, return_dict=True).logits
 
 
+# Settings whose part in the loss or the input is outside the modules: its name, when it is on, and what to do instead.
+_OUTSIDE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "output_router_logits": (
+        lambda config: config.router_aux_loss_coef != 0,
+        "whose balance loss the model adds to its own loss, and stages would drop. Set it to False, or add the loss inside a "
+        "stage by `nwise.inject`",
+    ),
+    "apply_spec_augment": (
+        lambda config: config.mask_time_prob > 0 or config.mask_feature_prob > 0,
+        "whose masks the model makes before its first module, and stages would drop. Set it to False, and mask the features in "
+        "the data loader",
+    ),
+}
+
+
+def refuse_settings(config: Any) -> None:
+    """Raise ValueError for a setting that the stages would drop.
+
+    Args:
+        config: the model's configuration.
+    """
+    for name, (is_on, remedy) in _OUTSIDE.items():
+        if getattr(config, name, False) and is_on(config):
+            raise ValueError(f"`config.{name}` should be False. Found {getattr(config, name)}, {remedy}.")
+
+
 def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
     family = family_for(model)
+    refuse_settings(model.config)
     shared = {name: model.get_submodule(name) for name in family.shared}
     last = len(groups) - 1
     return [
