@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nwise._errors import hint
 from nwise.models.origin import Origin
+from nwise.models.unsaved import emptied_buffers, refuse_emptied
 
 
 class Chain(nn.Module):
@@ -74,6 +75,16 @@ class Chain(nn.Module):
         """Raise ValueError if the network that the chain was cut from has changed around its pieces."""
         if self.origin is not None and not torch.compiler.is_compiling():
             self.origin.check()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast everything; see to the buffers that would come out of it with meaningless values."""
+        if emptied := emptied_buffers(self, fn):
+            self.restore_later(emptied)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def restore_later(self, buffers: Sequence[str]) -> None:
+        """Prepare to compute buffers again that are not in the state dict, or raise ValueError."""
+        refuse_emptied(buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle: a copy has pieces of its own, which are in no network."""
