@@ -22,8 +22,6 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import cut, make_terms
-from nwise.models.chain import Chain
-from nwise.models.unsaved import emptied_buffers, refuse_emptied
 from nwise.planning.observe import Observer
 from nwise.planning.plan import Plan
 from nwise.program import Program, check_heads
@@ -385,14 +383,12 @@ class Pipeline(OldNames, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
-        for module in (*self.stages, *self.heads.values()):  # chains do this themselves
-            refuse_emptied([] if isinstance(module, Chain) else emptied_buffers(module, fn))
+        arguments.refuse_emptied((*self.stages, *self.heads.values()), fn)
         before = [(p.device, p.dtype) for p in self.parameters()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before != [(p.device, p.dtype) for p in self.parameters()]:
             self.forget_pending("the pipeline was moved or cast")
-            if self.processes.size == 1:
-                self._engine = None
+            self._engine = self._engine if self.processes.size > 1 else None
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nwise._errors import hint
 from nwise.models.origin import Origin
-from nwise.models.unsaved import emptied_buffers, refuse_emptied
+from nwise.models.unsaved import emptied_buffers, refuse_buffers
 
 
 class Chain(nn.Module):
@@ -84,7 +84,7 @@ class Chain(nn.Module):
 
     def restore_later(self, buffers: Sequence[str]) -> None:
         """Prepare to compute buffers again that are not in the state dict, or raise ValueError."""
-        refuse_emptied(buffers)
+        refuse_buffers(buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle: a copy has pieces of its own, which are in no network."""

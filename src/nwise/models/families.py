@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from nwise.models.encoder_decoder import T5, WHISPER
-from nwise.models.family import Call, CallContext, Family, run, run_without_mask, skip
+from nwise.models.family import Call, CallContext, Family, attend, run, run_without_mask, skip
 
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -54,7 +54,8 @@ def _add_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
 
 
 def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x, attention_mask=context.mask(x, "full_attention"), position_ids=context.positions(x))
+    mask = context.mask(x, "full_attention")
+    return piece(x, attention_mask=mask, position_ids=context.positions(x), **context.attention())
 
 
 def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -64,6 +65,7 @@ def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
         attention_mask=context.mask(x, kind),
         position_ids=context.positions(x),
         position_embeddings=context.rotary(x, kind),
+        **context.attention(),
     )
 
 
@@ -86,7 +88,7 @@ def _attention_kind(block: nn.Module, config: Any) -> str:
 
 def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     decoder = getattr(context.config, "is_decoder", False)
-    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"))
+    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"), **context.attention())
 
 
 def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -145,7 +147,7 @@ def _vision(pieces: Mapping[str, Call]) -> Family:
 
 
 def _vit(prefix: str) -> Family:
-    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": run_without_mask}
+    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": attend}
     return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": _call_on_first_token})
 
 
@@ -169,7 +171,7 @@ FAMILIES: dict[str, Family] = {
     "Dinov2ForImageClassification": _vision(
         {
             "dinov2.embeddings": _image_embeddings,
-            "dinov2.encoder.layer.*": run_without_mask,
+            "dinov2.encoder.layer.*": attend,
             "dinov2.layernorm": run,
             "classifier": _call_on_first_and_mean,
         }
@@ -178,7 +180,7 @@ FAMILIES: dict[str, Family] = {
         {
             "vision_model.embeddings": _image_embeddings,
             "vision_model.pre_layrnorm": run,
-            "vision_model.encoder.layers.*": run_without_mask,
+            "vision_model.encoder.layers.*": attend,
             "vision_model.post_layernorm": skip,
             "classifier": partial(_call_on_mean, first=1),
         }

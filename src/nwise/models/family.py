@@ -34,6 +34,11 @@ class CallContext:
         given = self.given.get("position_ids")
         return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if given is None else given
 
+    def attention(self) -> dict[str, bool]:
+        """Return what the model passes on to every block beside the mask, if its configuration says it."""
+        causal = getattr(self.config, "is_causal", None)
+        return {} if causal is None else {"is_causal": causal}
+
     def overlay(self, kind: str, allows: Callable[..., Tensor]) -> None:
         """Add pairs of positions to a kind of mask: `allows` tells, from sample, head, query and key, whether they are seen."""
         self._overlays[kind] = allows
@@ -85,8 +90,13 @@ def run(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
 
 
 def run_without_mask(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    """Call a block of attention that sees all positions."""
+    """Call a block of attention that sees all positions, whatever the configuration says."""
     return piece(x, attention_mask=None)
+
+
+def attend(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a block of attention that sees all positions, unless the configuration says otherwise."""
+    return piece(x, attention_mask=None, **context.attention())
 
 
 def skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:

@@ -17,7 +17,7 @@ from nwise._errors import hint
 from nwise.models.chain import Chain
 from nwise.models.families import FAMILIES
 from nwise.models.family import CallContext, Family
-from nwise.models.unsaved import refuse_emptied, unsaved_buffers
+from nwise.models.unsaved import refuse_buffers, unsaved_buffers
 from nwise.randomness import preserved
 from nwise.tensors import HIDDEN_STATES, Tensors, names
 
@@ -69,7 +69,7 @@ class HuggingFaceStage(Chain):
     def restore_later(self, buffers: Sequence[str]) -> None:
         """Compute the buffers from the configuration; the next forward sets them, when the file has been loaded."""
         values = computed_buffers(self.kind, self.config)
-        refuse_emptied(name for name in buffers if name not in values)
+        refuse_buffers(name for name in buffers if name not in values)
         self._restored = {name: values[name] for name in buffers}
 
     def _restore(self) -> None:

@@ -27,12 +27,16 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def emptied_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> list[str]:
     """Return the names of buffers without values that a function, such as that of `to_empty`, would give meaningless ones."""
-    sums = {id(norm._sums) for norm in module.modules() if isinstance(norm, DeferredBatchNorm)}  # a step sets them to zero
-    empty = {name: b for name, b in unsaved_buffers(module).items() if b.is_meta and id(b) not in sums}
-    return [name for name, buffer in empty.items() if not fn(buffer).is_meta]
+    empty = [name for name, buffer in unsaved_buffers(module).items() if buffer.is_meta]
+    return [name for name in empty if not _begins_at_zero(module, name) and not fn(module.get_buffer(name)).is_meta]
 
 
-def refuse_emptied(names: Iterable[str]) -> None:
+def _begins_at_zero(module: nn.Module, name: str) -> bool:
+    """Return whether every step sets the buffer to zero before it reads it."""
+    return isinstance(module.get_submodule(name.rpartition(".")[0]), DeferredBatchNorm)
+
+
+def refuse_buffers(names: Iterable[str]) -> None:
     """Raise ValueError if there is a buffer that `to_empty` would leave without a meaning."""
     for name in names:
         raise ValueError(
