@@ -80,7 +80,7 @@ class Chain(nn.Module):
         """Move or cast everything; see to the buffers that would come out of it with meaningless values."""
         if emptied := emptied_buffers(self, fn):
             self.restore_later(emptied)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def restore_later(self, buffers: Sequence[str]) -> None:
         """Prepare to compute buffers again that are not in the state dict, or raise ValueError."""

@@ -58,11 +58,11 @@ def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x, attention_mask=mask, position_ids=context.positions(x), **context.attention())
 
 
-def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext, packed: bool = True) -> Tensor:
     kind = _attention_kind(piece, context.config)
     return piece(
         x,
-        attention_mask=context.mask(x, kind),
+        attention_mask=context.mask(x, kind, packed=packed),
         position_ids=context.positions(x),
         position_embeddings=context.rotary(x, kind),
         **context.attention(),
@@ -126,7 +126,7 @@ _LLAMA = _decoder("model", "embed_tokens", "embed_dropout", "norm")
 # Decoders whose modules have Llama's names, whatever is in their blocks.
 _LIKE_LLAMA = (
     "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Glm",
-    "Glm4", "GptOss", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "Glm4", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
     "Olmo3", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
     "VaultGemma",
 )  # fmt: skip
@@ -155,6 +155,9 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": _GPT2,
     **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
     "Gemma3ForCausalLM": replace(_LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": _gemma3_block}),
+    "GptOssForCausalLM": replace(
+        _LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": partial(_rotary_block, packed=False)}
+    ),
     "PhiForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "final_layernorm"),
     "T5ForConditionalGeneration": T5,
     "WhisperForConditionalGeneration": WHISPER,

@@ -36,19 +36,20 @@ class CallContext:
 
     def attention(self) -> dict[str, bool]:
         """Return what the model passes on to every block beside the mask, if its configuration says it."""
-        causal = getattr(self.config, "is_causal", None)
+        causal = getattr(getattr(self.config, "vision_config", self.config), "is_causal", None)  # CLIP has two parts
         return {} if causal is None else {"is_causal": causal}
 
     def overlay(self, kind: str, allows: Callable[..., Tensor]) -> None:
         """Add pairs of positions to a kind of mask: `allows` tells, from sample, head, query and key, whether they are seen."""
         self._overlays[kind] = allows
 
-    def mask(self, x: Tensor, kind: str) -> Tensor | None:
+    def mask(self, x: Tensor, kind: str, *, packed: bool = True) -> Tensor | None:
         """Make the attention mask as the model's own forward does; None if attention needs none.
 
         Args:
             x: the hidden state, for its shape and dtype.
             kind: full_attention, sliding_attention or bidirectional; decoder or cross in the second half of a network with two.
+            packed: whether positions that begin again separate texts. Default: True.
         """
         if kind not in self._masks:
             from transformers import masking_utils
@@ -65,7 +66,7 @@ class CallContext:
             if kind == "cross":
                 given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
             elif kind != "bidirectional":
-                given |= {"past_key_values": None, "position_ids": self.positions(x)}
+                given |= {"past_key_values": None, "position_ids": self.positions(x) if packed else None}
             if kind in self._overlays:
                 given["or_mask_function"] = self._overlays[kind]
             self._masks[kind] = make(**given)

@@ -144,15 +144,23 @@ _OUTSIDE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def refuse_settings(config: Any) -> None:
+def refuse_settings(config: Any, blocks: int) -> None:
     """Raise ValueError for a setting that the stages would drop.
 
     Args:
         config: the model's configuration.
+        blocks: number of the model's blocks.
     """
     for name, (is_on, remedy) in _OUTSIDE.items():
         if getattr(config, name, False) and is_on(config):
             raise ValueError(f"`config.{name}` should be False. Found {getattr(config, name)}, {remedy}.")
+    if (
+        getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks
+    ):  # a decoder may leave out the last ones
+        raise ValueError(
+            f"`config.num_hidden_layers` should be the network's {blocks} blocks, because stages run all of them. Found "
+            f"{config.num_hidden_layers}; delete the other blocks, or correct the setting."
+        )
 
 
 def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
@@ -165,14 +173,16 @@ def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
             setattr(model.get_submodule(path), last, torch.empty_like(buffer, device="cpu"))
         for module in model.modules():
             if any(True for _ in module.buffers(recurse=False)):
-                model._init_weights(module)  # as transformers does after it has read a file; parameters on meta stay there
+                model._init_weights(
+                    module
+                )  # as transformers does after it has read a file; parameters on meta stay there
     return unsaved_buffers(model)
 
 
 def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
     family = family_for(model)
-    refuse_settings(model.config)
+    refuse_settings(model.config, sum(name.split(".")[-1].isdecimal() for group in groups for name in group))
     shared = {name: model.get_submodule(name) for name in family.shared}
     last = len(groups) - 1
     return [
