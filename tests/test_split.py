@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,6 +164,17 @@ def test_example_in_training_mode_leaves_no_traces() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert [module.training for module in (model, model.a, model.norm, *stages)] == [True, False, True, True, True]
     nwise.split(model, at=["b"], example=x[:1])  # batch norm does not train on one sample: nothing to compare with
+
+
+class StochasticDepth(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 or np.random.rand() < 0.5 else x  # noqa: NPY002
+
+
+def test_example_repeats_numbers_of_other_generators() -> None:
+    before = random.getstate()
+    assert nwise.split(nn.Sequential(*(StochasticDepth(4, 4) for _ in range(8))), at=4, example=torch.randn(3, 4))
+    assert random.getstate() == before
 
 
 def test_dropout_in_modules_draws_the_models_numbers() -> None:
