@@ -309,35 +309,37 @@ def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
 
 
 def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
-    """Compare the stages with the model in eval mode, then in training mode with the same random numbers."""
+    """Compare the stages with the model in eval mode, then in training mode, with the same random numbers."""
     rule = _HF_RULE if is_hugging_face(model) else _RULE
     run = huggingface.run_model if is_hugging_face(model) else call
 
+    def run_model() -> Tensors:
+        with _repeatable(model, example):
+            return as_tuple(run(model, each(example, torch.clone)), "The output of `model`")
+
     def run_stages() -> Tensors:
         hidden = each(example, torch.clone)
-        for stage in stages:
-            hidden = run_module(stage, hidden, "The output of a stage")
+        with _repeatable(model, example):
+            for stage in stages:
+                hidden = run_module(stage, hidden, "The output of a stage")
         return hidden
 
     with evaluating(model, *stages):
         try:
-            expected = as_tuple(run(model, each(example, torch.clone)), "The output of `model`")
-            found = run_stages()
+            expected, found = run_model(), run_stages()
         except Exception as error:
             advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
-            raise ValueError(f"{rule} Found that they cannot: {error}.{advice}") from error
+            raise ValueError(f"{rule} Found that they cannot: {str(error).rstrip('.')}.{advice}") from error
     _refuse_difference(rule, found, expected, "")
     with training(model, *stages):
         try:
-            with _repeatable(model, example):
-                expected = as_tuple(run(model, each(example, torch.clone)), "")
+            expected = run_model()
         except Exception:  # such as batch norm of one sample: there is nothing to compare with
             return
         try:
-            with _repeatable(model, example):
-                found = run_stages()
+            found = run_stages()
         except Exception as error:
-            raise ValueError(f"{rule} Found that they cannot in training mode: {error}.") from error
+            raise ValueError(f"{rule} Found that they cannot in training mode: {str(error).rstrip('.')}.") from error
     _refuse_difference(rule, found, expected, " in training mode")
 
 
@@ -352,7 +354,7 @@ def _refuse_difference(rule: str, found: Tensors, expected: Tensors, mode: str) 
 @contextmanager
 def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
     """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
     random.seed(0), np.random.seed(0)  # noqa: NPY002
     try:
@@ -360,8 +362,9 @@ def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
             yield
     finally:
         random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
-        for buffer, values in buffers:
-            buffer.copy_(values)
+        for buffer, version, values in buffers:
+            if buffer._version != version:
+                buffer.copy_(values)
 
 
 _RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
