@@ -103,8 +103,13 @@ NOT_CUT = {
 }
 
 
-def tiny(name: str) -> Any:
-    """Return a network of a class with the same random weights every time, large enough that every operation shows."""
+def tiny(name: str, **options: Any) -> Any:
+    """Return a network of a class with the same random weights every time, large enough that every operation shows.
+
+    Args:
+        name: the class.
+        options: values of its configuration, or of the configuration of its blocks, beside those of the tests.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -115,7 +120,9 @@ def tiny(name: str) -> Any:
         or "Conditional" in name
     ):
         usual = {"vocab_size": VOCABULARY, "tie_word_embeddings": False} if "GPT2" in name else {}
-    model = cls(cls.config_class(**{**usual, **_OPTIONS.get(name, {})}))
+    own = _OPTIONS.get(name, {})
+    own = {"vision_config": {**own["vision_config"], **options}} if "vision_config" in own else {**own, **options}
+    model = cls(cls.config_class(**{**usual, **own}))
     nwise.untie(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -133,7 +140,8 @@ def table() -> str:
         "",
         "`nwise.split` cuts these classes of `transformers` by the names of their modules. A test of each class, with a tiny",
         "network, compares outputs and gradients with the original, trains the network, and saves and loads it bit for bit.",
-        "Other sizes of a class have the same modules. Version 5.23 was tested.",
+        "Other sizes of a class have the same modules; [settings](settings.md) lists what else a configuration may change.",
+        "Version 5.23 was tested.",
         "",
         "| class | cut at | trained | exported equal |",
         "|---|---|---|---|",

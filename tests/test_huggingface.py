@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import architectures
 import nwise
 import nwise.training
+import settings
 from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
@@ -276,6 +278,162 @@ def test_unsupported_models_and_arguments_raise() -> None:
         nwise.split(gpt2(), at=6)
     with pytest.raises(ValueError, match="`blocks` should be an integer from 0 to the network's 5 blocks. Found 6"):
         nwise.heads.copied(nwise.split(gpt2(), at=2), blocks=6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_class_in_training_with_another_setting(name: str) -> None:
+    """One setting of each class, another one for the next class; `test_every_setting_of_a_class` tries all."""
+    followed = settings.lines()[name].split("|")[2].replace("`", "").split(", ")
+    setting = followed[sorted(FAMILIES).index(name) % len(followed)].strip()
+    found = {settings.follow(name, one, options, ["all"]) for one, options in settings.settings(name) if one == setting}
+    assert "followed" in found or settings.follow(name, setting, dict(settings.settings(name))[setting]) == "followed"
+
+
+@pytest.mark.slow("trains every class with every setting of its configuration")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_setting_of_a_class(name: str) -> None:
+    """LayerDrop, dropout of the embeddings and bidirectional masks were lost without a word, and only in training or masks.
+
+    `python tests/settings.py` writes the table.
+    """
+    assert settings.lines()[name] == settings.row(name)
+    assert settings.PAGE.read_text().startswith(settings.HEAD)
+    assert set(settings.lines()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
+)
+def test_training_with_gradient_checkpoints_and_other_dtypes(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = made(name, **({"resid_pdrop": 0.4} if "GPT2" in name else {})).to(dtype)
+        model.activation_checkpointing_enable()
+        inputs = settings.batches(name)["all"]
+        expected = settings.trained(model, partial(run_model, model), inputs)
+        stages = nwise.split(model, at=3, example=inputs)
+        found = settings.trained(model, partial(settings.run_stages, stages), inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_layer_drop_of_every_block_trains_the_rest() -> None:
+    """Every layer was called, however often LayerDrop leaves one out."""
+    name = "WhisperForConditionalGeneration"
+    model = made(name, encoder_layerdrop=1.0, decoder_layerdrop=1.0).train()
+    inputs, twin, loss_fn = settings.batches(name)["required"], copy.deepcopy(model), nwise.losses.TokenCrossEntropy()
+    target = torch.randint(0, VOCABULARY, (4, LENGTH - 1))
+    loss_fn(run_model(twin, inputs), target).backward()
+    at = ["model.encoder.layers.1", "model.decoder.embed_tokens", "model.decoder.layers.1"]
+    pipe = nwise.Pipeline(nwise.split(model, at=at), None, loss_fn, "end-to-end", 2)
+    pipe.step(inputs.by_name(), target=target)
+    for (n, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), n
+        if other.grad is not None:
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"]
+)
+def test_balance_loss_of_routers_is_refused(name: str) -> None:
+    """The model adds it to its own loss; stages left it out, and the routers' gradients were others."""
+    with pytest.raises(ValueError, match="`config.output_router_logits` should be False.*`nwise.inject`"):
+        nwise.split(made(name, output_router_logits=True), at=2)
+    assert nwise.split(made(name, output_router_logits=True, router_aux_loss_coef=0.0), at=2)
+
+
+def test_masked_features_and_left_out_blocks_are_refused() -> None:
+    name = "WhisperForConditionalGeneration"
+    with pytest.raises(
+        ValueError, match="`config.apply_spec_augment` should be False.*mask the features in the data loader"
+    ):
+        nwise.split(made(name, apply_spec_augment=True), at=2)
+    assert nwise.split(made(name, apply_spec_augment=True, mask_time_prob=0.0), at=2)
+    model = made("LlamaForCausalLM")
+    model.config.num_hidden_layers = 3
+    with pytest.raises(
+        ValueError, match="`config.num_hidden_layers` should be the network's 5 blocks.* Found 3; delete"
+    ):
+        nwise.split(model, at=2)
+    del model.model.layers[3:]
+    assert nwise.split(model, at=2, example=torch.randint(0, VOCABULARY, (2, LENGTH)))
+
+
+def lora(model: Any) -> None:
+    peft = pytest.importorskip("peft", reason="needs the group 'trainers'", exc_type=ImportError)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
+
+
+def head_replaced(model: Any) -> None:
+    model.lm_head = nn.Linear(16, VOCABULARY, bias=False)
+
+
+def block_replaced(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[2])
+
+
+def block_added(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[2]))
+
+
+def rotary_replaced(model: Any) -> None:
+    model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+
+
+def resized(model: Any) -> None:
+    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of PEFT
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lora, "lm_head"),
+        (head_replaced, "lm_head"),
+        (block_replaced, "model.layers.1"),
+        (block_added, "model.layers"),
+        (rotary_replaced, "model.rotary_emb"),
+        (resized, "lm_head"),
+    ],
+)
+def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
+    """Adapters, embeddings and blocks put into the model after the split were not trained, and not called."""
+    model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
+    change(model)
+    with pytest.raises(
+        ValueError, match=f"{re.escape(repr(name))}.* split.* Found .*change the network first, then split"
+    ):
+        pipe.step(ids, target=ids)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
+def test_adapters_inside_blocks_take_effect_after_the_split() -> None:
+    peft = pytest.importorskip("peft", reason="needs the group 'trainers'", exc_type=ImportError)
+    model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    assert torch.equal(pipe(ids), run_model(model, (ids,)))
+    pipe.step(ids, target=ids)
+    assert {n.split(".")[-2] for n, p in model.named_parameters() if p.grad is not None} == {"default"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_model_without_values_gets_its_buffers_back(name: str) -> None:
+    """Rotary frequencies and numbers of positions are in no file: after `to_empty` they were what the memory held."""
+    real = made(name).eval()
+    inputs = settings.batches(name)["all"]
+    with torch.device("meta"):
+        model = type(real)(real.config).eval()
+    stages = nwise.split(model, at=2)
+    heads = None if "Conditional" in name else nwise.heads.copied(stages)  # a decoder's head does not fit an encoder
+    pipe = nwise.Pipeline(stages, heads, own_loss(real), "end-to-end").to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*pipe.parameters(), *pipe.buffers()):
+            tensor.fill_(7)  # what memory may hold
+    for stage in pipe.stages:
+        stage.load_state_dict({n: t for n, t in real.state_dict().items() if n in stage.state_dict()}, strict=True)
+    with torch.no_grad():
+        assert torch.equal(pipe(**inputs.by_name()), run_model(real, inputs))
 
 
 def test_multi_process_matches_single_process(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,16 +91,21 @@ class Doubled(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "at", "who"),
     [
-        (Residual(), 3, "`model`, a Residual,"),
-        (Residual(), ["b"], "`model`, a Residual,"),
-        (Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), 2, "`model`, a Doubled,"),
-        (nn.Sequential(Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)), ["0.1"], "'0', a Doubled,"),
+        (Residual(), 3, "`model` should run its children .* a Residual"),
+        (Residual(), ["b"], "`model` should run its children .* a Residual"),
+        (Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), 2, "`model` should run its children .* a Doubled"),
+        (
+            nn.Sequential(Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)),
+            ["0.1"],
+            "'0' should run its children .* a Doubled",
+        ),
     ],
 )
-def test_split_warns_of_lost_forward(model: nn.Module, at: Any, who: str) -> None:
-    """Regression: sums and functions between the children were dropped, and another network trained silently."""
-    with pytest.warns(UserWarning, match=f"{who} has a custom forward.*Give `example=`"):
+def test_split_refuses_a_lost_forward(model: nn.Module, at: Any, who: str) -> None:
+    """Regression: sums and functions between the children were dropped; a mere warning was not enough."""
+    with pytest.raises(ValueError, match=f"{who}.* with a custom forward.*Give `example=`.*`unchecked=True`"):
         nwise.split(model, at=at)
+    assert nwise.split(model, at=at, unchecked=True)
     with pytest.raises(ValueError, match="Found another output for `example`"):
         nwise.split(model, at=at, example=torch.randn(2, 4))
 
@@ -123,6 +130,171 @@ def test_split_warns_of_lost_compilation(inside: bool) -> None:
     compiled = model if inside else torch.compile(model)
     with pytest.warns(UserWarning, match=r"`model` is compiled, and its stages are not.*`nwise.compile_module`"):
         nwise.split(compiled, at=2)  # type: ignore[arg-type]
+
+
+class InTraining(nn.Module):
+    """Its forward does something between the children in training only."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x))
+        y: Tensor = self.b(self.between(x) if self.training else x)
+        return y
+
+
+@pytest.mark.parametrize(
+    "between", [lambda x: nn.functional.dropout(x, 0.5), lambda x: x + torch.randn_like(x), lambda x: 2 * x]
+)
+def test_example_finds_what_a_forward_does_in_training_only(between: Callable[[Tensor], Tensor]) -> None:
+    """Stages were compared in eval mode only, so dropout by a function was lost without a word."""
+    with pytest.raises(ValueError, match="Found another output for `example` in training mode"):
+        nwise.split(InTraining(between), at=["b"], example=torch.randn(3, 4))
+
+
+def test_example_in_training_mode_leaves_no_traces() -> None:
+    model, x = InTraining(lambda x: x), torch.randn(3, 4)
+    model.a.eval()
+    buffers, before = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
+    stages = nwise.split(model, at=["b"], example=x)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.training for module in (model, model.a, model.norm, *stages)] == [True, False, True, True, True]
+    nwise.split(model, at=["b"], example=x[:1])  # batch norm does not train on one sample: nothing to compare with
+
+
+class StochasticDepth(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 or np.random.rand() < 0.5 else x  # noqa: NPY002
+
+
+def test_example_repeats_numbers_of_other_generators() -> None:
+    before = random.getstate()
+    assert nwise.split(nn.Sequential(*(StochasticDepth(4, 4) for _ in range(8))), at=4, example=torch.randn(3, 4))
+    assert random.getstate() == before
+
+
+def test_dropout_in_modules_draws_the_models_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2))
+    assert nwise.split(model, at=["2", "4"], example=torch.randn(3, 4))
+
+
+def replaced(model: Any) -> None:
+    model[1] = nn.Linear(4, 4)
+
+
+def replaced_inside(model: Any) -> None:
+    model[2][0] = nn.Linear(4, 4)
+
+
+def list_replaced(model: Any) -> None:
+    model[2] = nn.Sequential(*model[2])
+
+
+def appended(model: Any) -> None:
+    model.append(nn.Linear(4, 4))
+
+
+def deleted(model: Any) -> None:
+    del model[2][1]
+
+
+def hooked(model: Any) -> None:
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def hooked_inside(model: Any) -> None:
+    model[2].register_forward_pre_hook(lambda module, inputs: None)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced, "'1' of the network should be the module that was split.*another one, Linear, in its place"),
+        (replaced_inside, "'2.0' of the network should be the module that was split"),
+        (list_replaced, "'2' of the network should be the module that was split.*another one, Sequential"),
+        (appended, "The network should have the 4 modules that were split. Found 5; change the network first"),
+        (deleted, "'2' should have the 2 modules that were split. Found 1; change the network first"),
+        (hooked, "The network should have no hooks.*register it on those modules"),
+        (hooked_inside, "'2' should have no hooks"),
+    ],
+)
+def test_later_changes_of_the_network_are_refused(change: Callable[[Any], None], message: str) -> None:
+    """Stages hold the network's pieces: a new module in the network's place of one was never trained, nor called."""
+    model, x = small(), torch.randn(3, 4)
+    pipe = nwise.Pipeline(nwise.split(model, at=["1", "2.1"]), loss_fn=nn.functional.mse_loss, strategy="end-to-end")
+    pipe.step(x, target=x)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        pipe.step(x, target=x)
+    with pytest.raises(ValueError, match=message):
+        pipe(x)
+
+
+def test_changes_inside_pieces_and_of_stages_take_effect() -> None:
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), torch.randn(3, 4)
+    stages = nwise.split(model, at=["1"])
+    first: Any = model[0]
+    first[0] = nn.Linear(4, 4)
+    model[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    pipe = nwise.Pipeline(stages, loss_fn=nn.functional.mse_loss, strategy="end-to-end")
+    assert torch.equal(pipe(x), model(x))
+    copy.deepcopy(stages[0])(x)
+    stages[0].place("0", nn.Identity())  # on purpose: a stage may have other modules than the network
+    assert torch.equal(pipe(x), model[1](x))
+
+
+def test_copies_of_stages_and_freed_networks_may_change() -> None:
+    model, x = small(), torch.randn(3, 4)
+    stages = nwise.split(model, at=["2.1"])
+    copies, expected = copy.deepcopy(stages), model(x)
+    model[3] = nn.Identity()
+    assert torch.equal(copies[1](copies[0](x)), expected)
+    del model
+    assert torch.equal(stages[1](stages[0](x)), expected)
+
+
+def test_hooks_and_forwards_of_the_network_are_refused_at_split() -> None:
+    model: Any = small()
+    hook = model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(ValueError, match="The network should have no hooks"):
+        nwise.split(model, at=2)
+    hook.remove()
+    model.forward = lambda x: 2 * x
+    with pytest.raises(ValueError, match="a Sequential with a custom forward"):
+        nwise.split(model, at=2)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_to_empty_refuses_buffers_that_no_file_brings_back(chained: bool) -> None:
+    """A buffer outside the state dict kept what was in the memory that `to_empty` had reserved."""
+    with torch.device("meta"):
+        model = nn.Sequential(Positions(), nn.Linear(4, 4))
+    stages = nwise.split(model, at=["1"]) if chained else list(model)
+    pipe = nwise.Pipeline(stages, loss_fn=nn.functional.mse_loss, strategy="end-to-end")
+    pipe.double()
+    with pytest.raises(ValueError, match="should have values before the network leaves.*'(0.)?table' without; build"):
+        pipe.to_empty(device="cpu")
+    assert all(buffer.is_meta for buffer in pipe.buffers())
+    model[0].register_buffer("table", torch.zeros(4, device="meta"), persistent=True)
+    assert not any(tensor.is_meta for tensor in pipe.to_empty(device="cpu").state_dict().values())
 
 
 class Loose(nn.Module):
@@ -175,6 +347,42 @@ def test_split_into_n_stages_balances_blocks() -> None:
     assert [sum(isinstance(p, nn.Linear) for p in stage.pieces().values()) for stage in stages] == [2, 2, 3]
     assert [next(iter(stage.pieces())) for stage in stages] == ["0", "5", "9"]
     assert list(stages[2].pieces())[-1] == "15"
+
+
+class Block(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(before, after, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv(x))
+
+
+class Common(nn.Module):
+    """A stem, features in a sequence, a classifier: what most small networks for images look like."""
+
+    def __init__(self, stem: nn.Module) -> None:
+        super().__init__()
+        self.stem = stem
+        self.features = nn.Sequential(*(Block(4, 4) for _ in range(5)))
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(self.features(self.stem(x)).mean((2, 3)))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("stem", "starts"),
+    [(nn.Conv2d(3, 4, 1), ["stem", "features.1", "features.3"]), (Block(3, 4), ["stem", "features.1", "features.3"])],
+)
+def test_number_of_stages_counts_blocks_in_sequences(stem: nn.Module, starts: list[str]) -> None:
+    """`at=3` found one block in a network of a stem, five blocks in a sequence and a classifier."""
+    model, before = Common(stem), {"fc": lambda x: x.mean((2, 3))}
+    stages = nwise.split(model, at=3, example=torch.randn(2, 3, 8, 8), before=before)
+    assert [next(iter(stage.pieces())) for stage in stages] == starts
+    with pytest.raises(ValueError, match="`at` should be from 1 to the network's [56] Block modules.* Found 7"):
+        nwise.split(model, at=7, before=before)
 
 
 class TimmLike(nn.Module):

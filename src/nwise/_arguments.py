@@ -9,10 +9,12 @@ from hashlib import sha256
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from nwise._errors import check_at_least
+from nwise.models.chain import Chain
+from nwise.models.unsaved import emptied_buffers, refuse_buffers
 from nwise.planning.plan import Plan
 from nwise.runtime.processes import Processes
 from nwise.stage import LossFn
@@ -184,6 +186,12 @@ def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
                     f"Parameters and buffers should have values. Found {owner}.{name} of a lazy module without any; run the "
                     "network once on an input before you pass it to `Pipeline`."
                 )
+
+
+def refuse_emptied(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
+    """Refuse to let buffers come out of a function such as that of `to_empty` with meaningless values; chains see to theirs."""
+    for module in modules:
+        refuse_buffers(() if isinstance(module, Chain) else emptied_buffers(module, fn))
 
 
 Both = tuple[Sequence[ModuleOrFactory | None], Sequence[nn.Module | None]]

@@ -44,6 +44,15 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def training(*modules: nn.Module) -> Iterator[None]:
+    """Run the body in training mode without gradients, then restore each module's mode."""
+    with in_modes(modes_in(*modules)), torch.no_grad():
+        for module in modules:
+            module.train()
+        yield
+
+
 def _set(modes: Modes) -> None:
     for module, training in modes.items():
         module.training = training

@@ -397,12 +397,12 @@ class Pipeline(OldNames, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
+        arguments.refuse_emptied((*self.stages, *self.heads.values()), fn)
         before = [(p.device, p.dtype) for p in self.parameters()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before != [(p.device, p.dtype) for p in self.parameters()]:
             self.forget_pending("the pipeline was moved or cast")
-            if self.processes.size == 1:
-                self._engine = None
+            self._engine = self._engine if self.processes.size > 1 else None
         return self
 
     def __getstate__(self) -> dict[str, Any]:

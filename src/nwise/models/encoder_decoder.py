@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
-from nwise.models.family import CallContext, Family, run, run_without_mask, skip
+from nwise.models.family import CallContext, Family, attend, run, skip
 
 _ENCODED = "encoder_hidden_states"
 _BIAS = "position_bias"
@@ -35,13 +35,15 @@ def _t5_begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tens
 
 
 def _t5_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    x, context.given[_BIAS], _ = piece(x, context.mask(x, "bidirectional"), context.given.get(_BIAS))
+    mask, bias = context.mask(x, "bidirectional"), context.given.get(_BIAS)
+    x, context.given[_BIAS], _ = piece(x, mask, bias, **context.attention())
     return x
 
 
 def _t5_decoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    mask, bias = context.mask(x, "decoder"), context.given.get(_BIAS)
     encoded, cross = context.given[_ENCODED], context.mask(x, "cross")
-    x, context.given[_BIAS], _ = piece(x, context.mask(x, "decoder"), context.given.get(_BIAS), encoded, cross)
+    x, context.given[_BIAS], _ = piece(x, mask, bias, encoded, cross, **context.attention())
     return x
 
 
@@ -85,8 +87,20 @@ def _add_text_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Te
     return dropout(x, context.config.dropout, piece.training)
 
 
+def _is_left_out(block: nn.Module, probability: float) -> bool:
+    """Draw whether LayerDrop leaves a block out, with the random number that the model would draw."""
+    return block.training and probability > 0 and bool(torch.rand([]) < probability)
+
+
+def _whisper_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return x if _is_left_out(piece, context.config.encoder_layerdrop) else attend(piece, x, context)
+
+
 def _whisper_decoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x, context.mask(x, "decoder"), context.given[_ENCODED], use_cache=False)
+    if _is_left_out(piece, context.config.decoder_layerdrop):
+        return x
+    mask, encoded = context.mask(x, "decoder"), context.given[_ENCODED]
+    return piece(x, mask, encoded, use_cache=False, **context.attention())
 
 
 WHISPER = Family(
@@ -96,7 +110,7 @@ WHISPER = Family(
         "model.encoder.conv1": _convolve,
         "model.encoder.conv2": _convolve,
         "model.encoder.embed_positions": _add_frame_positions,
-        "model.encoder.layers.*": run_without_mask,
+        "model.encoder.layers.*": _whisper_encoder_block,
         "model.encoder.layer_norm": run,
         "model.decoder.embed_tokens": _begin_decoder,
         "model.decoder.embed_positions": _add_text_positions,

@@ -7,14 +7,16 @@ function that calls the next module.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from nwise.models.encoder_decoder import T5, WHISPER
-from nwise.models.family import Call, CallContext, Family, run, run_without_mask, skip
+from nwise.models.family import Call, CallContext, Family, attend, run, run_without_mask, skip
 
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -34,7 +36,8 @@ def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor
 
 
 def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
+    x = piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
+    return dropout(x, getattr(context.config, "embedding_dropout", 0.0), piece.training)  # Starcoder 2
 
 
 def _logits(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -51,17 +54,28 @@ def _add_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
 
 
 def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    return piece(x, attention_mask=context.mask(x, "full_attention"), position_ids=context.positions(x))
+    mask = context.mask(x, "full_attention")
+    return piece(x, attention_mask=mask, position_ids=context.positions(x), **context.attention())
 
 
-def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext, packed: bool = True) -> Tensor:
     kind = _attention_kind(piece, context.config)
     return piece(
         x,
-        attention_mask=context.mask(x, kind),
+        attention_mask=context.mask(x, kind, packed=packed),
         position_ids=context.positions(x),
         position_embeddings=context.rotary(x, kind),
+        **context.attention(),
     )
+
+
+def _gemma3_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    if context.config.use_bidirectional_attention:
+        window = context.config.sliding_window
+        every = torch.tensor(True, device=x.device)
+        context.overlay("full_attention", lambda sample, head, query, key: every)
+        context.overlay("sliding_attention", lambda sample, head, query, key: abs(query - key) < window)
+    return _rotary_block(piece, x, context)
 
 
 def _attention_kind(block: nn.Module, config: Any) -> str:
@@ -74,7 +88,7 @@ def _attention_kind(block: nn.Module, config: Any) -> str:
 
 def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     decoder = getattr(context.config, "is_decoder", False)
-    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"))
+    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"), **context.attention())
 
 
 def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -111,8 +125,8 @@ def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
 _LLAMA = _decoder("model", "embed_tokens", "embed_dropout", "norm")
 # Decoders whose modules have Llama's names, whatever is in their blocks.
 _LIKE_LLAMA = (
-    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Gemma3", "Glm",
-    "Glm4", "GptOss", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Glm",
+    "Glm4", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
     "Olmo3", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
     "VaultGemma",
 )  # fmt: skip
@@ -133,13 +147,17 @@ def _vision(pieces: Mapping[str, Call]) -> Family:
 
 
 def _vit(prefix: str) -> Family:
-    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": run_without_mask}
+    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": attend}
     return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": _call_on_first_token})
 
 
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": _GPT2,
     **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
+    "Gemma3ForCausalLM": replace(_LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": _gemma3_block}),
+    "GptOssForCausalLM": replace(
+        _LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": partial(_rotary_block, packed=False)}
+    ),
     "PhiForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "final_layernorm"),
     "T5ForConditionalGeneration": T5,
     "WhisperForConditionalGeneration": WHISPER,
@@ -156,7 +174,7 @@ FAMILIES: dict[str, Family] = {
     "Dinov2ForImageClassification": _vision(
         {
             "dinov2.embeddings": _image_embeddings,
-            "dinov2.encoder.layer.*": run_without_mask,
+            "dinov2.encoder.layer.*": attend,
             "dinov2.layernorm": run,
             "classifier": _call_on_first_and_mean,
         }
@@ -165,7 +183,7 @@ FAMILIES: dict[str, Family] = {
         {
             "vision_model.embeddings": _image_embeddings,
             "vision_model.pre_layrnorm": run,
-            "vision_model.encoder.layers.*": run_without_mask,
+            "vision_model.encoder.layers.*": attend,
             "vision_model.post_layernorm": skip,
             "classifier": partial(_call_on_mean, first=1),
         }

@@ -26,6 +26,7 @@ class CallContext:
         self.given = given
         self.shared = shared
         self._masks: dict[str, Tensor | None] = {}
+        self._overlays: dict[str, Callable[..., Tensor]] = {}
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
 
     def positions(self, x: Tensor) -> Tensor:
@@ -33,12 +34,22 @@ class CallContext:
         given = self.given.get("position_ids")
         return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if given is None else given
 
-    def mask(self, x: Tensor, kind: str) -> Tensor | None:
+    def attention(self) -> dict[str, bool]:
+        """Return what the model passes on to every block beside the mask, if its configuration says it."""
+        causal = getattr(getattr(self.config, "vision_config", self.config), "is_causal", None)  # CLIP has two parts
+        return {} if causal is None else {"is_causal": causal}
+
+    def overlay(self, kind: str, allows: Callable[..., Tensor]) -> None:
+        """Add pairs of positions to a kind of mask: `allows` tells, from sample, head, query and key, whether they are seen."""
+        self._overlays[kind] = allows
+
+    def mask(self, x: Tensor, kind: str, *, packed: bool = True) -> Tensor | None:
         """Make the attention mask as the model's own forward does; None if attention needs none.
 
         Args:
             x: the hidden state, for its shape and dtype.
             kind: full_attention, sliding_attention or bidirectional; decoder or cross in the second half of a network with two.
+            packed: whether positions that begin again separate texts. Default: True.
         """
         if kind not in self._masks:
             from transformers import masking_utils
@@ -55,7 +66,9 @@ class CallContext:
             if kind == "cross":
                 given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
             elif kind != "bidirectional":
-                given |= {"past_key_values": None, "position_ids": self.positions(x)}
+                given |= {"past_key_values": None, "position_ids": self.positions(x) if packed else None}
+            if kind in self._overlays:
+                given["or_mask_function"] = self._overlays[kind]
             self._masks[kind] = make(**given)
         return self._masks[kind]
 
@@ -78,8 +91,13 @@ def run(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
 
 
 def run_without_mask(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    """Call a block of attention that sees all positions."""
+    """Call a block of attention that sees all positions, whatever the configuration says."""
     return piece(x, attention_mask=None)
+
+
+def attend(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a block of attention that sees all positions, unless the configuration says otherwise."""
+    return piece(x, attention_mask=None, **context.attention())
 
 
 def skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:

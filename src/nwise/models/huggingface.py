@@ -7,15 +7,18 @@ masks and position ids travel from stage to stage with the hidden state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nwise._errors import hint
 from nwise.models.chain import Chain
 from nwise.models.families import FAMILIES
 from nwise.models.family import CallContext, Family
+from nwise.models.unsaved import refuse_buffers, unsaved_buffers
+from nwise.randomness import preserved
 from nwise.tensors import HIDDEN_STATES, Tensors, names
 
 
@@ -25,6 +28,7 @@ class HuggingFaceStage(Chain):
     Args:
         pieces: the stage's modules by their names in the model, in the order they run.
         family: the family of the model, which knows how to call them.
+        kind: the model's class.
         config: the model's configuration.
         shared: modules without weights that every stage needs, by name; the stage copies them.
         begins: whether this is the first stage, which takes the model's inputs.
@@ -35,6 +39,7 @@ class HuggingFaceStage(Chain):
         self,
         pieces: Mapping[str, nn.Module],
         family: Family,
+        kind: type[nn.Module],
         config: Any,
         shared: Mapping[str, nn.Module],
         *,
@@ -43,20 +48,40 @@ class HuggingFaceStage(Chain):
     ) -> None:
         super().__init__(pieces)
         self.family = family
+        self.kind = kind
         self.config = config
         self.begins = begins
         self.ends = ends
         self._calls = {name: family.call_for(name) for name in pieces}
         self._shared = tuple(shared)
+        self._restored: dict[str, Tensor] = {}  # values of buffers to set before the next forward
         for name, module in shared.items():
             self.place(name, copy.deepcopy(module))
+
+    def places(self) -> list[str]:
+        return [*super().places(), *self._shared]
 
     def like(self, pieces: Mapping[str, nn.Module]) -> HuggingFaceStage:
         """Make a head of other pieces, which ends where the model does."""
         shared = {name: self.get_submodule(name) for name in self._shared}
-        return HuggingFaceStage(pieces, self.family, self.config, shared, begins=False, ends=True)
+        return HuggingFaceStage(pieces, self.family, self.kind, self.config, shared, begins=False, ends=True)
+
+    def restore_later(self, buffers: Sequence[str]) -> None:
+        """Compute the buffers from the configuration; the next forward sets them, when the file has been loaded."""
+        values = computed_buffers(self.kind, self.config)
+        refuse_buffers(name for name in buffers if name not in values)
+        self._restored = {name: values[name] for name in buffers}
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for name, value in self._restored.items():
+                self.get_buffer(name).copy_(value)
+        self._restored = {}
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | Tensors | dict[str, Tensor]:
+        self.check_origin()
+        if self._restored:
+            self._restore()
         wanted = self.family.inputs if self.begins else (HIDDEN_STATES, *self.family.carried)
         if len(inputs) > len(wanted):
             raise ValueError(
@@ -104,12 +129,63 @@ def run_model(model: nn.Module, inputs: Tensors) -> Any:
     return model(**named, return_dict=True).logits
 
 
+# Settings whose part in the loss or the input is outside the modules: its name, when it is on, and what to do instead.
+_OUTSIDE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "output_router_logits": (
+        lambda config: config.router_aux_loss_coef != 0,
+        "whose balance loss the model adds to its own loss, and stages would drop. Set it to False, or add the loss inside a "
+        "stage by `nwise.inject`",
+    ),
+    "apply_spec_augment": (
+        lambda config: config.mask_time_prob > 0 or config.mask_feature_prob > 0,
+        "whose masks the model makes before its first module, and stages would drop. Set it to False, and mask the features in "
+        "the data loader",
+    ),
+}
+
+
+def refuse_settings(config: Any, blocks: int) -> None:
+    """Raise ValueError for a setting that the stages would drop.
+
+    Args:
+        config: the model's configuration.
+        blocks: number of the model's blocks.
+    """
+    for name, (is_on, remedy) in _OUTSIDE.items():
+        if getattr(config, name, False) and is_on(config):
+            raise ValueError(f"`config.{name}` should be False. Found {getattr(config, name)}, {remedy}.")
+    if (
+        getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks
+    ):  # a decoder may leave out the last ones
+        raise ValueError(
+            f"`config.num_hidden_layers` should be the network's {blocks} blocks, because stages run all of them. Found "
+            f"{config.num_hidden_layers}; delete the other blocks, or correct the setting."
+        )
+
+
+def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
+    """Compute the buffers that are not in the state dict of a model, by name, from its class and configuration."""
+    with preserved():
+        with torch.device("meta"):
+            model: Any = kind(config)
+        for name, buffer in unsaved_buffers(model).items():
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, torch.empty_like(buffer, device="cpu"))
+        for module in model.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                model._init_weights(
+                    module
+                )  # as transformers does after it has read a file; parameters on meta stay there
+    return unsaved_buffers(model)
+
+
 def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
     family = family_for(model)
+    refuse_settings(model.config, sum(name.split(".")[-1].isdecimal() for group in groups for name in group))
     shared = {name: model.get_submodule(name) for name in family.shared}
     last = len(groups) - 1
     return [
-        HuggingFaceStage(group, family, model.config, shared, begins=k == 0, ends=k == last)
+        HuggingFaceStage(group, family, type(model), model.config, shared, begins=k == 0, ends=k == last)
         for k, group in enumerate(groups)
     ]

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nwise._compiled import is_compiled
 from nwise._errors import hint
-from nwise._modes import evaluating
+from nwise._modes import evaluating, training
 from nwise.models import huggingface
 from nwise.models.chain import Chain, group_pieces
+from nwise.models.origin import Origin
+from nwise.randomness import seeded
 from nwise.tensors import Input, Tensors, as_tuple, call, each, names, run_module
 
 
@@ -44,6 +51,7 @@ def split(
     example: Input | Tensors | None = None,
     tied: str = "refuse",
     before: Mapping[str, Callable[..., Any]] | None = None,
+    unchecked: bool = False,
 ) -> list[Chain]:
     """Split an `nn.Sequential`, a module whose children run in order, or a Hugging Face network into stages.
 
@@ -54,19 +62,22 @@ def split(
     Args:
         model: the network; the stages use its modules and do not copy them.
         at: names of the modules at which a new stage begins, e.g. ``["3", "6"]`` or ``["transformer.h.4"]``; or the number of
-            stages, which get numbers of repeated blocks (pieces of the most common class) as equal as possible.
-        example: an input, or a tuple or dictionary of them, to compare the stages with the model on, once, in eval mode without
-            gradients. Give it for a module with a custom ``forward``; without it, splitting such a module warns.
+            stages, which get numbers of repeated blocks (pieces of the most common class) as equal as possible. Sequences are
+            opened if there are too few blocks outside of them.
+        example: an input, or a tuple or dictionary of them, to compare the stages with the model on, without gradients, in eval
+            mode and, with one seed, in training mode. A module with a custom ``forward`` needs it.
         tied: ``"sum"`` if the first and the last stage may share parameters, as for `Pipeline`; default: ``"refuse"``.
         before: functions without parameters that a custom ``forward`` calls between its modules, by the name of the module that
             follows, such as ``{"fc": nn.Flatten()}`` for torchvision's networks.
+        unchecked: whether to cut a module with a custom ``forward`` without an example. Default: False.
 
     Returns:
         ``len(at) + 1`` stages, or `at` of them; parameters keep the names that they have in `model`.
 
     Raises:
         ValueError: unknown or unordered names, parameters of the model outside its children or in two stages (tied),
-            or stages that do not compute what the model does.
+            a custom ``forward`` without an example, a setting of a Hugging Face model that stages cannot follow, or stages that
+            do not compute what the model does.
 
     >>> [list(stage.pieces()) for stage in split(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), at=["2"])]
     [['0', '1'], ['2']]
@@ -103,10 +114,14 @@ def split(
             "move it into a child module."
         )
     _refuse_tied(stages, tied)
+    own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
+    for stage in stages:
+        stage.origin = Origin(model, [name for name in stage.places() if name in own])
+        stage.check_origin()
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
-    elif not is_hugging_face(model) and not before:
-        _warn_of_custom_forward(model, names)
+    elif not unchecked:
+        _refuse_custom_forward(model, names)
     return stages
 
 
@@ -121,12 +136,20 @@ def cut_points(model: nn.Module, before: Mapping[str, Callable[..., Any]] | None
 
 def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable[..., Any]] | None = None) -> list[str]:
     """Name the first piece of each later stage, for numbers of blocks that differ by at most one."""
-    pieces = _pieces(model, lambda path, child: False, before)
-    blocks = repeated_blocks(pieces)
+    blocks: list[str] = []
+    pieces: dict[str, nn.Module] = {}
+    for depth in count():  # open sequences, the outer ones first, until there are enough blocks
+        before_that, pieces = pieces, _pieces(model, partial(_is_sequence_above, depth), before)
+        if pieces.keys() == before_that.keys():
+            break
+        if len(found := repeated_blocks(pieces)) > len(blocks):
+            blocks, kind = found, type(pieces[found[0]]).__name__
+        if num_stages <= len(blocks):
+            break
     if not 1 <= num_stages <= len(blocks):
         raise ValueError(
-            f"`at` should be from 1 to the network's {len(blocks)} {type(pieces[blocks[0]]).__name__} modules, or name the "
-            f"modules at which stages begin. Found {num_stages}."
+            f"`at` should be from 1 to the network's {len(blocks)} {kind} modules, or name the modules at which stages begin. "
+            f"Found {num_stages}."
         )
     return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
 
@@ -247,20 +270,25 @@ def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: s
     return pieces
 
 
-def _warn_of_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
-    """Warn of a module whose custom forward is lost because the stages run its children one by one."""
+def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
+    """Return whether a module is a sequence with fewer than `depth` modules around it."""
+    return path.count(".") < depth and type(module).forward in _RUNS_CHILDREN
+
+
+def _refuse_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
+    """Refuse a module whose custom forward is lost because the stages run its children one by one."""
     opened = {name[:i] for name in at for i, character in enumerate(name) if character == "."}
     for path in ["", *sorted(opened)]:
         module = model.get_submodule(path)
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward not in _RUNS_CHILDREN:
-            what = f"{path!r}, a {type(module).__name__}," if path else f"`model`, a {type(module).__name__},"
-            warnings.warn(
-                f"{what} has a custom forward, but its children run in the order they were registered instead: sums, reshapes "
-                "and functions of that forward would be lost. Give `example=`, an input, to compare the stages with the model, "
-                "and functions by `before=`, or write the stages yourself.",
-                stacklevel=3,
+        runs_children = type(module).forward in _RUNS_CHILDREN or isinstance(module, nn.ModuleList | nn.ModuleDict)
+        # The classes of Hugging Face are known, but not a forward that an instance has been given.
+        if "forward" in vars(module) or not (runs_children or is_hugging_face(model)):
+            raise ValueError(
+                f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
+                f"else, as its stages will. Found a {type(module).__name__} with a custom forward, whose sums, reshapes and "
+                "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
+                "`before=`; or write the stages yourself; or pass `unchecked=True` if its forward does nothing else."
             )
-            return
 
 
 def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
@@ -281,23 +309,62 @@ def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
 
 
 def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
+    """Compare the stages with the model in eval mode, then in training mode, with the same random numbers."""
     rule = _HF_RULE if is_hugging_face(model) else _RULE
-    try:
-        with evaluating(model, *stages):
-            inputs = each(example, torch.clone)
-            output = huggingface.run_model(model, inputs) if is_hugging_face(model) else call(model, inputs)
-            expected = as_tuple(output, "The output of `model`")
-            hidden = each(example, torch.clone)
+    run = huggingface.run_model if is_hugging_face(model) else call
+
+    def run_model() -> Tensors:
+        with _repeatable(model, example):
+            return as_tuple(run(model, each(example, torch.clone)), "The output of `model`")
+
+    def run_stages() -> Tensors:
+        hidden = each(example, torch.clone)
+        with _repeatable(model, example):
             for stage in stages:
                 hidden = run_module(stage, hidden, "The output of a stage")
-    except Exception as error:
-        advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
-        raise ValueError(f"{rule} Found that they cannot: {error}{advice}") from error
+        return hidden
+
+    with evaluating(model, *stages):
+        try:
+            expected, found = run_model(), run_stages()
+        except Exception as error:
+            advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
+            raise ValueError(f"{rule} Found that they cannot: {str(error).rstrip('.')}.{advice}") from error
+    _refuse_difference(rule, found, expected, "")
+    with training(model, *stages):
+        try:
+            expected = run_model()
+        except Exception:  # such as batch norm of one sample: there is nothing to compare with
+            return
+        try:
+            found = run_stages()
+        except Exception as error:
+            raise ValueError(f"{rule} Found that they cannot in training mode: {str(error).rstrip('.')}.") from error
+    _refuse_difference(rule, found, expected, " in training mode")
+
+
+def _refuse_difference(rule: str, found: Tensors, expected: Tensors, mode: str) -> None:
     try:
-        torch.testing.assert_close(hidden, expected, equal_nan=True)  # up to the rounding of their dtype
+        torch.testing.assert_close(found, expected, equal_nan=True)  # up to the rounding of their dtype
     except AssertionError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{rule} Found another output for `example`: {reason}") from error
+        raise ValueError(f"{rule} Found another output for `example`{mode}: {reason}") from error
+
+
+@contextmanager
+def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
+    """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
+    random.seed(0), np.random.seed(0)  # noqa: NPY002
+    try:
+        with seeded(0, example[0].device):
+            yield
+    finally:
+        random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
+        for buffer, version, values in buffers:
+            if buffer._version != version:
+                buffer.copy_(values)
 
 
 _RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)

@@ -1,0 +1,71 @@
+"""The network that stages were cut from: changes of it that its stages would not see.
+
+Stages hold the network's pieces, and call none of the modules around them::
+
+    model              called by the network's forward only
+      layers           a list
+        0, 1, 2, 3     pieces: a change inside them reaches the stages
+      lm_head          a piece: a new module in its place would not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import ref
+
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Origin:
+    """The places of a stage's pieces in the network that they come from. It does not keep the network alive.
+
+    Args:
+        model: the network.
+        pieces: names of the stage's pieces in it.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Iterable[str]) -> None:
+        # Every module around a piece, by name, and every module that has a place in one of them.
+        places = dict.fromkeys(piece[:end] for piece in pieces for end in _ends(piece))
+        modules = {"": model, **{name: model.get_submodule(name) for name in places}}
+        around = dict.fromkeys(name.rpartition(".")[0] for name in places)
+        self._around = [(name, ref(modules[name]), len(modules[name]._modules)) for name in around]
+        self._links = [
+            (name, ref(modules[name.rpartition(".")[0]]), name.rpartition(".")[2], ref(modules[name]))
+            for name in places
+        ]
+
+    def check(self) -> None:
+        """Raise ValueError if the network has other modules than when it was split, or hooks that the stages never call."""
+        for name, parent, key, child in self._links:
+            owner = parent()
+            if owner is not None and owner._modules.get(key) is not child():
+                found = owner._modules.get(key)
+                raise ValueError(
+                    f"{name!r} of the network should be the module that was split, which the stages hold. Found "
+                    f"{'none' if found is None else f'another one, {type(found).__name__}'}, in its place; change the network "
+                    "first, then split it."
+                )
+        for name, around, size in self._around:
+            module = around()
+            if module is None:
+                continue
+            who = repr(name) if name else "The network"
+            if len(module._modules) != size and isinstance(module, _SEQUENCES):
+                raise ValueError(
+                    f"{who} should have the {size} modules that were split. Found {len(module._modules)}; change the network "
+                    "first, then split it."
+                )
+            if any(getattr(module, hooks) for hooks in _HOOKS):
+                raise ValueError(
+                    f"{who} should have no hooks, because its stages call the modules inside it and never itself. Found a hook; "
+                    "remove it, or register it on those modules."
+                )
+
+
+def _ends(name: str) -> list[int]:
+    """Return where the names of the modules around a module, and its own, end in its name."""
+    return [*(i for i, character in enumerate(name) if character == "."), len(name)]
