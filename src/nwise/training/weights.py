@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from nwise._records import replacing
 from nwise.pipeline import Pipeline
@@ -32,7 +32,21 @@ def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
 def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the part of `gather_weights` that this process holds, without copying."""
     model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
-    return {**model, **{f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}}
+    return {**model, **{f"heads.{name}": tensor for name, tensor in plain_state(pipe.heads).items()}}
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter, buffer or module has without `torch.compile`.
+
+    >>> plain_name("blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def plain_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state under the names that it has without `torch.compile`."""
+    return {plain_name(name): tensor for name, tensor in module.state_dict().items()}
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:
@@ -43,7 +57,7 @@ def main_state(pipe: Pipeline) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {}
     for k, stage in enumerate(pipe.stages):
-        for name, tensor in stage.state_dict().items():
+        for name, tensor in plain_state(stage).items():
             if name in state:
                 raise ValueError(_SAME_NAME.format(name=name, stage=k))
             state[name] = tensor
@@ -66,7 +80,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
         )
     try:
         for stage in pipe.stages:
-            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+            stage.load_state_dict({name: state[plain_name(name)] for name in stage.state_dict()})
     except RuntimeError as error:
         raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
 
@@ -99,7 +113,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] |
 
 def check_names(pipe: Pipeline) -> None:
     """Raise ValueError before any training if two stages use the same name; all processes call it."""
-    names = {k: list(pipe.stages[k].state_dict()) for k in pipe.processes.here}
+    names = {k: list(plain_state(pipe.stages[k])) for k in pipe.processes.here}
     seen: set[str] = set()
     for k, here in enumerate(pipe.processes.by_stage(names)):
         for name in here:
