@@ -167,8 +167,8 @@ class MuonWithAdam(torch.optim.Optimizer):
                     state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
                 wholes = (p, p.grad, state[p]["momentum_buffer"])
                 for three in zip(*map(fused.parts, wholes), strict=True):
-                    # In blocks, or with rows that are not whole, a logical matrix is a copy; else a view of the parameter.
-                    matrix, gradient, moments = (view.flatten(fused.dim, fused.dim + 1) for view in three)
+                    # Copies, because the rows of a logical matrix in blocks are no view of two dimensions.
+                    matrix, gradient, moments = (view.flatten(fused.dim, fused.dim + 1).clone() for view in three)
                     matrix.grad = gradient
                     apart["params"].append(matrix)
                     muon.state[matrix] = {"momentum_buffer": moments}
