@@ -128,7 +128,7 @@ class Pipeline(OldNames, nn.Module):
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence = True
-        self._divergence = Divergence()
+        self._divergence, self.losses = Divergence(), tuple(losses)
         self._compared = False  # whether the targets of all ranks have been compared
         self._observer = None if plan is None else Observer(plan, self.processes)
         prices = () if plan is None else plan.prices(self.processes.num_ranks)

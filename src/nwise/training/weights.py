@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -49,6 +51,36 @@ def plain_state(module: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): tensor for name, tensor in module.state_dict().items()}
 
 
+def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the buffers of the losses of this process's stages (``losses.<stage>.<name>``), without copying."""
+    return {
+        f"losses.{k}.{name}": tensor
+        for k in pipe.processes.here
+        for path, module in _modules_of(pipe.losses[k]).items()
+        for name, tensor in _buffers(path, module).items()
+    }
+
+
+def _modules_of(loss: Any) -> dict[str, nn.Module]:
+    """Return the module that a loss is, or that its partial, method, wrapper or function calls by a name."""
+    while not isinstance(loss, nn.Module):
+        inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
+        if inner is None or isinstance(inner, ModuleType):  # of a built-in function
+            break
+        loss = inner
+    if isinstance(loss, nn.Module):
+        return {"": loss}
+    if not isinstance(loss, FunctionType):
+        return {}
+    known = inspect.getclosurevars(loss)
+    return {f"{k}.": v for k, v in sorted({**known.globals, **known.nonlocals}.items()) if isinstance(v, nn.Module)}
+
+
+def _buffers(path: str, module: nn.Module) -> dict[str, Tensor]:
+    parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {f"{path}{name}": tensor for name, tensor in plain_state(module).items() if name not in parameters}
+
+
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the main network's state under the names of the unsplit one.
 
@@ -70,7 +102,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
     Raises:
         ValueError: a name is missing or unknown, or a shape differs.
     """
-    expected = set(main_state(pipe))
+    expected, state = set(main_state(pipe)), {plain_name(name): tensor for name, tensor in state.items()}
     if expected != set(state):
         odd = sorted(expected ^ set(state))[0]
         problem = "no" if odd in expected else "an unknown name,"
