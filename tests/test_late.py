@@ -18,7 +18,8 @@ import nwise
 from nwise.models.layers import TransformerBlock
 from nwise.recipes import Adam, Sgd, recipe
 from nwise.training import Checkpoints, Trainer
-from nwise.training.late import Fused, MuonWithAdam, hidden_matrices
+from nwise.training.fused import Fused
+from nwise.training.late import MuonWithAdam, hidden_matrices
 from nwise.training.optimizers import make_optimizer
 
 
@@ -189,7 +190,9 @@ def test_muon_takes_logical_matrices_apart(
         assert torch.equal(p, part)
 
 
-@pytest.mark.parametrize(("layer", "outs"), [("query_key_value", 12), ("kv_b_proj", 6), ("in_proj", 8), ("project", 12)])
+@pytest.mark.parametrize(
+    ("layer", "outs"), [("query_key_value", 12), ("kv_b_proj", 6), ("in_proj", 8), ("project", 12)]
+)
 def test_matrix_fused_in_an_unknown_way_raises(layer: str, outs: int) -> None:
     pipe = nwise.Pipeline([Attention(layer, outs), nn.Linear(4, 3)], None, strategy="end-to-end")
     with pytest.raises(ValueError, match=rf"logical matrix by itself. Found '{layer}.weight', of shape \({outs}, 4\)"):

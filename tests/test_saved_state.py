@@ -174,7 +174,11 @@ def with_function(pipe: nwise.Pipeline) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "kind", "message"),
     [
-        (with_function, TypeError, "An optimizer's state should consist of tensors.* Found 'rule', a function, of SGD;"),
+        (
+            with_function,
+            TypeError,
+            "An optimizer's state should consist of tensors.* Found 'rule', a function, of SGD;",
+        ),
         (lambda pipe: Unsaved(pipe.parameters()), ValueError, "Found that Unsaved raises NotImplementedError"),
         (lambda pipe: [torch.optim.SGD(pipe.parameters())], TypeError, "should be one optimizer. Found list; make one"),
         (
@@ -214,7 +218,9 @@ def test_state_that_cannot_be_saved_raises_in_the_first_update(tmp_path: Path) -
 
 def test_optimizer_of_some_parameters_warns(tmp_path: Path) -> None:
     pipe = pipeline()
-    with pytest.warns(UserWarning, match="should have all parameters that learn. Found none for 2 of them, such as 'heads.0.w"):
+    with pytest.warns(
+        UserWarning, match="should have all parameters that learn. Found none for 2 of them, such as 'heads.0.w"
+    ):
         Checkpoints(tmp_path, pipe, torch.optim.SGD(pipe.stages.parameters()))
 
 
@@ -272,7 +278,9 @@ def test_checkpoint_without_other_state_resumes(tmp_path: Path, monkeypatch: pyt
     train(pipe, update, 2)
     checkpoints.save()
     old = files.read_facts
-    monkeypatch.setattr(files, "read_facts", lambda path: {k: v for k, v in old(path).items() if k != "optimizer_state"})
+    monkeypatch.setattr(
+        files, "read_facts", lambda path: {k: v for k, v in old(path).items() if k != "optimizer_state"}
+    )
     saved = copy.deepcopy(update.state_dict())
     update = torch.optim.Adam(pipe.parameters())
     assert Checkpoints(tmp_path, pipe, update).resume() == Resumed(2, "")
@@ -347,7 +355,7 @@ def test_two_processes_save_what_one_resumes(tmp_path: Path) -> None:
     [first, second] = results(2, "saved_state.py", tmp_path, str(tmp_path / "two"), "3")
     pipe, update, losses = saved_state.main(tmp_path / "two", 0)
     assert [loss.centre.tolist() for loss in losses] == [first["centre"], second["centre"]]
-    names = {p: name for name, p in pipe.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in pipe.named_parameters()}
     factors = {names[p]: state["factors"][0].tolist() for p, state in update.state.items()}
     assert factors == {**first["factors"], **second["factors"]}
     assert [group["count"] for group in update.param_groups] == [3, 3]

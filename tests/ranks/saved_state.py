@@ -25,7 +25,13 @@ class Scaled(torch.optim.SGD):
                 if not state:
                     state["factors"] = [torch.zeros(2), torch.zeros(2, dtype=torch.complex128)]
                     state["nested"] = {"a.b": (None, "text", float("inf")), 0: {1, 2}, "dtype": torch.float16}
-                    state["more"] = (torch.arange(6).view(2, 3).t(), torch.zeros(0), torch.ones(2).bool(), p.shape, 1 + 2j)
+                    state["more"] = (
+                        torch.arange(6).view(2, 3).t(),
+                        torch.zeros(0),
+                        torch.ones(2).bool(),
+                        p.shape,
+                        1 + 2j,
+                    )
                     state["step"] = 0
                 state["step"] += 1
                 state["factors"][0] += p.grad.abs().sum()
@@ -88,6 +94,6 @@ def main(folder: Path, steps: int) -> tuple[nwise.Pipeline, torch.optim.Optimize
 if __name__ == "__main__":
     _, _, folder, steps = sys.argv
     pipe, optimizer, losses = main(Path(folder), int(steps))
-    names = {p: name for name, p in pipe.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in pipe.named_parameters()}
     factors = {names[p]: state["factors"][0].tolist() for p, state in optimizer.state.items()}
     write(closed(pipe, {"factors": factors, "centre": losses[pipe.processes.here[0]].centre.tolist()}))

@@ -44,8 +44,8 @@ class Fused:
         total, shape = self.blocks * sum(self.sizes), tuple(parameter.shape)
         if self.dim not in (0, 1) or min(self.sizes, default=0) < 1 or shape[self.dim] != total:
             raise ValueError(
-                f"{name!r} should consist of the parts of {self}. Found shape {shape}; give sizes whose sum, times the blocks, is "
-                "the number of outputs."
+                f"{name!r} should consist of the parts of {self}. Found shape {shape}; give sizes whose sum, times the blocks, "
+                "is the number of outputs."
             )
         if is_dtensor(parameter):
             raise ValueError(
@@ -145,6 +145,6 @@ def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module
         raise ValueError(
             f"Muon should get each logical matrix by itself. Found {name!r}, of shape {tuple(parameter.shape)}, which looks like "
             f"several in one; say how they lie in it with `hidden_matrices(pipe, fused={{'*.{called}.{leaf}': Fused((...))}})` "
-            "(`nwise.training.late.Fused`), or that it is one matrix with None instead of Fused."
+            "(`nwise.training.fused.Fused`), or that it is one matrix with None instead of Fused."
         )
     return None

@@ -42,7 +42,10 @@ def hidden_matrices(
     """
     hidden: dict[nn.Parameter, Fused | None] = {}
     for k in pipe.processes.here:
-        for what, part, ends in (("model", pipe.stages[k], k == pipe.num_stages - 1), (f"heads.{k}", pipe.heads.get(k), True)):
+        for what, part, ends in (
+            ("model", pipe.stages[k], k == pipe.num_stages - 1),
+            (f"heads.{k}", pipe.heads.get(k), True),
+        ):
             found = [] if part is None else list(_matrices(part))
             for name, p, layer, owner in found[:-1] if ends else found:
                 if not p.requires_grad or p in hidden:
@@ -94,7 +97,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         muon, adam = [], []
-        known: dict[Tensor, Fused | None] = {**(matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices))}
+        known: Mapping[Any, Fused | None] = matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices)
         for group in groups:
             rate = group.get("lr", lr)
             hidden = [p for p in group["params"] if p in known]

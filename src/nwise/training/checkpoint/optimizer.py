@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,10 @@ def collect_state(
     home = next((p.device for p in by_index.values()), torch.device("cpu"))
     put_rest = _keeper(tensors, f"optimizer.rest.{stage}.")
     states: dict[str, Any] = {}
-    rest: dict[str, Any] = {"state": {}, "other": {k: v for k, v in saved.items() if k not in ("state", "param_groups")}}
+    rest: dict[str, Any] = {
+        "state": {},
+        "other": {k: v for k, v in saved.items() if k not in ("state", "param_groups")},
+    }
     try:
         for index, entries in saved.get("state", {}).items():
             p = by_index.get(index)
@@ -87,7 +91,14 @@ def collect_state(
         ) from error
     defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str)}
     host = [n for n, t in tensors.items() if t.device.type == "cpu" != home.type and not n.endswith((".step", "/step"))]
-    plain = {"stage": stage, "groups": groups, "state": states, "rest": packed, "same": _same(tensors, names), "host": host}
+    plain = {
+        "stage": stage,
+        "groups": groups,
+        "state": states,
+        "rest": packed,
+        "same": _same(tensors, names),
+        "host": host,
+    }
     return tensors, {**plain, "defaults": defaults}
 
 
@@ -151,7 +162,9 @@ class SavedOptimizer:
         self._host = {name for part in parts for name in part["host"]}
         self._packed = {name: packed for part in parts for name, packed in part["state"].items()}
         self._one = {name: first for part in parts for first, *others in part["same"] for name in others}
-        self._rest = max((part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default=None)
+        self._rest = max(
+            (part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default=None
+        )
         self._entries: dict[str, list[str]] = {}
         self.fresh: dict[str, Tensor] = {}
         for full, like in layout.items():
@@ -178,8 +191,8 @@ class SavedOptimizer:
         keys = [key for key, _ in dict(part["rest"]["dict"])["other"]["dict"]]
         if keys and saved != here:
             raise ValueError(
-                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because its state dictionary has "
-                f"entries of its own, {keys[0]!r} for one. Found {len(here)} parameters here and {len(saved)} there, or another "
+                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds {keys[0]!r} to its "
+                f"state dictionary. Found {len(here)} parameters here and {len(saved)} there, or another "
                 "order; resume with the same cut, or with another optimizer."
             )
 
@@ -195,13 +208,13 @@ class SavedOptimizer:
         states: dict[Tensor, Any] = {}
         for name, p in self._parameters.items():
             if name in self._packed:
-                states[p] = unpack(self._packed[name], lambda full, p=p: self._tensor(full, p).contiguous())
+                states[p] = unpack(self._packed[name], partial(self._tensor, p=p, contiguous=True))
             elif name in self._entries:
                 states[p] = {entry: self._tensor(f"optimizer.{name}.{entry}", p) for entry in self._entries[name]}
         home = next(iter(self._parameters.values()), torch.empty(0))
         rest: dict[str, Any] = {"state": {}, "other": {}}
         if self._rest is not None and self._rest["rest"] is not None:
-            rest = unpack(self._rest["rest"], lambda full: self._tensor(full, home))
+            rest = unpack(self._rest["rest"], partial(self._tensor, p=home))
         differing: set[str] = set()
         for group, g in zip(optimizer.param_groups, present.get("param_groups", ()), strict=False):
             options, differ = self._options(group["params"], home) if settings else ({}, set())
@@ -227,12 +240,12 @@ class SavedOptimizer:
         """Return the options in which the saved groups of some parameters agree, and the names of the others."""
         names = {self._names[p] for p in parameters if p in self._names}
         saved = [group for part in self._parts for group in part["groups"] if names & set(group["params"])]
-        found = [unpack(group["options"], lambda full: self._tensor(full, home)) for group in saved]
+        found = [unpack(group["options"], partial(self._tensor, p=home)) for group in saved]
         first = found[0] if found else {}
         agreed = {k: v for k, v in first.items() if all(k in other and _equal(v, other[k]) for other in found)}
         return agreed, {k for options in found for k in options} - set(agreed)
 
-    def _tensor(self, full: str, p: Tensor) -> Tensor:
+    def _tensor(self, full: str, p: Tensor, *, contiguous: bool = False) -> Tensor:
         """Return a tensor of the checkpoint, on the device where an optimizer of the parameter needs it."""
         one = self._one.get(full, full)
         if one in self._parameters:
@@ -241,7 +254,7 @@ class SavedOptimizer:
         stays = one in self._host or (one.endswith((".step", "/step")) and p not in self._counted)
         if not stays:
             self.fresh[one] = self.fresh[one].to(p.device)
-        return self.fresh[one]
+        return self.fresh[one].contiguous() if contiguous else self.fresh[one]
 
 
 def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -249,8 +262,8 @@ def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return dict(optimizer.state_dict())
     except Exception as error:  # of a class that has replaced it
         raise ValueError(
-            f"`optimizer` should have a `state_dict()` that can be saved. Found that {type(optimizer).__name__} raises {error!r}; "
-            "make `Checkpoints` without it, and save its state in another way."
+            f"`optimizer` should have a `state_dict()`. Found that {type(optimizer).__name__} raises {error!r}; make `Checkpoints` "
+            "without it, and save its state in another way."
         ) from error
 
 

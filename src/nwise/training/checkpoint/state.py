@@ -198,7 +198,9 @@ def restore(
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
-    changes = _differences(pipe, facts, sizes, [new["heads"], sorted(renamed.values()), new["losses"], notes], optimizer)
+    changes = _differences(
+        pipe, facts, sizes, [new["heads"], sorted(renamed.values()), new["losses"], notes], optimizer
+    )
     lost = 0 if kept else int(facts.get("due", 0))
     dropped = f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}"
     return "; ".join([*([changes] if changes else []), *([dropped] if lost else [])])
@@ -206,7 +208,9 @@ def restore(
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
     """Return the names that this process's parameters have in a checkpoint."""
-    main = {p: f"model.{plain_name(name)}" for stage in pipe.stages for name, p in stage.named_parameters()}
+    main: dict[Tensor, str] = {
+        p: f"model.{plain_name(name)}" for stage in pipe.stages for name, p in stage.named_parameters()
+    }
     return {**main, **{p: f"heads.{plain_name(name)}" for name, p in pipe.heads.named_parameters()}}
 
 

@@ -21,7 +21,12 @@ from nwise._dtensor import is_dtensor
 
 Put = Callable[[Tensor, str], str]
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
 
 
 class UnknownTypeError(TypeError):
