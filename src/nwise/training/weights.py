@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
@@ -62,7 +62,7 @@ def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def _modules_of(loss: Any) -> dict[str, nn.Module]:
-    """Return the module that a loss is, or that its partial, method, wrapper or function calls by a name."""
+    """Return the module that a loss is, or those that its partial, method, wrapper, function or object has under a name."""
     while not isinstance(loss, nn.Module):
         inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
         if inner is None or isinstance(inner, ModuleType):  # of a built-in function
@@ -70,10 +70,12 @@ def _modules_of(loss: Any) -> dict[str, nn.Module]:
         loss = inner
     if isinstance(loss, nn.Module):
         return {"": loss}
-    if not isinstance(loss, FunctionType):
-        return {}
-    known = inspect.getclosurevars(loss)
-    return {f"{k}.": v for k, v in sorted({**known.globals, **known.nonlocals}.items()) if isinstance(v, nn.Module)}
+    try:
+        used = inspect.getclosurevars(loss)
+        known: dict[str, Any] = {**used.globals, **used.nonlocals}
+    except (TypeError, ValueError):  # no function of Python, or one without its values yet
+        known = getattr(loss, "__dict__", {})
+    return {f"{name}.": module for name, module in sorted(known.items()) if isinstance(module, nn.Module)}
 
 
 def _buffers(path: str, module: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -127,6 +128,19 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, st
         )
 
 
+def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
+    """Call a function at the end of the first update in which an optimizer has state: a bad type is found before hours pass."""
+    done: list[bool] = []
+
+    def look(*_: object) -> None:
+        if optimizer.state and not done:
+            done.append(True)
+            check()
+
+    with suppress(AttributeError):  # of a class around an optimizer
+        optimizer.register_step_post_hook(look)
+
+
 class SavedOptimizer:
     """The part of a checkpoint that belongs to this process's optimizer.
 
@@ -187,13 +201,13 @@ class SavedOptimizer:
     def _check_own_keys(self, part: Mapping[str, Any]) -> None:
         """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
         saved = [name for group in part["groups"] for name in group["params"]]
-        here = [self._names.get(p) for group in self._optimizer.param_groups for p in group["params"]]
+        here = [self._names[p] for group in self._optimizer.param_groups for p in group["params"] if p in self._names]
         keys = [key for key, _ in dict(part["rest"]["dict"])["other"]["dict"]]
         if keys and saved != here:
             raise ValueError(
-                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds {keys[0]!r} to its "
-                f"state dictionary. Found {len(here)} parameters here and {len(saved)} there, or another "
-                "order; resume with the same cut, or with another optimizer."
+                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds {keys[0]!r} to "
+                f"its state dictionary. Found {len(here)} parameters here and {len(saved)} there, or another order; resume with "
+                "the same cut, or with another optimizer."
             )
 
     def load(self, *, settings: bool) -> list[str]:
@@ -220,12 +234,11 @@ class SavedOptimizer:
             options, differ = self._options(group["params"], home) if settings else ({}, set())
             g.update(options)
             differing |= differ
-        if "state" in present:
-            present["state"] = {**present["state"], **rest["state"]}
         # Torch's own function would cast states to the dtype of their parameters, and take a text for a list of letters.
         is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-        if not is_torchs:
-            present["state"] |= {index: states[p] for index, p in by_index.items() if p in states}
+        if "state" in present:
+            known = {} if is_torchs else {index: states[p] for index, p in by_index.items() if p in states}
+            present["state"] = {**present["state"], **rest["state"], **known}
         optimizer.load_state_dict({**present, **rest["other"]})
         for p, state in states.items() if is_torchs else ():
             optimizer.state[p] = state
@@ -262,8 +275,8 @@ def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return dict(optimizer.state_dict())
     except Exception as error:  # of a class that has replaced it
         raise ValueError(
-            f"`optimizer` should have a `state_dict()`. Found that {type(optimizer).__name__} raises {error!r}; make `Checkpoints` "
-            "without it, and save its state in another way."
+            f"`optimizer` should have a `state_dict()`. Found that {type(optimizer).__name__} raises {error!r}; make "
+            "`Checkpoints` without it, and save its state in another way."
         ) from error
 
 

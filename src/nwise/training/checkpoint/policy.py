@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nwise._records import PARTIAL
 from nwise.pipeline import Pipeline
 from nwise.training.checkpoint import files, state
 from nwise.training.checkpoint.files import DamagedError
-from nwise.training.checkpoint.optimizer import check_parameters
+from nwise.training.checkpoint.optimizer import after_first_state, check_parameters
 from nwise.training.lock import FolderLock
 from nwise.training.phase import Phase
 from nwise.training.weights import check_names, discard_unsaved_heads
@@ -142,20 +143,8 @@ class Checkpoints:
             # On several processes it may have parameters of other stages, too.
             check_parameters(optimizer, state.parameter_names(self._pipe), all_here=self._processes.size == 1)
             state.check_saving(self._pipe, optimizer)
-            self._look_at_state_of(optimizer)
+            after_first_state(optimizer, partial(state.check_saving, self._pipe, optimizer))
         self._optimizer = optimizer
-
-    def _look_at_state_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse state that cannot be saved when the optimizer makes it, in its first update, not hours later."""
-        looked: list[bool] = []
-
-        def look(*_: object) -> None:
-            if optimizer.state and not looked:
-                looked.append(True)
-                state.check_saving(self._pipe, optimizer)
-
-        with suppress(AttributeError):  # of a class around an optimizer
-            optimizer.register_step_post_hook(look)
 
     def save(self, **facts: Any) -> Path:
         """Write a checkpoint of the present state.
