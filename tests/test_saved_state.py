@@ -216,14 +216,6 @@ def test_state_that_cannot_be_saved_raises_in_the_first_update(tmp_path: Path) -
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_optimizer_of_some_parameters_warns(tmp_path: Path) -> None:
-    pipe = pipeline()
-    with pytest.warns(
-        UserWarning, match="should have all parameters that learn. Found none for 2 of them, such as 'heads.0.w"
-    ):
-        Checkpoints(tmp_path, pipe, torch.optim.SGD(pipe.stages.parameters()))
-
-
 def test_own_keys_of_a_state_dict_stay_with_their_parameters(tmp_path: Path) -> None:
     pipe = pipeline()
     update = OwnKeys(pipe.parameters(), lr=0.1)
@@ -231,7 +223,9 @@ def test_own_keys_of_a_state_dict_stay_with_their_parameters(tmp_path: Path) -> 
     before = copy.deepcopy(pipe.state_dict())
     pipe.stages[0].requires_grad_(False)
     update = OwnKeys((p for p in pipe.parameters() if p.requires_grad), lr=0.1)
-    with pytest.raises(ValueError, match="OwnKeys should resume with the parameters that it had, because it adds 'slow'"):
+    with pytest.raises(
+        ValueError, match="OwnKeys should resume with the parameters that it had, because it adds 'slow'"
+    ):
         Checkpoints(tmp_path, pipe, update).resume()
     assert equal(dict(pipe.state_dict()), dict(before))
 

@@ -17,7 +17,6 @@ What is not a tensor is JSON among the facts, one object for each process of a r
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -103,29 +102,12 @@ def collect_state(
     return tensors, {**plain, "defaults": defaults}
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], *, all_here: bool) -> None:
-    """Check that an optimizer trains the parameters of a pipeline.
-
-    Args:
-        optimizer: the optimizer.
-        names: the names of the pipeline's parameters in this process.
-        all_here: whether no other process has more of them.
-
-    Raises:
-        ValueError: it trains another parameter, which no checkpoint would hold.
-
-    Warns:
-        UserWarning: it lacks a parameter that learns, so there may be another optimizer, which no checkpoint would hold.
-    """
-    trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    for p in trained - names.keys() if all_here else ():
-        raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
-    if left := [name for p, name in names.items() if p.requires_grad and p not in trained]:
-        warnings.warn(
-            f"The optimizer of `Checkpoints` should have all parameters that learn. Found none for {len(left)} of them, such as "
-            f"{left[0]!r}; if another optimizer trains them, save its state in another way.",
-            stacklevel=4,
-        )
+def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Raise ValueError if an optimizer trains a parameter that the pipeline does not have, which no checkpoint would hold."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p not in names:
+                raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
 
 
 def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:

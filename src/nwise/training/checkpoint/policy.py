@@ -21,7 +21,7 @@ from nwise._records import PARTIAL
 from nwise.pipeline import Pipeline
 from nwise.training.checkpoint import files, state
 from nwise.training.checkpoint.files import DamagedError
-from nwise.training.checkpoint.optimizer import after_first_state, check_parameters
+from nwise.training.checkpoint.optimizer import after_first_state, refuse_foreign
 from nwise.training.lock import FolderLock
 from nwise.training.phase import Phase
 from nwise.training.weights import check_names, discard_unsaved_heads
@@ -140,8 +140,8 @@ class Checkpoints:
                     "parameters, and save the state of others in another way."
                 )
             check_optimizer(optimizer)
-            # On several processes it may have parameters of other stages, too.
-            check_parameters(optimizer, state.parameter_names(self._pipe), all_here=self._processes.size == 1)
+            if self._processes.size == 1:  # on several it may have parameters of other stages
+                refuse_foreign(optimizer, state.parameter_names(self._pipe))
             state.check_saving(self._pipe, optimizer)
             after_first_state(optimizer, partial(state.check_saving, self._pipe, optimizer))
         self._optimizer = optimizer
