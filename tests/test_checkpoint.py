@@ -657,13 +657,3 @@ def test_save_module_state_without_tensors_raises(tmp_path: Path) -> None:
     pipe = nwise.Pipeline([Extra(WIDTH, 4)], strategy="end-to-end")
     with pytest.raises(TypeError, match=r"should consist of tensors to be saved. Found 'model._extra_state', a dict"):
         Checkpoints(tmp_path, pipe).save()
-
-
-def test_save_optimizer_state_without_tensors_raises(tmp_path: Path) -> None:
-    pipe = pipeline((4,), "end-to-end")
-    update = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    update.state[next(pipe.parameters())]["note"] = "text"
-    with pytest.raises(
-        TypeError, match="An optimizer's state should consist of tensors to be saved. Found 'note' of SGD, a str"
-    ):
-        Checkpoints(tmp_path, pipe, update).save()

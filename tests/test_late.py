@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import architectures
 import nwise
+from nwise.models.layers import TransformerBlock
 from nwise.recipes import Adam, Sgd, recipe
 from nwise.training import Checkpoints, Trainer
+from nwise.training.fused import Fused
 from nwise.training.late import MuonWithAdam, hidden_matrices
 from nwise.training.optimizers import make_optimizer
 
@@ -113,6 +118,123 @@ def test_muon_with_adam_is_muon_and_adam() -> None:
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
     with pytest.raises(ValueError, match="`closure` should be None"):
         optimizer.step(lambda: 0.0)
+
+
+def rows(*sizes: int) -> Callable[[Tensor], Sequence[Tensor]]:
+    """Logical matrices one below the other."""
+    return lambda whole: whole.split(sizes)
+
+
+def by_head(whole: Tensor) -> Sequence[Tensor]:
+    """Two heads, each with the rows of its query, key and value."""
+    return [whole.view(2, 3, -1, whole.shape[1])[:, i].reshape(-1, whole.shape[1]) for i in range(3)]
+
+
+class Attention(nn.Module):
+    """Layers under names that others use, called by nothing."""
+
+    def __init__(self, layer: str, outs: int, **facts: int) -> None:
+        super().__init__()
+        self.add_module(layer, nn.Linear(4, outs))
+        self.__dict__.update(facts)
+
+
+def of_transformers(name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        pytest.importorskip("transformers", reason="needs the extra 'hf'")
+        model = architectures.tiny(name)
+        (first, *_) = (m for n, m in model.named_modules() if re.search(r"(layers|h)\.0$", n))
+        assert isinstance(first, nn.Module)
+        return first
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "parts"),
+    [
+        (lambda: TransformerBlock(4, 2), "attention.qkv.weight", rows(4, 4, 4)),
+        (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight", rows(4, 4, 4)),
+        (lambda: nn.LSTM(4, 3), "weight_hh_l0", rows(3, 3, 3, 3)),
+        (lambda: nn.GRUCell(4, 3), "weight_ih", rows(3, 3, 3)),
+        (lambda: Attention("to_qkv", 8, num_key_value_heads=1, head_dim=2), "to_qkv.weight", rows(4, 2, 2)),
+        (lambda: Attention("kv", 8), "kv.weight", rows(4, 4)),
+        (of_transformers("GPT2LMHeadModel"), "attn.c_attn.weight", lambda whole: whole.split(16, 1)),
+        (of_transformers("Phi3ForCausalLM"), "self_attn.qkv_proj.weight", rows(16, 8, 8)),
+        (of_transformers("Phi3ForCausalLM"), "mlp.gate_up_proj.weight", rows(32, 32)),
+        (of_transformers("GPTNeoXForCausalLM"), "attention.query_key_value.weight", by_head),
+        (of_transformers("GPTNeoXForCausalLM"), "mlp.dense_h_to_4h.weight", lambda whole: [whole]),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_muon_takes_logical_matrices_apart(
+    make: Callable[[], nn.Module], name: str, parts: Callable[[Tensor], Sequence[Tensor]], compiled: bool
+) -> None:
+    """Regression: queries, keys and values in one parameter were made orthogonal as one matrix, without a word."""
+    torch.manual_seed(0)
+    module = make()
+    stage: Any = torch.compile(module, backend="eager") if compiled else module
+    pipe = nwise.Pipeline([nwise.Chain({"a": stage}), nn.Linear(4, 3)], [nn.Linear(4, 3)], strategy="local")
+    fused = module.get_parameter(name)
+    config = Adam(muon_lr=0.02, weight_decay=0.1)
+    optimizer = make_optimizer(config, pipe.parameters(), hidden_matrices(pipe))
+    expected = [nn.Parameter(part.detach().clone()) for part in parts(fused)]
+    muon = torch.optim.Muon(expected, lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        fused.grad = torch.randn_like(fused)
+        for p, gradient in zip(expected, parts(fused.grad), strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+        muon.step()
+    for p, part in zip(expected, parts(fused), strict=True):
+        assert torch.equal(p, part)
+
+
+@pytest.mark.parametrize(
+    ("layer", "outs"), [("query_key_value", 12), ("kv_b_proj", 6), ("in_proj", 8), ("project", 12)]
+)
+def test_matrix_fused_in_an_unknown_way_raises(layer: str, outs: int) -> None:
+    pipe = nwise.Pipeline([Attention(layer, outs), nn.Linear(4, 3)], None, strategy="end-to-end")
+    with pytest.raises(ValueError, match=rf"logical matrix by itself. Found '{layer}.weight', of shape \({outs}, 4\)"):
+        hidden_matrices(pipe)
+    name, weight = f"model.{layer}.weight", pipe.stages[0].get_parameter(f"{layer}.weight")
+    assert hidden_matrices(pipe, {f"*.{layer}.*": None}) == {weight: None}
+    halves = Fused((outs // 2, outs // 2))
+    assert hidden_matrices(pipe, {name: halves, "*": None}) == {weight: halves}
+    with pytest.raises(ValueError, match=rf"'{name}' should consist of the parts of .*Found shape \({outs}, 4\)"):
+        hidden_matrices(pipe, {name: Fused((5, 5))})
+
+
+def test_muon_leaves_other_parameters_of_two_dimensions_to_adamw() -> None:
+    """Regression: adapters of low rank, frozen matrices, tables and biases of experts were made orthogonal."""
+
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.lora_A = nn.Parameter(torch.ones(2, 4))
+            self.relative_position_bias_table = nn.Parameter(torch.ones(3, 4))
+            self.column = nn.Parameter(torch.ones(4, 1))
+
+    class Adapted(nn.Module):
+        adapter_layer_names = ("vera_A",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(4, 4)
+            self.vera_A = nn.ParameterDict({"default": nn.Parameter(torch.ones(2, 4))})
+
+    pieces = {
+        "plain": Layer(),
+        "adapted": Adapted(),
+        "frozen": nn.Linear(4, 4).requires_grad_(False),
+        "scaled": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        "experts": nn.Bilinear(4, 4, 4),
+        "conv": nn.Conv2d(4, 4, 3),
+        "bag": nn.EmbeddingBag(4, 4),
+    }
+    pipe = nwise.Pipeline([nwise.Chain(pieces), nwise.Chain({"output": nn.Linear(4, 3)})], None, strategy="end-to-end")
+    names = {p: name for name, p in pipe.named_parameters()}
+    assert [names[p] for p in hidden_matrices(pipe)] == ["stages.0.plain.weight", "stages.0.adapted.base_layer.weight"]
 
 
 @pytest.mark.parametrize("changes", [{"extrapolate": True}, {"muon_lr": 0.02}, {"muon_lr": 0.02, "extrapolate": True}])

@@ -6,24 +6,72 @@ update makes up for most of the rest ("One-step gradient delay is not a barrier"
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nwise.pipeline import Pipeline
+from nwise.training.fused import Fused, known_parts
+from nwise.training.weights import plain_name
+
+# Parameters of two dimensions that multiply nothing, such as the biases of all experts, or that make a matrix with others.
+_NO_MATRIX = re.compile(r"bias|embed|token|pos_|position|table|A_log|original|weight_(orig|g|v)$")
+_ADAPTER = re.compile(r"(^|\.)(lora_|lokr_|hada_)")
 
 
-def hidden_matrices(pipe: Pipeline) -> list[nn.Parameter]:
-    """Return this process's matrices, except those of embeddings and the last one of each head and of the network."""
-    hidden = []
+def hidden_matrices(
+    pipe: Pipeline, fused: Mapping[str, Fused | None] | None = None
+) -> dict[nn.Parameter, Fused | None]:
+    """Return this process's matrices that Muon should train, each with its logical matrices, None if it is one.
+
+    These are the trainable parameters of two dimensions, except embeddings, the last matrix of each head and of the network,
+    and adapters of low rank (LoRA). Stacked matrices of more dimensions, such as those of experts, are not among them.
+
+    Args:
+        pipe: the pipeline.
+        fused: by name or pattern of names (``"*.qkv.weight"``), how a matrix consists of several, or None if it is one matrix;
+            default: known layers are fused as in their own code (`docs/options.md`).
+
+    Raises:
+        ValueError: a matrix looks fused, and neither `fused` nor a known layer says how; its shape differs; or it is split
+            between ranks (tensor parallel).
+    """
+    hidden: dict[nn.Parameter, Fused | None] = {}
     for k in pipe.processes.here:
-        for part, ends in ((pipe.stages[k], k == pipe.num_stages - 1), (pipe.heads.get(k), True)):
-            modules = [] if part is None else [m for m in part.modules() if not isinstance(m, nn.Embedding)]
-            matrices = [p for m in modules for p in m._parameters.values() if p is not None and p.ndim == 2]
-            hidden += matrices[:-1] if ends else matrices
-    return list(dict.fromkeys(hidden))
+        for what, part, ends in (
+            ("model", pipe.stages[k], k == pipe.num_stages - 1),
+            (f"heads.{k}", pipe.heads.get(k), True),
+        ):
+            found = [] if part is None else list(_matrices(part))
+            for name, p, layer, owner in found[:-1] if ends else found:
+                if not p.requires_grad or p in hidden:
+                    continue
+                given = [parts for pattern, parts in (fused or {}).items() if fnmatchcase(f"{what}.{name}", pattern)]
+                hidden[p] = given[0] if given else known_parts(name, p, layer, owner)
+                if (parts := hidden[p]) is not None:
+                    parts.check(p, f"{what}.{name}")
+    return hidden
+
+
+def _matrices(part: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module, nn.Module]]:
+    """Iterate over the names and matrices of a stage or head, with their layer and the module around it."""
+    modules = dict(part.named_modules())
+    # Those that PEFT adds.
+    added = tuple(f".{path}.{a}." for path, m in modules.items() for a in getattr(m, "adapter_layer_names", ()))
+    for path, layer in modules.items():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f".{path}.".startswith(added):
+            continue
+        bare = re.sub(r"((^|\.)(_orig_mod|base_layer))+$", "", path)  # the place of a layer that something wraps
+        owner = modules[bare.rpartition(".")[0]]
+        for leaf, p in layer.named_parameters(recurse=False):
+            name = plain_name(f"{bare}.{leaf}" if bare else leaf)
+            is_matrix = p.ndim == 2 and min(p.shape) > 1 and not _NO_MATRIX.search(leaf)
+            if is_matrix and not _ADAPTER.search(name):
+                yield name, p, layer, owner
 
 
 class MuonWithAdam(torch.optim.Optimizer):
@@ -31,7 +79,8 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     Args:
         groups: groups of parameters, with a learning rate each or none.
-        matrices: the parameters that Muon trains.
+        matrices: the parameters that Muon trains, with the logical matrices of fused ones (`hidden_matrices`); without them,
+            each is one matrix.
         lr: AdamW's learning rate.
         muon_lr: Muon's learning rate; for a group with a separate learning rate, both rates change in proportion.
         betas, eps, weight_decay: as in `torch.optim.AdamW`; Muon has the same weight decay.
@@ -40,7 +89,7 @@ class MuonWithAdam(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
-        matrices: Collection[Tensor],
+        matrices: Mapping[nn.Parameter, Fused | None] | Collection[Tensor],
         lr: float,
         muon_lr: float,
         betas: tuple[float, float],
@@ -48,10 +97,11 @@ class MuonWithAdam(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         muon, adam = [], []
+        known: Mapping[Any, Fused | None] = matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices)
         for group in groups:
             rate = group.get("lr", lr)
-            hidden = [p for p in group["params"] if p in matrices]
-            rest = [p for p in group["params"] if p not in matrices]
+            hidden = [p for p in group["params"] if p in known]
+            rest = [p for p in group["params"] if p not in known]
             muon += [{**group, "params": hidden, "lr": rate / lr * muon_lr}] if hidden else []
             adam += [{**group, "params": rest, "lr": rate}] if rest else []
         self._parts: list[torch.optim.Optimizer] = []
@@ -59,7 +109,7 @@ class MuonWithAdam(torch.optim.Optimizer):
             self._parts.append(torch.optim.Muon(muon, lr=muon_lr, weight_decay=weight_decay))
         if adam:
             self._parts.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self._matrices = {p for group in muon for p in group["params"]}
+        self._matrices = {p: known[p] for group in muon for p in group["params"]}
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
@@ -96,7 +146,42 @@ class MuonWithAdam(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("`closure` should be None, because several losses train a network. Found a function.")
         for part in self._parts:
-            part.step()
+            if isinstance(part, torch.optim.Muon):
+                self._step_muon(part)
+            else:
+                part.step()
+
+    def _step_muon(self, muon: torch.optim.Muon) -> None:
+        """Let Muon update the logical matrices of fused parameters as if each were a parameter."""
+        groups, state = muon.param_groups, muon.state
+        muon.param_groups = [{**group, "params": []} for group in groups]
+        muon.state = type(state)(dict)
+        copies: list[tuple[Tensor, Tensor]] = []
+        for group, apart in zip(groups, muon.param_groups, strict=True):
+            for p in group["params"]:
+                fused = self._matrices[p]
+                if p.grad is None:
+                    continue
+                if fused is None:
+                    apart["params"].append(p)
+                    muon.state[p] = state[p]
+                    continue
+                if "momentum_buffer" not in state[p]:
+                    state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                wholes = (p, p.grad, state[p]["momentum_buffer"])
+                for three in zip(*map(fused.parts, wholes), strict=True):
+                    # Copies, because the rows of a logical matrix in blocks are no view of two dimensions.
+                    matrix, gradient, moments = (view.flatten(fused.dim, fused.dim + 1).clone() for view in three)
+                    matrix.grad = gradient
+                    apart["params"].append(matrix)
+                    muon.state[matrix] = {"momentum_buffer": moments}
+                    copies += [(three[0], matrix), (three[2], moments)]
+        try:
+            muon.step()
+        finally:
+            muon.param_groups, muon.state = groups, state
+        for view, matrix in copies:
+            view.copy_(matrix.view_as(view))
 
 
 def extrapolate(optimizer: torch.optim.Optimizer) -> None:

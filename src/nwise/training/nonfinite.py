@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 from nwise.training.clip import cycle_credit, last_strategy, squared_norm
+from nwise.training.weights import plain_name
 
 Policy = Literal["stop", "skip", "ignore"]
 
@@ -178,7 +179,7 @@ class NonFiniteGuard:
         rows = []
         for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.get(stage))):
             for name, p in () if module is None else module.named_parameters():
-                row: dict[str, Any] = {"name": f"{owner}.{name}", "not_finite": int((~p.isfinite()).sum())}
+                row: dict[str, Any] = {"name": f"{owner}.{plain_name(name)}", "not_finite": int((~p.isfinite()).sum())}
                 if p.grad is not None and p.numel():
                     row["gradient_not_finite"] = int((~p.grad.isfinite()).sum())
                     row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.recipes import Adam, Sgd
+from nwise.training.fused import Fused
 from nwise.training.late import MuonWithAdam, extrapolate
 
 _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
@@ -33,7 +34,7 @@ def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -
 def make_optimizer(
     config: Sgd | Adam,
     parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
-    matrices: Collection[nn.Parameter] = (),
+    matrices: Mapping[nn.Parameter, Fused | None] | Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Make a torch optimizer with a configuration's settings.
 
@@ -64,7 +65,7 @@ def make_optimizer(
     else:
         betas, eps = (config.beta1, config.beta2), config.eps
         if config.muon_lr:
-            optimizer = MuonWithAdam(kept, set(matrices), lr, config.muon_lr, betas, eps, weight_decay)
+            optimizer = MuonWithAdam(kept, matrices, lr, config.muon_lr, betas, eps, weight_decay)
         elif config.nesterov:
             optimizer = torch.optim.NAdam(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nwise.pipeline import Pipeline
-from nwise.recipes import Recipe
+from nwise.recipes import Adam, Recipe
 from nwise.training.clip import Clip
 from nwise.training.late import hidden_matrices
 from nwise.training.nonfinite import NonFiniteGuard
@@ -25,7 +25,8 @@ class Phase:
         self._pipe = pipe
         config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
         groups = parameter_groups(pipe, config.lr, recipe.stage_lr)
-        self.optimizer = make_optimizer(config, groups, hidden_matrices(pipe))
+        by_muon = isinstance(config, Adam) and config.muon_lr
+        self.optimizer = make_optimizer(config, groups, hidden_matrices(pipe) if by_muon else ())
         self.rate = LearningRate(config, self.optimizer, len(steps), recipe.eval_every)
         self.clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
         self.guard = NonFiniteGuard(pipe, recipe.on_nan, report)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from nwise._records import replacing
 from nwise.pipeline import Pipeline
@@ -32,7 +34,53 @@ def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
 def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the part of `gather_weights` that this process holds, without copying."""
     model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
-    return {**model, **{f"heads.{name}": tensor for name, tensor in pipe.heads.state_dict().items()}}
+    return {**model, **{f"heads.{name}": tensor for name, tensor in plain_state(pipe.heads).items()}}
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter, buffer or module has without `torch.compile`.
+
+    >>> plain_name("blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def plain_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state under the names that it has without `torch.compile`."""
+    return {plain_name(name): tensor for name, tensor in module.state_dict().items()}
+
+
+def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the buffers of the losses of this process's stages (``losses.<stage>.<name>``), without copying."""
+    return {
+        f"losses.{k}.{name}": tensor
+        for k in pipe.processes.here
+        for path, module in _modules_of(pipe.loss_fns[k]).items()
+        for name, tensor in _buffers(path, module).items()
+    }
+
+
+def _modules_of(loss: Any) -> dict[str, nn.Module]:
+    """Return the module that a loss is, or those that its partial, method, wrapper, function or object has under a name."""
+    while not isinstance(loss, nn.Module):
+        inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
+        if inner is None or isinstance(inner, ModuleType):  # of a built-in function
+            break
+        loss = inner
+    if isinstance(loss, nn.Module):
+        return {"": loss}
+    try:
+        used = inspect.getclosurevars(loss)
+        known: dict[str, Any] = {**used.globals, **used.nonlocals}
+    except (TypeError, ValueError):  # no function of Python, or one without its values yet
+        known = getattr(loss, "__dict__", {})
+    return {f"{name}.": module for name, module in sorted(known.items()) if isinstance(module, nn.Module)}
+
+
+def _buffers(path: str, module: nn.Module) -> dict[str, Tensor]:
+    parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {f"{path}{name}": tensor for name, tensor in plain_state(module).items() if name not in parameters}
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:
@@ -43,7 +91,7 @@ def main_state(pipe: Pipeline) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {}
     for k, stage in enumerate(pipe.stages):
-        for name, tensor in stage.state_dict().items():
+        for name, tensor in plain_state(stage).items():
             if name in state:
                 raise ValueError(_SAME_NAME.format(name=name, stage=k))
             state[name] = tensor
@@ -56,7 +104,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
     Raises:
         ValueError: a name is missing or unknown, or a shape differs.
     """
-    expected = set(main_state(pipe))
+    expected, state = set(main_state(pipe)), {plain_name(name): tensor for name, tensor in state.items()}
     if expected != set(state):
         odd = sorted(expected ^ set(state))[0]
         problem = "no" if odd in expected else "an unknown name,"
@@ -66,7 +114,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
         )
     try:
         for stage in pipe.stages:
-            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+            stage.load_state_dict({name: state[plain_name(name)] for name in stage.state_dict()})
     except RuntimeError as error:
         raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
 
@@ -99,7 +147,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] |
 
 def check_names(pipe: Pipeline) -> None:
     """Raise ValueError before any training if two stages use the same name; all processes call it."""
-    names = {k: list(pipe.stages[k].state_dict()) for k in pipe.processes.here}
+    names = {k: list(plain_state(pipe.stages[k])) for k in pipe.processes.here}
     seen: set[str] = set()
     for k, here in enumerate(pipe.processes.by_stage(names)):
         for name in here:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nwise._records import PARTIAL
 from nwise.pipeline import Pipeline
 from nwise.training.checkpoint import files, state
 from nwise.training.checkpoint.files import DamagedError
+from nwise.training.checkpoint.optimizer import after_first_state, refuse_foreign
 from nwise.training.lock import FolderLock
 from nwise.training.phase import Phase
 from nwise.training.weights import check_names, discard_unsaved_heads
@@ -84,7 +86,9 @@ class Checkpoints:
         asynchronous: copy before `save` returns, and write while training continues.
 
     Raises:
-        ValueError: `keep` is below 1, the optimizer needs a closure, or two stages use the same name.
+        ValueError: `keep` is below 1, the optimizer needs a closure or has parameters that the pipeline lacks, or two stages use
+            the same name.
+        TypeError: the state of a module or the optimizer cannot be saved; the optimizer's first update raises it, too.
 
     >>> import tempfile, nwise
     >>> pipe = nwise.Pipeline([torch.nn.Linear(2, 2)], strategy="end-to-end")
@@ -108,12 +112,12 @@ class Checkpoints:
         asynchronous: bool = False,
     ) -> None:
         check_at_least(1, keep=keep)
-        if optimizer is not None:
-            check_optimizer(optimizer)
         check_names(pipe)
-        self.folder, self.optimizer = Path(folder), optimizer
-        self._pipe, self._keep, self._keep_best = pipe, keep, keep_best
+        self.folder, self._pipe, self._keep, self._keep_best = Path(folder), pipe, keep, keep_best
         self._processes = pipe.processes
+        state.check_saving(pipe, None)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer = optimizer
         # A separate group keeps a background writer's messages apart from the messages of training.
         self._group = pipe.processes.new_group()
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -122,12 +126,32 @@ class Checkpoints:
         # A pipeline that has made steps or looked for a checkpoint is not a new run, and may write beside existing checkpoints.
         self._knows_folder = pipe.steps > 0
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; may be set to another one."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and optimizer is not self._optimizer:
+            if not isinstance(getattr(optimizer, "param_groups", None), list):
+                raise TypeError(
+                    f"`optimizer` should be one optimizer. Found {type(optimizer).__name__}; make one with several groups of "
+                    "parameters, and save the state of others in another way."
+                )
+            check_optimizer(optimizer)
+            if self._processes.size == 1:  # on several it may have parameters of other stages
+                refuse_foreign(optimizer, state.parameter_names(self._pipe))
+            state.check_saving(self._pipe, optimizer)
+            after_first_state(optimizer, partial(state.check_saving, self._pipe, optimizer))
+        self._optimizer = optimizer
+
     def save(self, **facts: Any) -> Path:
         """Write a checkpoint of the present state.
 
         Args:
             facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
-                ``last_strategy``, ``num_microbatches``, ``ends``, ``optimizer``, ``compress``, ``due``).
+                ``last_strategy``, ``num_microbatches``, ``ends``, ``optimizer``, ``optimizer_state``, ``compress``, ``due``).
 
         Returns:
             Its folder, which exists at once unless it is written in the background.
@@ -137,7 +161,7 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        if reserved := sorted(set(facts) & {*state.FACTS, "last_strategy", "compress", "due"}):
+        if reserved := sorted(set(facts) & {*state.FACTS, "last_strategy", "optimizer_state", "compress", "due"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()
@@ -151,8 +175,10 @@ class Checkpoints:
         self._knows_folder = True
         due = self._pipe.pending_gradients()
         with self._processes.telling():
-            tensors = state.collect_tensors(self._pipe, self.optimizer, due)
+            tensors, plain = state.collect_tensors(self._pipe, self.optimizer, due)
             all_facts = {**state.collect_facts(self._pipe, self.optimizer), "due": len(due), **facts}
+            if self.optimizer is not None:
+                all_facts["optimizer_state"] = self._processes.by_place("optimizer", plain)
             json.dumps(all_facts)  # a fact that is not JSON raises on all processes
         folder = self.folder / f"step-{self._pipe.steps:08d}"
         if self._writer is None:
@@ -220,10 +246,11 @@ class Checkpoints:
         self._knows_folder = True
         return None
 
-    def restore(self, info: CheckpointInfo) -> Resumed:
+    def restore(self, info: CheckpointInfo, *, settings: bool = True) -> Resumed:
         """Load a checkpoint; see `nwise.training.checkpoint.state.restore`."""
         with self._processes.telling():
-            return Resumed(info.facts["step"], state.restore(info.folder, self._pipe, self.optimizer, self._group))
+            changes = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
+            return Resumed(info.facts["step"], changes)
 
     def resume(self) -> Resumed | None:
         """Load the newest checkpoint that can be read; return None if there is no checkpoint.
@@ -306,7 +333,7 @@ class Saver:
         """
         phase = self.phase if done else None
         self._checkpoints.optimizer = None if phase is None else phase.optimizer
-        resumed = self._checkpoints.restore(info)
+        resumed = self._checkpoints.restore(info, settings=False)  # the configuration has them, perhaps others now
         if phase is not None:
             phase.rate.restore(info.facts["rate"], done)
         self._written = self._pipe.steps

@@ -2,6 +2,7 @@
 
     model.<name>                   parameters and buffers of the main network, named as in the unsplit network
     heads.<stage>.<name>           parameters and buffers of the heads
+    losses.<stage>.<name>          buffers of the losses, such as a running mean of the outputs
     optimizer.<parameter>.<entry>  the optimizer's state, such as ``optimizer.model.blocks.0.weight.exp_avg``
     due.<n>.<parameter>            gradient that the step after n further ones will leave, under a delay
     random.<stage>                 torch's random state, which no step uses (`nwise.randomness`)
@@ -12,7 +13,7 @@ The data need no state: the seed and the step's number determine its samples (`n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 from nwise.training.checkpoint import files
-from nwise.training.late import MuonWithAdam
+from nwise.training.checkpoint.optimizer import SavedOptimizer, collect_state, optimizer_kind
 from nwise.training.optimizers import add_momenta
-from nwise.training.weights import local_weights, main_state, under
+from nwise.training.weights import local_weights, loss_buffers, main_state, plain_name, plain_state, under
 
 # Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", "due" and
 # "last_strategy".
@@ -43,37 +44,25 @@ FACTS = {
 
 def collect_tensors(
     pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None, due: Sequence[Gradients] = ()
-) -> dict[str, Tensor]:
-    """Return copies, on the CPU, of this process's part of the state; nothing where another replica has the same.
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return copies, on the CPU, of this process's part of the state, and the part of the optimizer's that is JSON.
 
     Args:
         pipe: the pipeline.
         optimizer: its optimizer; default: none.
         due: its `Pipeline.pending_gradients`; default: none.
 
+    Returns:
+        The tensors, none where another replica has the same; and the JSON, empty without an optimizer.
+
     Raises:
-        TypeError: a value of the state is not a tensor.
+        TypeError: a value of the state cannot be saved.
         ValueError: the optimizer has parameters of another network.
     """
-    if pipe.processes.replica:
-        return {}
-    tensors = local_weights(pipe)
+    tensors, plain = _present(pipe, optimizer)
     names = parameter_names(pipe)
-    state: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
-    for parameter, entries in state.items():
-        if parameter not in names:
-            raise ValueError(
-                f"The optimizer should be of the pipeline's parameters. Found another one, of shape {tuple(parameter.shape)}."
-            )
-        for entry, value in entries.items():
-            if value is None:
-                continue
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"An optimizer's state should consist of tensors to be saved. Found {entry!r} of "
-                    f"{type(optimizer).__name__}, a {type(value).__name__}."
-                )
-            tensors[f"optimizer.{names[parameter]}.{entry}"] = value
+    if pipe.processes.replica:
+        return {}, plain
     for n, gradients in enumerate(due):
         if unknown := gradients.keys() - names.keys():
             warnings.warn(
@@ -84,21 +73,34 @@ def collect_tensors(
         named = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
         tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in named.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"The state of a module should consist of tensors to be saved. Found {name!r}, a {type(tensor).__name__}."
-            )
     return {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
+    }, plain
+
+
+def check_saving(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise TypeError or ValueError if the state of modules and optimizer, as it is now, cannot be saved."""
+    _present(pipe, optimizer)
+
+
+def _present(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of modules, losses and optimizer as `collect_tensors` does, not copied."""
+    tensors = {**local_weights(pipe), **loss_buffers(pipe)}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype == torch.complex128:  # which safetensors lacks
+            found = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise TypeError(f"The state of a module should consist of tensors to be saved. Found {name!r}, {found}.")
+    if optimizer is None:
+        return tensors, {}
+    states, plain = collect_state(optimizer, parameter_names(pipe), pipe.processes.here[0])
+    return tensors | states, plain
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Return the facts `FACTS` of a pipeline, and the strategy of its last step; all processes call it."""
     # A stage's end is the last name of the main network's state in it. So stages of two cuts that end at one place compare
     # equal, and the head of the one fits the other.
-    last = {k: next(reversed(pipe.stages[k].state_dict()), "") for k in pipe.processes.here}
+    last = {k: next(reversed(plain_state(pipe.stages[k])), "") for k in pipe.processes.here}
     ends = pipe.processes.by_stage(last)
     for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
         ends[k] = end or (f"{ends[k - 1]}+" if k else "+")
@@ -109,7 +111,7 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
         "last_strategy": pipe.strategy.in_force(max(0, pipe.steps - 1)).name,
         "num_microbatches": pipe.num_microbatches,
         "ends": ends,
-        "optimizer": _optimizer_kind(optimizer),
+        "optimizer": optimizer_kind(optimizer),
         "compress": pipe.compress,
     }
 
@@ -132,10 +134,13 @@ def restore(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    settings: bool = True,
 ) -> str:
     """Load a checkpoint into a pipeline, whose cut may differ; all processes call it.
 
-    Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state.
+    Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state. With `settings`
+    its groups get the options of the checkpoint, as `load_state_dict` does in torch.
 
     Returns:
         The differences from the saved state, in one line; empty if there are none.
@@ -154,21 +159,25 @@ def restore(
     saved_ends = {end: k for k, end in enumerate(facts["ends"])}
     old_stages = [saved_ends.get(end) for end in collect_facts(pipe)["ends"]]
     renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
-    new_heads = []
-    for k, module in pipe.heads.items():
-        head, saved = module.state_dict(), f"heads.{old_stages[int(k)]}."
-        if head and under(sizes, saved) != {name: tensor.shape for name, tensor in head.items()}:
-            new_heads.append(int(k))
-            continue
-        targets.update({saved + name: tensor for name, tensor in head.items()})
-        renamed.update({f"heads.{k}.{name}": saved + name for name in head})
-    entries = _optimizer_entries(pipe, optimizer, facts, layout, renamed)
-    groups = () if optimizer is None else optimizer.param_groups
-    # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
-    counted_on_device = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    new: dict[str, list[int]] = {"heads": [], "losses": []}
+    for k in pipe.processes.here:
+        head = {} if pipe.heads.get(k) is None else plain_state(pipe.heads[str(k)])
+        for what, state in (("heads", head), ("losses", under(loss_buffers(pipe), f"losses.{k}."))):
+            saved = f"{what}.{old_stages[k]}."
+            shapes = {name: tensor.shape for name, tensor in state.items()}
+            if under(sizes, saved) != shapes:
+                new[what] += [k] if state or what == "losses" else []
+                continue
+            targets.update({saved + name: tensor for name, tensor in state.items()})
+            renamed.update({f"{what}.{k}.{name}": saved + name for name in state})
+    loader = None
+    if optimizer is not None and facts["optimizer"] == optimizer_kind(optimizer):
+        names = {p: renamed.get(name, name) for p, name in parameter_names(pipe).items()}
+        found = {name: p for p, name in names.items() if not name.startswith("heads.") or name in targets}
+        loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
     # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
-    fresh.update({name: tensor for name, (_, _, tensor) in entries.items()})
+    fresh |= {} if loader is None else loader.fresh
     due = _due_gradients(pipe, facts, layout)
     fresh |= {name: torch.empty_like(p.detach(), device=_read_device(p)) for call in due for p, name in call.items()}
     random = f"random.{pipe.processes.here[0]}"
@@ -182,16 +191,16 @@ def restore(
         parameter.grad = None  # it belongs to steps that are undone now, and so does the state
         if optimizer is not None:
             optimizer.state.pop(parameter, None)
-    for parameter, entry, tensor in entries.values():
-        device = parameter.device if entry != "step" or parameter in counted_on_device else tensor.device
-        optimizer.state[parameter][entry] = tensor.to(device)  # type: ignore[union-attr]
+    notes = _merged_losses(targets, fresh) + ([] if loader is None else loader.load(settings=settings))
     if optimizer is not None:
         add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
     if random in sizes:
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
-    changes = _differences(pipe, facts, sizes, new_heads, sorted(renamed.values()), optimizer)
+    changes = _differences(
+        pipe, facts, sizes, [new["heads"], sorted(renamed.values()), new["losses"], notes], optimizer
+    )
     lost = 0 if kept else int(facts.get("due", 0))
     dropped = f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}"
     return "; ".join([*([changes] if changes else []), *([dropped] if lost else [])])
@@ -199,16 +208,10 @@ def restore(
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
     """Return the names that this process's parameters have in a checkpoint."""
-    main: dict[Tensor, str] = {p: f"model.{name}" for stage in pipe.stages for name, p in stage.named_parameters()}
-    return {**main, **{p: f"heads.{name}" for name, p in pipe.heads.named_parameters()}}
-
-
-def _optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the name of the class, with the options that add to its state."""
-    options = {} if optimizer is None else optimizer.defaults
-    names = ("amsgrad", "centered", *(["momentum"] if isinstance(optimizer, torch.optim.RMSprop) else []))
-    extra = [name for name in names if options.get(name)]
-    return type(optimizer).__name__ + (f" with {', '.join(extra)}" if extra else "")
+    main: dict[Tensor, str] = {
+        p: f"model.{plain_name(name)}" for stage in pipe.stages for name, p in stage.named_parameters()
+    }
+    return {**main, **{p: f"heads.{plain_name(name)}" for name, p in pipe.heads.named_parameters()}}
 
 
 def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size]) -> None:
@@ -222,39 +225,6 @@ def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size])
                 f"The network should be that of {folder}, whatever its cut. Found that {name!r} has shape {here.get(name)} "
                 f"here and {saved.get(name)} there; None means that it has no such tensor."
             )
-
-
-def _optimizer_entries(
-    pipe: Pipeline,
-    optimizer: torch.optim.Optimizer | None,
-    facts: Mapping[str, Any],
-    layout: Mapping[str, Tensor],
-    renamed: Mapping[str, str],
-) -> dict[str, tuple[Tensor, str, Tensor]]:
-    """Return by name in the checkpoint: the parameter, the entry of its state, and an empty tensor to read it into."""
-    entries: dict[str, tuple[Tensor, str, Tensor]] = {}
-    if optimizer is None or facts["optimizer"] != _optimizer_kind(optimizer):
-        return entries
-    by_parameter: dict[str, list[str]] = {}
-    for name in layout:
-        if name.startswith("optimizer."):
-            parameter, _, entry = name.removeprefix("optimizer.").rpartition(".")
-            by_parameter.setdefault(parameter, []).append(entry)
-    updated = {p for group in optimizer.param_groups for p in group["params"]}
-    for p, name in parameter_names(pipe).items():
-        saved = renamed.get(name, name if name.startswith("model.") else "")
-        present = by_parameter.get(saved, [])
-        # In another cut Muon may train a matrix that AdamW trained before, or the other way round.
-        changed = isinstance(optimizer, MuonWithAdam) and optimizer.trains_by_muon(p) == ("exp_avg" in present)
-        for entry in present if p in updated and not changed else ():
-            full = f"optimizer.{saved}.{entry}"
-            shape, dtype = layout[full].shape, layout[full].dtype
-            if shape == p.shape and entry != "step":  # same strides as the parameter: fused optimizers go by memory
-                empty = torch.empty_like(p.detach(), dtype=dtype, device=_read_device(p))
-            else:
-                empty = torch.empty(shape, dtype=dtype)
-            entries[full] = p, entry, empty
-    return entries
 
 
 def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str, Tensor]) -> list[dict[Tensor, str]]:
@@ -271,19 +241,31 @@ def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str
     ]
 
 
+def _merged_losses(targets: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> list[str]:
+    """Say if a loss of several stages was several losses, in several processes, whose buffers have come to differ."""
+    first: dict[int, str] = {}
+    for name, tensor in targets.items():
+        if name.startswith("losses.") and not torch.equal(
+            fresh[name], fresh[first.setdefault(tensor.data_ptr(), name)]
+        ):
+            return ["a loss of several stages has the buffers of the last of them"]
+    return []
+
+
 def _differences(
     pipe: Pipeline,
     facts: Mapping[str, Any],
     sizes: Mapping[str, Size],
-    new_heads: Iterable[int],
-    used: Iterable[str],
+    local: list[Any],
     optimizer: torch.optim.Optimizer | None,
 ) -> str:
-    """Describe in one line how the pipeline of all processes differs from the saved one."""
-    local = [sorted(new_heads), sorted({name.split(".")[1] for name in used})]
+    """Describe in one line how the pipeline of all processes differs from the saved one.
+
+    `local` has this process's new heads, the names in the checkpoint that it uses, its losses with fresh buffers, and notes.
+    """
     parts = pipe.processes.by_place("heads", local)
-    new = sorted(k for heads, _ in parts for k in heads)
-    kept = {k for _, heads in parts for k in heads}
+    new, losses = (sorted(k for part in parts for k in part[i]) for i in (0, 2))
+    kept = {name.split(".")[1] for part in parts for name in part[1] if name.startswith("heads.")}
     dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
     changes = []
     facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
@@ -303,6 +285,9 @@ def _differences(
         changes.append(f"new heads at stages {', '.join(map(str, new))}")
     if dropped:
         changes.append(f"dropped the heads of the former stages {', '.join(dropped)}")
+    if losses:
+        changes.append(f"fresh buffers of the losses at stages {', '.join(map(str, losses))}")
+    changes += dict.fromkeys(note for part in parts for note in part[3])
     return "; ".join(changes)
 
 

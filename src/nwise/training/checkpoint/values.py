@@ -1,0 +1,123 @@
+"""Nested values as JSON and tensors, without pickles.
+
+Numbers, texts, None and lists are JSON as they are. Everything else is an object of one entry, the name of its type::
+
+    (0.9, None)  ->  {"tuple": [0.9, null]}        {1: "a"}  ->  {"dict": [[1, "a"]]}
+
+A tensor becomes its name, and the caller stores it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nwise._dtensor import is_dtensor
+
+Put = Callable[[Tensor, str], str]
+
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+
+
+class UnknownTypeError(TypeError):
+    """A value is of no type that can be packed; the message has its place and its type."""
+
+
+def pack(value: Any, put: Put, place: str = "") -> Any:
+    """Return a value as JSON.
+
+    Args:
+        value: numbers, texts, None, tensors, dtypes, devices, and lists, tuples, sets and dictionaries of them.
+        put: called with each tensor, detached, and its place; returns the tensor's name.
+        place: the place of the value, keys joined by ``/``.
+
+    Raises:
+        UnknownTypeError: a part is of another type.
+    """
+    kind = type(value).__name__
+
+    def inner(part: Any, key: Any) -> Any:
+        return pack(part, put, f"{place}/{key}" if place else str(key))
+
+    if isinstance(value, Tensor):
+        return {"tensor": _pack_tensor(value, put, place)}
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.dtype | torch.device):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {"dict": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
+    if type(value) is list:
+        return [inner(part, i) for i, part in enumerate(value)]
+    if kind in _SEQUENCES and type(value) in (tuple, set, frozenset, torch.Size):
+        return {kind: [inner(part, i) for i, part in enumerate(value)]}
+    raise UnknownTypeError(f"{place!r}, a {kind}")
+
+
+def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
+    """Return the value that `pack` has packed.
+
+    Args:
+        packed: the result of `pack`.
+        get: returns a tensor by its name.
+    """
+    if isinstance(packed, list):
+        return [unpack(part, get) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        tensor = get(content["name"])
+        if content.get("complex"):
+            tensor = torch.view_as_complex(tensor)
+        if strides := content.get("strides"):
+            tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor
+    if kind == "complex":
+        return complex(*content)
+    if kind == "dtype":
+        return next(d for d in vars(torch).values() if isinstance(d, torch.dtype) and str(d) == f"torch.{content}")
+    if kind == "device":
+        return torch.device(content)
+    if kind == "dict":
+        return {unpack(key, get): unpack(part, get) for key, part in content}
+    return _SEQUENCES[kind]([unpack(part, get) for part in content])
+
+
+def _pack_tensor(tensor: Tensor, put: Put, place: str) -> dict[str, Any]:
+    if (type(tensor) not in (Tensor, nn.Parameter) and not is_dtensor(tensor)) or tensor.layout != torch.strided:
+        layout = "" if tensor.layout == torch.strided else f" of layout {tensor.layout}"
+        raise UnknownTypeError(f"{place!r}, a {type(tensor).__name__}{layout}")
+    facts: dict[str, Any] = {}
+    if tensor.dtype == torch.complex128:  # which safetensors lacks
+        facts["complex"] = True
+    if not is_dtensor(tensor) and not tensor.is_contiguous() and is_dense(tensor):
+        facts["strides"] = list(tensor.stride())
+    whole = tensor.detach()
+    return {"name": put(torch.view_as_real(whole.contiguous()) if "complex" in facts else whole, place), **facts}
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor lie side by side in memory, in any order of the dimensions."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def as_name(place: str) -> str:
+    """Return a place as the last part of a tensor's name, which has no dots.
+
+    >>> as_name("factors/0.5")
+    'factors/0_5'
+    """
+    return re.sub(r"[^\w/-]", "_", place)

@@ -1,0 +1,410 @@
+"""What checkpoints hold beside weights: any state of an optimizer, buffers of losses; and no names of `torch.compile`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from launch import results
+from nwise.training import Checkpoints, Resumed, gather_weights, load_main_state, main_state
+from nwise.training.checkpoint import files
+from nwise.training.checkpoint.values import UnknownTypeError, pack, unpack
+from ranks import saved_state
+from ranks.saved_state import Centred, Scaled, make, train
+
+Make = Callable[[nwise.Pipeline], Any]
+
+
+def pipeline(loss: Any = nn.functional.cross_entropy, cut: tuple[str, ...] = ("a", "b")) -> nwise.Pipeline:
+    return make(loss, cut)[0]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two states are equal in type, dtype, memory order and every bit."""
+    if isinstance(a, Tensor):
+        same = isinstance(b, Tensor) and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        return bool(same and torch.equal(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+class OfAll(torch.optim.SGD):
+    """Has state of no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        state: Any = self.state["all"]  # type: ignore[index]  # no parameter
+        state["count"] = state.get("count", 0) + 1
+        state["mean"] = state.get("mean", torch.ones(2)) * 0.5
+        for p in self.param_groups[0]["params"]:
+            p.grad *= state["count"] + state["mean"][0]
+        super().step()
+
+
+class OneTensor(torch.optim.SGD):
+    """Counts in one tensor that is in the state of all parameters, and in a list."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        if not self.state:
+            count = torch.zeros(())
+            for p in parameters:
+                self.state[p].update(step=count, counts=[count])
+        self.state[parameters[0]]["step"] += 1
+        for p in parameters:
+            p.grad *= 1 + self.state[p]["step"] + 0.5 * self.state[p]["counts"][0]
+        super().step()
+
+
+class OwnKeys(torch.optim.SGD):
+    """Replaces `state_dict`."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr, momentum=0.9)
+        self.slow = torch.ones(2)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.slow = self.slow * 0.7
+        for p in self.param_groups[0]["params"]:
+            p.grad *= self.slow[0]
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow = state_dict.pop("slow")
+        super().load_state_dict(state_dict)
+
+
+def several_groups(pipe: nwise.Pipeline) -> torch.optim.Optimizer:
+    groups = [
+        {"params": list(pipe.heads.parameters()), "lr": torch.tensor(0.2), "name": "heads"},
+        {"params": list(pipe.stages.parameters())[::-1], "betas": (0.5, 0.9), "capturable": False},
+    ]
+    return torch.optim.Adam(groups, lr=torch.tensor(0.1), foreach=False)
+
+
+def transposed(pipe: nwise.Pipeline) -> torch.optim.Optimizer:
+    """Momentum in another memory order than that of the parameters."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    for p in pipe.parameters():
+        optimizer.state[p]["momentum_buffer"] = torch.zeros(p.shape[::-1]).permute(*reversed(range(p.dim())))
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda pipe: Scaled(pipe.parameters(), lr=0.1),
+        lambda pipe: OfAll(pipe.parameters(), lr=0.1),
+        lambda pipe: OneTensor(pipe.parameters(), lr=0.1),
+        lambda pipe: OwnKeys(pipe.parameters(), lr=0.1),
+        lambda pipe: torch.optim.Adam(pipe.named_parameters(), amsgrad=True),
+        lambda pipe: torch.optim.Adafactor(pipe.parameters()),
+        several_groups,
+        transposed,
+    ],
+)
+def test_state_of_optimizers_resumes_bitwise(optimizer: Make, tmp_path: Path) -> None:
+    """Regression: state that is not a tensor raised at the first save; options of groups started afresh, without a word."""
+    whole = pipeline()
+    update = optimizer(whole)
+    rate = torch.optim.lr_scheduler.StepLR(update, 2)
+    checkpoints = Checkpoints(tmp_path, whole, update)
+    train(whole, update, 3, rate)
+    checkpoints.save()
+    saved, saved_rate = copy.deepcopy(update.state_dict()), rate.state_dict()
+    train(whole, update, 3, rate)
+    again = pipeline()
+    update = optimizer(again)
+    rate = torch.optim.lr_scheduler.StepLR(update, 2)
+    assert Checkpoints(tmp_path, again, update).resume() == Resumed(3, "")
+    assert equal(update.state_dict(), saved)
+    rate.load_state_dict(saved_rate)
+    train(again, update, 3, rate)
+    assert all(map(torch.equal, again.parameters(), whole.parameters()))
+    assert again.state_dict()["stages.0.a.weight"].std() > 0.1, "the updates have not vanished"
+
+
+def test_values_are_packed_by_hand() -> None:
+    tensors: dict[str, Tensor] = {}
+
+    def put(tensor: Tensor, place: str) -> str:
+        tensors[place] = tensor
+        return place
+
+    value = {"a": (1, None, [True, 0.1]), 2: {"t": torch.ones(2)}, "size": torch.Size([3])}
+    packed = pack(value, put)
+    assert packed == {
+        "dict": [
+            ["a", {"tuple": [1, None, [True, 0.1]]}],
+            [2, {"dict": [["t", {"tensor": {"name": "2/t"}}]]}],
+            ["size", {"Size": [3]}],
+        ]
+    }
+    assert equal(unpack(packed, tensors.__getitem__), value)
+    with pytest.raises(UnknownTypeError, match=r"^'a/1', a function$"):
+        pack({"a": [0, equal]}, put)
+    with pytest.raises(UnknownTypeError, match=r"^'', a Tensor of layout torch.sparse_coo$"):
+        pack(torch.ones(2).to_sparse(), put)
+
+
+class Unsaved(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError("use another function")
+
+
+def with_function(pipe: nwise.Pipeline) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(pipe.parameters())
+    optimizer.param_groups[0]["rule"] = equal
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "message"),
+    [
+        (
+            with_function,
+            TypeError,
+            "An optimizer's state should consist of tensors.* Found 'rule', a function, of SGD;",
+        ),
+        (lambda pipe: Unsaved(pipe.parameters()), ValueError, "Found that Unsaved raises NotImplementedError"),
+        (lambda pipe: [torch.optim.SGD(pipe.parameters())], TypeError, "should be one optimizer. Found list; make one"),
+        (
+            lambda pipe: torch.optim.SGD([*pipe.parameters(), nn.Parameter(torch.ones(3))]),
+            ValueError,
+            r"should be of the pipeline's parameters. Found another one, of shape \(3,\)",
+        ),
+    ],
+)
+def test_optimizer_that_cannot_be_saved_is_refused_before_training(
+    optimizer: Make, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    pipe = pipeline()
+    with pytest.raises(kind, match=message):
+        Checkpoints(tmp_path, pipe, optimizer(pipe))
+    checkpoints = Checkpoints(tmp_path, pipe)
+    with pytest.raises(kind, match=message):
+        checkpoints.optimizer = optimizer(pipe)
+
+
+def test_state_that_cannot_be_saved_raises_in_the_first_update(tmp_path: Path) -> None:
+    """Not at the first save, after hours of training."""
+
+    class Objects(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.state[self.param_groups[0]["params"][0]]["rule"] = object()
+
+    pipe = pipeline()
+    update = Objects(pipe.parameters())
+    checkpoints = Checkpoints(tmp_path, pipe, update)
+    with pytest.raises(TypeError, match="Found 'rule', a object, of Objects; make `Checkpoints` without the optimizer"):
+        train(pipe, update, 1)
+    with pytest.raises(TypeError, match="Found 'rule', a object"):
+        checkpoints.save()
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_own_keys_of_a_state_dict_stay_with_their_parameters(tmp_path: Path) -> None:
+    pipe = pipeline()
+    update = OwnKeys(pipe.parameters(), lr=0.1)
+    Checkpoints(tmp_path, pipe, update).save()
+    before = copy.deepcopy(pipe.state_dict())
+    pipe.stages[0].requires_grad_(False)
+    update = OwnKeys((p for p in pipe.parameters() if p.requires_grad), lr=0.1)
+    with pytest.raises(
+        ValueError, match="OwnKeys should resume with the parameters that it had, because it adds 'slow'"
+    ):
+        Checkpoints(tmp_path, pipe, update).resume()
+    assert equal(dict(pipe.state_dict()), dict(before))
+
+
+def by_stage(pipe: nwise.Pipeline, *rates: float) -> torch.optim.Optimizer:
+    stages = [[*s.parameters(), *pipe.heads[str(k)].parameters()] for k, s in enumerate(pipe.stages[:-1])]
+    groups = [*stages, list(pipe.stages[-1].parameters())]
+    return torch.optim.SGD([{"params": g, "lr": r} for g, r in zip(groups, rates, strict=True)], momentum=0.9)
+
+
+def test_options_of_groups_in_another_cut(tmp_path: Path) -> None:
+    """Each group takes the options of its parameters, as far as those agree."""
+    pipe = pipeline(cut=("a", "b", "c"))
+    update = by_stage(pipe, 0.1, 0.2, 0.3)
+    update.param_groups[2]["momentum"] = 0.5
+    Checkpoints(tmp_path, pipe, update).save()
+    again = pipeline(cut=("a", "bc"))
+    update = by_stage(again, 0.7, 0.8)
+    found = Checkpoints(tmp_path, again, update).resume()
+    assert [(g["lr"], g["momentum"]) for g in update.param_groups] == [(0.1, 0.9), (0.8, 0.9)]
+    assert found is not None
+    assert "the optimizer's lr is its own, because saved groups differ" in found.changes
+    assert "the optimizer's momentum is its own" in found.changes
+
+
+def test_options_are_those_of_the_checkpoint_unless_the_caller_has_others(tmp_path: Path) -> None:
+    pipe = pipeline()
+    Checkpoints(tmp_path, pipe, torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)).save()
+    update = torch.optim.SGD(pipe.parameters(), lr=0.2, momentum=0.9)
+    checkpoints = Checkpoints(tmp_path, pipe, update)
+    info = checkpoints.newest()
+    assert info is not None
+    assert checkpoints.restore(info, settings=False).changes == ""
+    assert update.param_groups[0]["lr"] == 0.2
+    assert checkpoints.restore(info).changes == "the optimizer's lr is that of the checkpoint, not of lr=0.2"
+    assert update.param_groups[0]["lr"] == 0.1
+
+
+def test_checkpoint_without_other_state_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an earlier version has only tensors."""
+    pipe = pipeline()
+    update = torch.optim.Adam(pipe.parameters())
+    checkpoints = Checkpoints(tmp_path, pipe, update)
+    train(pipe, update, 2)
+    checkpoints.save()
+    old = files.read_facts
+    monkeypatch.setattr(
+        files, "read_facts", lambda path: {k: v for k, v in old(path).items() if k != "optimizer_state"}
+    )
+    saved = copy.deepcopy(update.state_dict())
+    update = torch.optim.Adam(pipe.parameters())
+    assert Checkpoints(tmp_path, pipe, update).resume() == Resumed(2, "")
+    assert equal(update.state_dict(), saved)
+
+
+# Losses
+
+
+class Object:
+    """A loss that is neither a module nor a function."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.inner = loss
+
+    def __call__(self, output: Tensor, target: Tensor) -> Any:
+        return self.inner(output, target)
+
+    def compute(self, output: Tensor, target: Tensor) -> Any:
+        return self(output, target)
+
+
+def wrapped(loss: nn.Module) -> Any:
+    @functools.wraps(loss.forward)
+    def call(*given: Any) -> Any:
+        return loss(*given)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda loss: loss,
+        lambda loss: [loss, Centred()],
+        lambda loss: loss.forward,
+        lambda loss: functools.partial(loss),
+        lambda loss: lambda output, target: loss(output, target),
+        wrapped,
+        Object,
+        lambda loss: Object(loss).compute,
+        lambda loss: torch.compile(loss, backend="eager"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the compiler
+def test_buffers_of_losses_resume_bitwise(form: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    """Regression: a running mean in a loss started afresh after a resume, without a word."""
+
+    def start() -> tuple[nwise.Pipeline, torch.optim.Optimizer, Centred]:
+        loss = Centred()
+        pipe = pipeline(form(loss))
+        return pipe, torch.optim.SGD(pipe.parameters(), 0.1), loss
+
+    whole, update, loss = start()
+    checkpoints = Checkpoints(tmp_path, whole, update)
+    train(whole, update, 3)
+    checkpoints.save()
+    train(whole, update, 3)
+    again, update, resumed = start()
+    assert Checkpoints(tmp_path, again, update).resume() == Resumed(3, "")
+    train(again, update, 3)
+    assert torch.equal(loss.centre, resumed.centre)
+    assert not torch.equal(loss.centre, Centred().centre)
+    assert all(map(torch.equal, again.parameters(), whole.parameters()))
+    assert not [name for name in again.state_dict() if "centre" in name]
+
+
+def test_loss_with_other_buffers_starts_afresh_and_says_so(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, pipeline(nn.CrossEntropyLoss(weight=torch.ones(3)))).save()
+    said = "fresh buffers of the losses at stages 0, 1"
+    assert Checkpoints(tmp_path, pipeline()).resume() == Resumed(0, said)
+    assert Checkpoints(tmp_path, pipeline(Centred())).resume() == Resumed(0, said)
+
+
+def test_one_loss_of_several_stages_takes_the_last_buffers(tmp_path: Path) -> None:
+    losses = [Centred(), Centred()]
+    losses[1].centre += 1
+    Checkpoints(tmp_path, pipeline(losses)).save()
+    one = Centred()
+    found = Checkpoints(tmp_path, pipeline(one)).resume()
+    assert found == Resumed(0, "a loss of several stages has the buffers of the last of them")
+    assert torch.equal(one.centre, losses[1].centre)
+
+
+def test_two_processes_save_what_one_resumes(tmp_path: Path) -> None:
+    """State that is not a tensor, options of groups and buffers of losses come from the processes that have them."""
+    [first, second] = results(2, "saved_state.py", tmp_path, str(tmp_path / "two"), "3")
+    pipe, update, losses = saved_state.main(tmp_path / "two", 0)
+    assert [loss.centre.tolist() for loss in losses] == [first["centre"], second["centre"]]
+    names: dict[Tensor, str] = {p: name for name, p in pipe.named_parameters()}
+    factors = {names[p]: state["factors"][0].tolist() for p, state in update.state.items()}
+    assert factors == {**first["factors"], **second["factors"]}
+    assert [group["count"] for group in update.param_groups] == [3, 3]
+    train(pipe, update, 2)
+    whole, _, _ = saved_state.main(tmp_path / "one", 5)
+    assert all(map(torch.equal, pipe.parameters(), whole.parameters()))
+
+
+# Names of `torch.compile`
+
+
+def compiled(what: str) -> nwise.Pipeline:
+    pipe: Any = pipeline()
+    if what == "stages":
+        pipe.stages[0] = torch.compile(pipe.stages[0], backend="eager")
+        pipe.stages[1] = torch.compile(pipe.stages[1], backend="eager")
+    elif what == "layers":
+        pipe.stages[0].a = torch.compile(pipe.stages[0].a, backend="eager")
+        pipe.stages[1].b = torch.compile(pipe.stages[1].b, backend="eager")
+    if what:
+        pipe.heads["0"] = torch.compile(pipe.heads["0"], backend="eager")
+    return pipe
+
+
+@pytest.mark.parametrize("before", ["", "stages", "layers"])
+@pytest.mark.parametrize("after", ["", "stages", "layers"])
+def test_names_of_compiled_modules_reach_no_file(before: str, after: str, tmp_path: Path) -> None:
+    """Regression: `_orig_mod` was in every name, so an uncompiled network could not read the file."""
+    pipe = compiled(before)
+    update = torch.optim.Adam(pipe.parameters(), 0.1)
+    checkpoints = Checkpoints(tmp_path, pipe, update)
+    train(pipe, update, 2)
+    folder = checkpoints.save()
+    assert "_orig_mod" not in f"{files.read_facts(folder)} {list(files.read_layout(folder))}"
+    assert set(gather_weights(pipe)) == set(gather_weights(pipeline()))
+    again = compiled(after)
+    resumed = torch.optim.Adam(again.parameters(), 0.1)
+    assert Checkpoints(tmp_path, again, resumed).resume() == Resumed(2, "")
+    assert equal(resumed.state_dict(), update.state_dict())
+    fresh = compiled(after)
+    load_main_state(fresh, main_state(pipe))
+    for one in (again, fresh):
+        assert all(map(torch.equal, main_state(one).values(), main_state(pipe).values()))
