@@ -234,7 +234,7 @@ class Pipeline(OldNames, nn.Module):
             threshold: probability from which a head is confident: one for all trained heads, or one by stage for each that runs.
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
-        with evaluating(self), self.processes.watched():
+        with evaluating(self), self.processes.watched("`exit`"):
             given = as_inputs(inputs, named, "The input of `exit`")
             return answer(self.stages, self.heads, given, thresholds, self.processes, self._device(given[0]))
 

@@ -125,7 +125,7 @@ class Engine:
         if not self._tapes and not self._due:
             return False
         call = self._next
-        self._processes.count_drain()
+        self._processes.begin("`drain`")
         with restored_on_error((), self._learns()):
             if self._tapes:
                 self._call_without_batch()
@@ -140,7 +140,7 @@ class Engine:
         call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
         before = [p.grad for p in learns]
         recorder, self.recorder = self.recorder, None  # these passes belong to no step
-        self._processes.count_drain()
+        self._processes.begin("`pending_gradients`")
         try:
             while self._tapes:
                 for p in learns:
@@ -199,7 +199,7 @@ class Engine:
             step: number of the previous mini-batch.
             call: function from a stage's index and inputs to its outputs.
         """
-        with self._processes.watched():
+        with self._processes.watched("a forward"):
             window = [] if self._alone else [(make_specs(inputs),)]
             script = self._scripts.script(None, 0, window)
             self._start(script, 0, [inputs])
@@ -219,7 +219,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
-        with self._processes.watched(closing=True):
+        with self._processes.watched(None):
             self.forget()
             self._start(Script((), {}, {}, {}, {}, ()), 0, ())
 
@@ -251,7 +251,7 @@ class Engine:
         """Run the list of one call."""
         self._next, errors = step + 1, dict(self._wire.errors)
         try:
-            with self._processes.watched(), torch.enable_grad():
+            with self._processes.watched(f"step {step}"), torch.enable_grad():
                 turn = step % len(schedule.flows)
                 script = self._scripts.script(schedule, turn, self._window(schedule, step, inputs))
                 self._start(script, turn, inputs)

@@ -168,11 +168,14 @@ class Processes:
         """Return the group of the ranks that hold the same stages; None without replicas."""
         return None
 
-    def watched(self, *, closing: bool = False) -> AbstractContextManager[None]:
+    def begin(self, name: str) -> None:
+        """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.calls`)."""
+
+    def watched(self, name: str | None) -> AbstractContextManager[None]:
         """End all ranks if the body raises.
 
         Args:
-            closing: whether the body closes channels instead of running a step or forward of all ranks; default: False.
+            name: name of the call, which all ranks make; None for the closing of channels.
         """
         return nullcontext()
 
@@ -191,8 +194,8 @@ class Processes:
             facts: everything to compare, with a `repr` that is the same in every process.
         """
 
-    def count_drain(self) -> None:
-        """Count a call without a mini-batch; soon fail on all ranks unless all make the same number of such calls."""
+    def compare_replicas(self, facts: Any) -> None:
+        """Check that the ranks with the same stages train alike from the next call on, as `compare` does for all ranks."""
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""

@@ -97,6 +97,8 @@ class Clip:
         """Clip the gradients of the last step."""
         if (last := last_strategy(self._pipe)) != self._strategy:
             self._follow(last)
+        if any(len(_stages(group)) > 1 for group in self._groups):
+            self._pipe.processes.begin("clipping")
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
         owned = self._owned()
         # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
