@@ -112,7 +112,8 @@ def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert re.search(
-        r"All ranks should make the same calls of nwise|Found (step 2 .*|the end .*) here and (step 2|the end)", done.stderr
+        r"All ranks should make the same calls of nwise|Found (step 2 .*|the end .*) here and (step 2|the end)",
+        done.stderr,
     )
 
 

@@ -210,4 +210,6 @@ def test_replica_that_trains_otherwise_ends_all() -> None:
     for rank, calls in enumerate(ranks.calls):
         calls.begin("step 2", *A, replica=5 if rank == 3 else rank % 2)
     ranks.tick()
-    assert ranks.error().startswith("Rank 1 (stage 1) should train like rank 3, which holds a replica of its stages. Found")
+    assert ranks.error().startswith(
+        "Rank 1 (stage 1) should train like rank 3, which holds a replica of its stages. Found"
+    )

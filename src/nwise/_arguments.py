@@ -83,6 +83,9 @@ def checked(
             raise TypeError(
                 f"`heads[{k}]` should be an nn.Module, a function that makes it, or None. Found {type(head).__name__}."
             )
+    for k, module in [*enumerate(mains), *enumerate(sides)]:
+        if isinstance(module, nn.Module):
+            refuse_wrappers(module.modules(), set(), f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`")
     several = isinstance(loss_fn, Sequence) and not isinstance(loss_fn, str)
     losses: list[LossFn] = list(loss_fn) if several else [loss_fn] * num_stages  # type: ignore[arg-type, list-item]
     if len(losses) != num_stages:
@@ -100,6 +103,44 @@ def checked(
                 f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
             )
     return [*sides, None], losses
+
+
+_WRAPPERS = {
+    "DataParallel": "torch.nn.DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DDP": "`replicate`",
+    "FSDPModule": "`fully_shard`",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "ShardedDataParallel": "ShardedDataParallel",
+    "DeepSpeedEngine": "a DeepSpeed engine",
+}
+
+
+def refuse_wrappers(
+    modules: Iterable[nn.Module], known: set[type], where: str = "a stage or head", *, several: bool = False
+) -> None:
+    """Raise ValueError for modules that exchange parameters or gradients with other processes or devices by themselves.
+
+    Args:
+        modules: all modules of the stages and heads.
+        known: types that have been looked at before; those of the modules are added.
+        where: place of the modules, for the message; default: some stage or head.
+        several: whether there are several processes, which `nn.SyncBatchNorm` would mix up; default: False.
+    """
+    for kind in set(map(type, modules)) - known:
+        for name in (base.__name__ for base in kind.__mro__):
+            if name in _WRAPPERS:
+                raise ValueError(
+                    f"Stages and heads should exchange nothing with other processes; nwise sums the gradients. Found "
+                    f"{_WRAPPERS[name]} in {where}; pass the plain module. For replicas, start a multiple of the processes or "
+                    "pass a mesh with a dimension 'dp' (docs/processes.md)."
+                )
+        if several and issubclass(kind, nn.SyncBatchNorm):
+            raise ValueError(
+                f"Stages and heads should exchange nothing with other processes. Found nn.SyncBatchNorm in {where}; use batch "
+                "norm with `nwise.defer_batchnorm`, whose statistics are those of the whole mini-batch."
+            )
+        known.add(kind)
 
 
 def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nwise._dtensor import check_unsharded, is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
 from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
@@ -62,9 +62,6 @@ class Engine:
         self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
-        for stage in stages:
-            check_unsharded(stage.module, stage.index)
-            check_unsharded(getattr(stage, "head", None), stage.index)
         self._alone = processes.num_ranks == 1
         group = processes.replicas_group()
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
@@ -116,6 +113,7 @@ class Engine:
                 tape.inputs = inputs
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
+        self._processes.progress.steps += 1
 
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.

@@ -100,7 +100,7 @@ def exchange(
         RuntimeError: another rank has not come in time.
     """
     store.set(f"{key}/{rank}", json.dumps(value))
-    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001  # type: ignore[attr-defined]  # it is there
     for other in range(size):
         while not store.check([f"{key}/{other}"]):  # its `wait` cannot be interrupted
             check()

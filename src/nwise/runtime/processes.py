@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nwise.randomness import derive, seeded
+from nwise.runtime.absent import Progress, watch_absent
 from nwise.runtime.channel import Receiver, Sender
 from nwise.runtime.watch import Doing
 from nwise.schedule.placement import Placement
 from nwise.tensors import Tensors
+
+_REMEDIES = {"seed": "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`"}
 
 
 class Processes:
@@ -33,6 +36,7 @@ class Processes:
         replica, num_replicas: index of this replica of the stages, and the number of replicas.
         ranks: ranks of this replica's processes, by place.
         doing: present action of this rank, for other ranks that wait for it; None between steps.
+        progress: steps that this process has made.
     """
 
     doing: Doing | None = None
@@ -45,6 +49,7 @@ class Processes:
 
     def __init__(self, num_stages: int) -> None:
         self.placement: Placement = (0,) * num_stages
+        self.progress = Progress()
 
     @property
     def num_ranks(self) -> int:
@@ -80,7 +85,8 @@ class Processes:
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise ValueError(
-                        f"`{name}` should be the same on every rank. Found {first!r} on rank 0 and {other!r} on rank {rank}."
+                        f"`{name}` should be the same on every rank. Found {first!r} on rank 0 and {other!r} on rank {rank}; "
+                        f"{_REMEDIES.get(name, f'give all ranks the same `{name}`')}."
                     )
 
     def by_place(self, name: str, value: Any) -> list[Any]:
@@ -207,6 +213,35 @@ class Processes:
         """End the exchange after the last step; all ranks call it together."""
 
 
+def _refuse(*_: object, **__: object) -> NoReturn:
+    """Raise RuntimeError."""
+    raise RuntimeError(
+        "A copy of a pipeline under several processes should only be read: its stages, parameters and state dict. Found a call "
+        "that needs the other processes; load its state dict into the pipeline, or make another `Pipeline` on all processes."
+    )
+
+
+class Copied(Processes):
+    """The processes of a copy of a pipeline: it holds the stages of its process, but has no connections to run them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        place: int,
+        rank: int,
+        size: int,
+        replica: int,
+        num_replicas: int,
+        ranks: Sequence[int],
+    ) -> None:
+        super().__init__(len(placement))
+        self.placement, self.place, self.rank, self.size = placement, place, rank, size
+        self.replica, self.num_replicas, self.ranks = replica, num_replicas, ranks
+
+    gather = hand_on = table = sums = collect = send = receive = connect = cast(Any, _refuse)
+    begin = watched = telling = compare = channels = new_group = replicas_group = cast(Any, _refuse)
+
+
 class RemoteModule(nn.Module):
     """Stands for a stage or head, named `what`, that the process of another rank holds."""
 
@@ -238,7 +273,10 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            modules.append(RemoteModule(f"{what} {k}", processes.stage_rank(k)))
+            rank = processes.stage_rank(k)
+            modules.append(RemoteModule(f"{what} {k}", rank))
+            if isinstance(item, nn.Module):
+                watch_absent(item, f"{what} {k}", rank, processes.progress)
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())

@@ -33,10 +33,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
+from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
 from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
-from nwise.runtime.processes import Processes
+from nwise.runtime.processes import Copied, Processes
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
@@ -99,6 +100,7 @@ class World(Processes):
         self._default = dist.group.WORLD if start(4 * limit) else None
         self._number, self._settings, self._replica = next(_numbers), ("", 0), 0
         self.begin("the construction")
+        self.progress = Progress()
         self.mesh = make_mesh(num_stages, mesh)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
@@ -184,7 +186,9 @@ class World(Processes):
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         columns = self._columns()
-        new = dict.fromkeys(self._places(stages) for stages in sets if (self._places(stages), replicas) not in self._groups)
+        new = dict.fromkeys(
+            self._places(stages) for stages in sets if (self._places(stages), replicas) not in self._groups
+        )
         if new:
             self.begin("the making of groups")
         for places in new:
@@ -335,6 +339,10 @@ class World(Processes):
         while self._made and dist.is_initialized():  # with the default group the caller destroys all others
             dist.destroy_process_group(self._made.pop())
         atexit.unregister(self._close_at_exit)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copy or a pickle of a pipeline keep its stages without connections."""
+        return Copied, (self.placement, self.place, self.rank, self.size, self.replica, self.num_replicas, self.ranks)
 
     def _close_at_exit(self) -> None:
         """Close, and exit with 1 after an error: exceptions raised in exit handlers do not change the exit code."""
