@@ -52,17 +52,8 @@ class Ranks:
 
     def watch(self, rank: int, size: int) -> Watchdog:
         """A watch whose threads never start."""
-        return Watchdog(
-            self.store,
-            rank,
-            size,
-            [rank],
-            LIMIT,
-            lambda: self.doing[rank],
-            lambda: self.now,
-            self.calls[rank],
-            twin=(rank + 2) % size if size == 4 else None,
-        )
+        doing, clock = lambda: self.doing[rank], lambda: self.now
+        return Watchdog(self.store, rank, size, [rank], LIMIT, doing, clock, self.calls[rank])
 
     def begin(self, rank: int, action: Action | None, step: int = 3, *, over: bool = False) -> None:
         self.doing[rank] = None if action is None else Doing(step, action, self.now, over)
@@ -197,19 +188,3 @@ def test_rank_that_makes_another_call_ends_all() -> None:
     )
     assert ranks.error().startswith(expected)
     assert re.search(r" here and step 40 \(`Calls.begin` in test_watch.py, line \d+\) there; make both", ranks.error())
-
-
-def test_replica_that_trains_otherwise_ends_all() -> None:
-    """Ranks 0 and 2 hold the same stage, and so do ranks 1 and 3; the two stages may differ."""
-    ranks = Ranks(4)
-    for step in range(2):
-        for rank, calls in enumerate(ranks.calls):
-            calls.begin(f"step {step}", *A, replica=rank % 2)
-        ranks.tick()
-    assert not ranks.error()
-    for rank, calls in enumerate(ranks.calls):
-        calls.begin("step 2", *A, replica=5 if rank == 3 else rank % 2)
-    ranks.tick()
-    assert ranks.error().startswith(
-        "Rank 1 (stage 1) should train like rank 3, which holds a replica of its stages. Found"
-    )

@@ -165,21 +165,33 @@ def placed(
     return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
 
 
-def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:
-    """Return True if all processes with a target have the same one, as from equal loaders; otherwise raise ValueError."""
-    parts = () if target is None else as_tuple(target, "`target`")
-    code = "".join(
-        sha256(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for t in (parts if processes.size > 1 else ())
-    )
-    codes = [(rank, other) for rank, other in enumerate(processes.gather("target", code)) if other]
-    for rank, other in codes[1:]:
-        if other != codes[0][1]:
-            raise ValueError(
-                f"Every rank should get the same mini-batches. Found different targets on ranks {codes[0][0]} and {rank}; "
-                "shuffle with one seed on all ranks, as `nwise.data.batch_indices` does."
-            )
+def check_same_batch(processes: Processes, inputs: Tensors, target: Input | Tensors | None) -> bool:
+    """Return True if all processes have the same targets, and all replicas of the first stage the same inputs, as from equal
+    loaders; otherwise raise ValueError.
+    """
+    used = {
+        "inputs": inputs if processes.num_replicas > 1 and 0 in processes.here else (),
+        "targets": () if target is None else as_tuple(target, "`target`"),
+    }
+    codes = {what: "".join(map(_code, tensors)) for what, tensors in used.items() if processes.size > 1}
+    everywhere = processes.gather("mini-batch", codes)
+    for what in codes:
+        known = [(rank, other[what]) for rank, other in enumerate(everywhere) if other[what]]
+        for rank, other in known[1:]:
+            if other != known[0][1]:
+                raise ValueError(
+                    f"Every rank should get the same mini-batches. Found different {what} on ranks {known[0][0]} and {rank}; "
+                    "shuffle with one seed on all ranks, as `nwise.data.batch_indices` does. nwise shares each mini-batch out "
+                    "among replicas."
+                )
     return True
+
+
+def _code(tensor: torch.Tensor) -> str:
+    """Return a text that is equal for equal tensors."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _takes(module: nn.Module, inputs: Tensors) -> bool:

@@ -225,7 +225,7 @@ class Pipeline(OldNames, nn.Module):
         return outputs
 
     def exit(self, *inputs: Input, threshold: float | Mapping[int, float] = 0.9, **named: Tensor) -> Answers:
-        """Run the network in evaluation mode; samples exit at the first confident head. All processes call it and get the answers.
+        """Let samples exit at the first confident head, in evaluation mode; all processes call it and get the answers.
 
         Args:
             inputs, named: inputs of the first stage, as for `step`.
@@ -269,7 +269,7 @@ class Pipeline(OldNames, nn.Module):
             replica=processes.replica,
             num_replicas=processes.num_replicas,
         )
-        self._compared = self._compared or arguments.check_same_target(processes, target)
+        self._compared = self._compared or arguments.check_same_batch(processes, given, target)
         self.habits.before_step()
         modules = self._survey()
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])

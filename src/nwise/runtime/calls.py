@@ -30,7 +30,6 @@ class Call(NamedTuple):
         name: the call, such as ``"step 3"``.
         settings: strategy and number of micro-batches, for error messages; default: none.
         digest: number that is equal on two ranks if their settings and orders of work are; default: 0.
-        replica: number that is equal on the ranks of all replicas of a stage if they train alike; default: 0.
         place: function of nwise and line of the caller's script; default: unknown.
     """
 
@@ -38,7 +37,6 @@ class Call(NamedTuple):
     name: str
     settings: str = ""
     digest: int = 0
-    replica: int = 0
     place: str = ""
 
     def __str__(self) -> str:
@@ -52,9 +50,9 @@ class Calls:
         self.count = 0
         self._last: deque[Call] = deque(maxlen=_KEPT)
 
-    def begin(self, name: str, settings: str = "", digest: int = 0, replica: int = 0) -> None:
+    def begin(self, name: str, settings: str = "", digest: int = 0) -> None:
         """Add a call."""
-        self._last.append(Call(self.count, name, settings, digest, replica, _caller()))
+        self._last.append(Call(self.count, name, settings, digest, _caller()))
         self.count += 1
 
     def published(self) -> list[Call]:

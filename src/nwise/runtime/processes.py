@@ -200,9 +200,6 @@ class Processes:
             facts: everything to compare, with a `repr` that is the same in every process.
         """
 
-    def compare_replicas(self, facts: Any) -> None:
-        """Check that the ranks with the same stages train alike from the next call on, as `compare` does for all ranks."""
-
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
 

@@ -72,7 +72,6 @@ class Watchdog:
         doing: function that returns the present action of this rank; None between steps.
         clock: function that returns the time in seconds; default: that of `Doing.since`.
         calls: calls of this rank that all ranks make; default: none yet.
-        twin: rank that holds the same stages in the next replica; default: this one.
 
     Attributes:
         on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
@@ -88,10 +87,9 @@ class Watchdog:
         doing: Callable[[], Doing | None],
         clock: Callable[[], float] = time.perf_counter,
         calls: Calls | None = None,
-        twin: int | None = None,
     ) -> None:
         self._doing, self._clock = doing, clock
-        self._calls, self._twin = calls or Calls(), rank if twin is None else twin
+        self._calls = calls or Calls()
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
         self._store, self._error_store = store.clone(), store.clone()
@@ -238,10 +236,7 @@ class Watchdog:
     def _check_next(self) -> None:
         other, now = (self._rank + 1) % self._size, self._clock()
         beat = _last_beat(self._store, other)
-        different = self._difference(other, beat, replicas=False)
-        if not different and self._twin != self._rank:
-            different = self._difference(self._twin, _last_beat(self._store, self._twin), replicas=True)
-        if different:
+        if different := self._difference(other, beat):
             self._tell(different, store=self._store)
         elif beat != self._heard[0]:
             self._heard = beat, now
@@ -251,7 +246,7 @@ class Watchdog:
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
             )
 
-    def _difference(self, other: int, beat: dict[str, Any], *, replicas: bool) -> str:
+    def _difference(self, other: int, beat: dict[str, Any]) -> str:
         """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
         for mine, theirs in self._calls.pairs(Call(*call) for call in beat.get("calls", ())):
             if mine.name != theirs.name:
@@ -263,11 +258,6 @@ class Watchdog:
                 return (
                     f"should train with the same settings as rank {other}. Found {mine.settings} here and {theirs.settings} "
                     "there; give all ranks the same strategy, number of micro-batches, order and trainable stages"
-                )
-            if replicas and mine.replica != theirs.replica:
-                return (
-                    f"should train like rank {other}, which holds a replica of its stages. Found other trainable parameters or "
-                    f"modes (`train`, `eval`) there in {mine}; set both alike in all replicas"
                 )
         return ""
 

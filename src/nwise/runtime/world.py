@@ -98,7 +98,7 @@ class World(Processes):
         self._timeout = timedelta(seconds=4 * limit)
         # The default group is free for our own messages if it was made here.
         self._default = dist.group.WORLD if start(4 * limit) else None
-        self._number, self._settings, self._replica = next(_numbers), ("", 0), 0
+        self._number, self._settings = next(_numbers), ("", 0)
         self.begin("the construction")
         self.progress = Progress()
         self.mesh = make_mesh(num_stages, mesh)
@@ -116,11 +116,7 @@ class World(Processes):
         self._made = [group for group in own if group is not dist.group.WORLD]
         self._shared: dict[str, int] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
-        twins = self._twins()
-        twin = twins[(twins.index(self.rank) + 1) % len(twins)]
-        self.watch = Watchdog(
-            self.store, self.rank, self.size, self.here, limit, lambda: self.doing, calls=_calls, twin=twin
-        )
+        self.watch = Watchdog(self.store, self.rank, self.size, self.here, limit, lambda: self.doing, calls=_calls)
         self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
         self._on_close: list[Callable[[], None]] = []
         self.watch.start()
@@ -174,10 +170,6 @@ class World(Processes):
         }
         self._channels[device, self.placement] = senders, receivers
         return senders, receivers
-
-    def _twins(self) -> list[int]:
-        """Return the ranks that hold the same stages, or the same part of them, one of every replica."""
-        return [self.rank] if self.num_replicas == 1 else dist.get_process_group_ranks(self.mesh.get_group("dp"))
 
     def _columns(self) -> list[list[int]]:
         """Return one list for each replica and each part of a stage: its ranks, by place."""
@@ -274,7 +266,7 @@ class World(Processes):
         return with_names(tensors, spec_names(header[0]))
 
     def begin(self, name: str) -> None:
-        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, self._replica)
+        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings)
 
     @contextmanager
     def watched(self, name: str | None) -> Iterator[None]:
@@ -313,9 +305,6 @@ class World(Processes):
 
     def compare(self, name: str, facts: Any) -> None:
         self._settings = name, derive(repr(facts))
-
-    def compare_replicas(self, facts: Any) -> None:
-        self._replica = derive(repr(facts))
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         self.watch.on_beat = on_beat
