@@ -21,7 +21,7 @@ from ranks import habits
 
 
 def test_habits_under_torchrun(tmp_path: Path) -> None:
-    """Regressions: `summary` on one rank hung for twenty minutes; a pipeline could not be copied. Without a word, torch's clipping
+    """Regressions: `summary` on one rank hung for twenty minutes; a pipeline could not be copied. In silence, torch's clipping
     gave other results on every number of ranks, and the network was saved and used mostly untrained."""
     norms: list[float] = []
     pipe, model = habits.clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
@@ -148,7 +148,7 @@ def test_copy_of_an_old_network_stays_old() -> None:
 
 def wrapped(name: str, base: type = object) -> nn.Module:
     """A layer whose class looks like a wrapper's; real ones need a process group."""
-    return type("Layer", (type(name, (base,), {}), nn.Linear), {})(4, 4)  # type: ignore[no-any-return]
+    return type("Layer", (type(name, (base,), {}), nn.Linear), {})(4, 4)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_wrappers_that_synchronise_are_refused(name: str) -> None:
         nwise.Pipeline([lambda: bad, nn.Linear(4, 4)], strategy="end-to-end")
     pipe = nwise.Pipeline([nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)], strategy="end-to-end")
     trained(pipe)
-    pipe.stages[0][0] = bad  # type: ignore[index, operator]
+    pipe.stages[0][0] = bad  # type: ignore[operator]
     with pytest.raises(ValueError, match=match.format("a stage or head")):
         trained(pipe)
 

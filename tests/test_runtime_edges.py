@@ -130,7 +130,7 @@ def test_rank_leaving_before_a_call_of_all_ends_all_ranks(call: str, tmp_path: P
     began = time.monotonic()
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
-    place = rf"\(`{'Pipeline.step' if 'step' in call else 'gather_weights'}` in leaving.py, line 7\)"
+    place = rf"\(`{'Pipeline.step' if 'step' in call else 'gather_weights'}` in leaving.py, line 8\)"
     assert re.search(rf"Found (.* {place} here and the end|the end .* here and .* {place} there)", done.stderr)
     assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
 

@@ -39,7 +39,9 @@ class Habits:
         self._updates = 0
         self._versions: dict[Tensor, int] = {}
         self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and a copy of its first values
+        self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
         self._warned = False
+        processes.before_close(self.look_at_factors)
 
     def learns(self) -> list[Tensor]:
         """Return the trainable parameters of this process."""
@@ -56,8 +58,11 @@ class Habits:
         """Warn if the loop has left out heads or scaled the gradients of each process by another factor."""
         if self._versions:
             self._look_at_heads()
-        if self._processes.size > 1 and self._steps and self._looks and not self._warned:
-            self._look_at_factors()
+        if self._processes.size > 1 and self._steps and self._looks:
+            factor, self._gradient = None if self._gradient is None else _factor(*self._gradient), None
+            self._processes.post(f"factor/{self._steps}", factor)
+            self._posted.append(self._steps)
+        self.look_at_factors()
         self._steps += 1
 
     @property
@@ -83,18 +88,18 @@ class Habits:
                 )
         self._versions = {}
 
-    def _look_at_factors(self) -> None:
-        """Compare between all processes by which factor the last step's gradients have been scaled."""
-        factor, self._gradient = None if self._gradient is None else _factor(*self._gradient), None
-        known = [(rank, f) for rank, f in enumerate(self._processes.gather("the factor", factor)) if f is not None]
-        if known and (other := max(known, key=lambda one: abs(one[1] - known[0][1])))[1] != known[0][1]:
-            (rank, first), (second, last) = known[0], other
-            if abs(first - last) > 1e-3 * max(abs(first), abs(last)):
+    def look_at_factors(self) -> None:
+        """Compare by which factor each process has scaled its gradients, once all have said so; wait for none."""
+        while self._posted and (factors := self._processes.posted(f"factor/{self._posted[0]}")) is not None:
+            step = self._posted.pop(0)
+            known = [(factor, rank) for rank, factor in enumerate(factors) if factor is not None]
+            (low, first), (high, second) = (min(known), max(known)) if known else ((1.0, 0), (1.0, 0))
+            if high - low > 1e-3 * max(abs(high), abs(low)) and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"All processes should scale their gradients alike. Found a factor of {first:.3g} on rank {rank} and of "
-                    f"{last:.3g} on rank {second}, because torch's `clip_grad_norm_` sees the stages of one process only; use "
-                    "`nwise.clip_grad_norm_(pipe, max_norm)`. This warning appears once.",
+                    f"All processes should scale their gradients alike. Found a factor of {low:.3g} on rank {first} and of "
+                    f"{high:.3g} on rank {second} after {step} steps, because torch's `clip_grad_norm_` sees the stages of one "
+                    "process only; use `nwise.clip_grad_norm_(pipe, max_norm)`. This warning appears once.",
                     stacklevel=4,
                 )
 

@@ -82,7 +82,7 @@ def main() -> dict[str, Any]:
         )
         found["averaged"] = told(lambda: torch.optim.swa_utils.AveragedModel(pipe).update_parameters(pipe))
     for name, make in (("copied", copy.deepcopy), ("pickled", lambda pipe: pickle.loads(pickle.dumps(pipe)))):
-        twin = make(pipe)
+        twin: nwise.Pipeline = make(pipe)  # type: ignore[no-untyped-call]
         same = zip(pipe.state_dict().items(), twin.state_dict().items(), strict=True)
         here = pipe.processes.here[0]
         hidden = x if here == 0 else torch.ones(2, 5, dtype=torch.float64)

@@ -82,7 +82,7 @@ class Sometimes(nn.Module):
 
 def images() -> nn.Module:
     layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3))
-    return layers.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    return layers.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def ignoring(step: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def refusals() -> dict[str, str]:
     with torch.no_grad():
         alike.module[1].bias[0] += 1e-3 * RANK  # type: ignore[index]
     try_to("values", lambda: check_equal(group, alike))
-    dist.broadcast(alike.module[1].bias.detach(), 0)  # type: ignore[index, operator]
+    dist.broadcast(alike.module[1].bias.detach(), 0)  # type: ignore[index]
 
     def step() -> None:
         alike.survey(alike.module, None)
@@ -191,10 +191,10 @@ def refusals() -> dict[str, str]:
     alike.module[1].train(RANK == 0)  # type: ignore[index]
     try_to("evaluated later", step)
     alike.module.train()
-    alike.module[0].weight.requires_grad_(RANK == 0)  # type: ignore[index, operator]
+    alike.module[0].weight.requires_grad_(RANK == 0)  # type: ignore[index]
     try_to("frozen later", step)
     alike.module.requires_grad_(True)
-    alike.module[0].weight.register_post_accumulate_grad_hook(print)  # type: ignore[index, operator]
+    alike.module[0].weight.register_post_accumulate_grad_hook(print)  # type: ignore[index]
     try_to("hook", step)
     return said
 

@@ -78,6 +78,13 @@ class Processes:
         """
         return [value]
 
+    def post(self, name: str, value: Any) -> None:
+        """Let the other ranks read a value, serialisable as JSON, under a name that is used once; wait for none of them."""
+
+    def posted(self, name: str) -> list[Any] | None:
+        """Return the values that all ranks have posted, in order of the ranks; None if one has not yet."""
+        return None
+
     def agree(self, **values: Any) -> None:
         """Raise ValueError unless all ranks have the same values."""
         for name, value in values.items():
@@ -235,7 +242,7 @@ class Copied(Processes):
         self.placement, self.place, self.rank, self.size = placement, place, rank, size
         self.replica, self.num_replicas, self.ranks = replica, num_replicas, ranks
 
-    gather = hand_on = table = sums = collect = send = receive = connect = cast(Any, _refuse)
+    gather = post = hand_on = table = sums = collect = send = receive = connect = cast(Any, _refuse)
     begin = watched = telling = compare = channels = new_group = replicas_group = cast(Any, _refuse)
 
 

@@ -204,6 +204,13 @@ class World(Processes):
     def _exchange(self, name: str, value: Any) -> list[Any]:
         return exchange(self.store, self._key(name), self.rank, self.size, value, self.watch.check)
 
+    def post(self, name: str, value: Any) -> None:
+        self.store.set(f"posted/{name}/{self.rank}", json.dumps(value))
+
+    def posted(self, name: str) -> list[Any] | None:
+        keys = [f"posted/{name}/{rank}" for rank in range(self.size)]
+        return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
+
     def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
         pipeline = next(i for i, column in enumerate(self._columns()) if self.rank in column)
         key = f"{self._key(name)}/{pipeline}"
