@@ -288,6 +288,7 @@ def test_delay_of_zero_is_the_strategy_itself_bitwise() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Heads should be trained")  # only the main network is
 def test_delay_works_with_clipping_recomputation_and_schedulers() -> None:
     """The gradients that are clipped are those that the update uses."""
     found = []
