@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import nwise
 from launch import forked, results
-from nwise._arguments import check_same_target
+from nwise._arguments import check_same_batch
 from nwise.runtime import launch as world
 from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
@@ -75,18 +75,18 @@ def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
 
 def test_targets_of_any_layout_are_compared() -> None:
     """Regression: a column of a table could not be viewed as bytes."""
-    codes: list[str] = []
+    codes: list[dict[str, str]] = []
 
-    def gather(name: str, code: str) -> list[str]:  # every call is another process
+    def gather(name: str, code: dict[str, str]) -> list[dict[str, str]]:  # every call is another process
         codes.append(code)
         return codes
 
-    joining: Any = SimpleNamespace(size=2, gather=gather)
+    joining: Any = SimpleNamespace(size=2, num_replicas=1, here=(0,), gather=gather)
     column = torch.arange(6).reshape(3, 2)[:, 1]
-    assert check_same_target(joining, column.clone())
-    assert check_same_target(joining, column)
+    assert check_same_batch(joining, (), column.clone())
+    assert check_same_batch(joining, (), column)
     with pytest.raises(ValueError, match="Found different targets on ranks 0 and 2"):
-        check_same_target(joining, column + 1)
+        check_same_batch(joining, (), column + 1)
 
 
 def test_rank_without_loss_accepts_target_none(tmp_path: Path) -> None:

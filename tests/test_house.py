@@ -45,7 +45,7 @@ RANKS = [
     ["stage"],
     ["runtime", "data"],
     ["planning"],
-    ["_arguments", "exits", "pipeline", "program", "recipes"],
+    ["_arguments", "_habits", "exits", "pipeline", "program", "recipes"],
     ["training"],
     ["report"],
     ["cli", "__main__"],

@@ -93,7 +93,7 @@ def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
     said, seconds = faulty("leave", 1, -1, tmp_path)
     assert seconds < 60, "not the default limit of five minutes"
     assert len(said) == 4
-    assert "waits for rank 1, which has left after 3 steps" in said[0]
+    assert re.search(r"Found (step \d|the end).* here and (step \d|the end).* there", said[0]), said[0]
 
 
 @pytest.mark.slow("two hundred starts, ten minutes")
@@ -247,7 +247,7 @@ def test_replica_all_reduce_overlaps_backward(monkeypatch: pytest.MonkeyPatch, t
     really = dist.all_reduce
 
     def all_reduce(flat: Tensor, **settings: Any) -> Any:
-        events.append(f"sum of {flat.numel() - 1}")
+        events.append(f"sum of {flat.numel() - 34}")  # two flags of the parameter, 32 of the replica
         return really(flat, **settings)
 
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 1)

@@ -112,7 +112,8 @@ def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert re.search(
-        r"All ranks should make the same number of steps. Found \[3, 2\]|has left after 2 steps", done.stderr
+        r"All ranks should make the same calls of nwise|Found (step 2 .*|the end .*) here and (step 2|the end)",
+        done.stderr,
     )
 
 
@@ -129,8 +130,29 @@ def test_rank_leaving_before_a_call_of_all_ends_all_ranks(call: str, tmp_path: P
     began = time.monotonic()
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
-    assert "Rank 0 (stage 0) waits for rank 1, which has left after 2 steps" in done.stderr
+    place = rf"\(`{'Pipeline.step' if 'step' in call else 'gather_weights'}` in leaving.py, line 8\)"
+    assert re.search(rf"Found (.* {place} here and the end|the end .* here and .* {place} there)", done.stderr)
     assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
+
+
+@pytest.mark.parametrize("call", ["gather_weights(pipe)", "pipe(x)", "Clip(pipe, 1.0)()"])
+def test_call_of_one_rank_only_is_found_at_once(call: str, tmp_path: Path) -> None:
+    """Regression: ``if rank == 0: gather_weights(pipe)`` between two steps hung for twenty minutes without a word."""
+    script = tmp_path / "guarded.py"
+    script.write_text(
+        "import os\nfrom nwise.training import gather_weights\nfrom nwise.training.clip import Clip\n"
+        "from ranks.common import batches, pipeline\n"
+        "pipe = pipeline(2, '2-wise', 1)\nfor x, y in batches(3):\n    pipe.step(x, target=y)\n"
+        f"    if os.environ['RANK'] == '0':\n        {call}\n"
+    )
+    began = time.monotonic()
+    done = forked(2, [str(script)], tmp_path)
+    assert done.returncode != 0
+    assert re.search(
+        r"Found .* \(`.*` in guarded.py, line [79]\) here and .* \(`.*` in guarded.py, line [79]\) there; make both",
+        done.stderr,
+    ), done.stderr
+    assert time.monotonic() - began < 60, "and not 4 x 300 seconds"
 
 
 def test_command_line_training_matches_single_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from nwise.runtime.watch import Doing, RankError, Runs, Watchdog
+from nwise.runtime.calls import Calls
+from nwise.runtime.watch import Doing, RankError, Watchdog
 from nwise.schedule.actions import Action, Kind
 
 LIMIT = 10.0
@@ -43,12 +46,14 @@ class Ranks:
         self.now = 0.0
         self.doing: list[Doing | None] = [None] * size
         self.store = Store()
+        self.calls = [Calls() for _ in range(size)]
         self.watches = [self.watch(rank, size) for rank in range(size)]
         self.asleep: set[int] = set()
 
     def watch(self, rank: int, size: int) -> Watchdog:
         """A watch whose threads never start."""
-        return Watchdog(self.store, rank, size, [rank], LIMIT, lambda: self.doing[rank], lambda: self.now)
+        doing, clock = lambda: self.doing[rank], lambda: self.now
+        return Watchdog(self.store, rank, size, [rank], LIMIT, doing, clock, self.calls[rank])
 
     def begin(self, rank: int, action: Action | None, step: int = 3, *, over: bool = False) -> None:
         self.doing[rank] = None if action is None else Doing(step, action, self.now, over)
@@ -127,27 +132,20 @@ def test_first_error_is_the_one_of_all_ranks() -> None:
     assert str(first).endswith("failed at F0(1) (forward, stage 0, micro-batch 1) of step 3: ValueError: a")
 
 
-def call(watch: Watchdog, runs: Runs | None = None) -> None:
-    """Begin a call, with something else from it on."""
-    if runs is not None:
-        watch.runs = runs._replace(since=watch.calls)
-    watch.calls += 1
+A, B = ("2-wise with M = 2", 1), ("local with M = 2", 2)
 
 
-A, B = Runs(0, "2-wise with M = 2", 1), Runs(0, "local with M = 2", 2)
-
-
-def test_ranks_that_train_with_different_things_end() -> None:
+def test_ranks_that_train_with_different_settings_end() -> None:
     """Regression: a strategy set on one rank trained something else in silence, or hung until the time limit."""
     ranks = Ranks(2)
-    zero, one = ranks.watches
-    for watch in ranks.watches:
-        call(watch, A)
+    zero, one = ranks.calls
+    for calls in ranks.calls:
+        calls.begin("step 0", *A)
     ranks.tick()
-    call(zero, B)
+    zero.begin("step 1", *B)
     ranks.tick()
     assert not ranks.error(), "rank 1 may change, too, before it begins the call"
-    call(one)
+    one.begin("step 1", *A)
     ranks.tick()
     assert (
         "(stage 0) should train with the same settings as rank 1. Found local with M = 2 here and 2-wise with M = 2"
@@ -157,37 +155,36 @@ def test_ranks_that_train_with_different_things_end() -> None:
 
 def test_rank_may_be_ahead_with_a_change() -> None:
     ranks = Ranks(2)
-    zero, one = ranks.watches
-    for watch in ranks.watches:
-        call(watch, A)
-    call(zero, B)
-    call(zero, A)
+    zero, one = ranks.calls
+    for calls in ranks.calls:
+        calls.begin("step 0", *A)
+    zero.begin("step 1", *B)
+    zero.begin("step 2", *A)
     ranks.tick()
-    call(one, B)
+    one.begin("step 1", *B)
     ranks.tick()
-    call(one, A)
+    one.begin("step 2", *A)
     ranks.tick()
     assert not ranks.error()
 
 
-def test_rank_that_drains_alone_ends_all() -> None:
-    """Regression: after `pending_gradients` on rank 0 only, rank 1 paired activations with the targets of the step after."""
-    ranks = Ranks(2)
-    zero, one = ranks.watches
-    for watch in ranks.watches:
-        watch.train("2-wise-delay-1 with M = 2", 7)
-        call(watch)
-    for watch in ranks.watches:  # a checkpoint, on all ranks
-        watch.count_drain()
-        call(watch)
-        call(watch)
-        ranks.tick()
-    assert not ranks.error()
-    zero.count_drain()
-    call(zero)
+def test_rank_that_makes_another_call_ends_all() -> None:
+    """Regression: a call on one rank only, such as `drain`, was found by chance, or after four times the time limit."""
+    ranks = Ranks(3)
+    for step in range(40):
+        for calls in ranks.calls:
+            calls.begin(f"step {step}", *A)
     ranks.tick()
-    assert not ranks.error(), "rank 1 may drain, too"
-    call(one)
+    for calls in ranks.calls[:2]:  # a checkpoint; rank 2 only lags behind
+        calls.begin("`drain`", *A)
+        calls.begin("step 40", *A)
     ranks.tick()
-    assert "Found 2-wise-delay-1 with M = 2 after 2 calls of `drain` or `pending_gradients` here" in ranks.error()
-    assert "and 2-wise-delay-1 with M = 2 after 1 calls" in ranks.error()
+    assert not ranks.error(), "rank 2 may drain, too"
+    ranks.calls[2].begin("step 40", *A)
+    ranks.tick()
+    expected = (
+        "Rank 1 (stage 1) should make the same calls of nwise as rank 2, in the same order. Found `drain` (`Calls.begin` in "
+        "test_watch.py, line "
+    )
+    assert ranks.error().startswith(expected)
+    assert re.search(r" here and step 40 \(`Calls.begin` in test_watch.py, line \d+\) there; make both", ranks.error())

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Switch,
         strategy,
     )
+    from nwise.training.clip import clip_grad_norm_
 
 __version__ = "0.2.0.dev0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "Strategy",
     "Switch",
     "carry",
+    "clip_grad_norm_",
     "compile_module",
     "defer_batchnorm",
     "find_flow",
@@ -81,6 +83,7 @@ _PLACES = {
     "Flow": "flow",
     "Pipeline": "pipeline",
     "carry": "models.carry",
+    "clip_grad_norm_": "training.clip",
     "compile_module": "_compiled",
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",

@@ -85,6 +85,9 @@ def checked(
             raise TypeError(
                 f"`heads[{k}]` should be an nn.Module, a function that makes it, or None. Found {type(head).__name__}."
             )
+    for k, module in [*enumerate(mains), *enumerate(sides)]:
+        if isinstance(module, nn.Module):
+            refuse_wrappers(module.modules(), set(), f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`")
     several = isinstance(loss_fn, Sequence) and not isinstance(loss_fn, str)
     losses: list[LossFn] = list(loss_fn) if several else [loss_fn] * num_stages  # type: ignore[arg-type, list-item]
     if len(losses) != num_stages:
@@ -102,6 +105,44 @@ def checked(
                 f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
             )
     return [*sides, None], losses
+
+
+_WRAPPERS = {
+    "DataParallel": "torch.nn.DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DDP": "`replicate`",
+    "FSDPModule": "`fully_shard`",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "ShardedDataParallel": "ShardedDataParallel",
+    "DeepSpeedEngine": "a DeepSpeed engine",
+}
+
+
+def refuse_wrappers(
+    modules: Iterable[nn.Module], known: set[type], where: str = "a stage or head", *, several: bool = False
+) -> None:
+    """Raise ValueError for modules that exchange parameters or gradients with other processes or devices by themselves.
+
+    Args:
+        modules: all modules of the stages and heads.
+        known: types that have been looked at before; those of the modules are added.
+        where: place of the modules, for the message; default: some stage or head.
+        several: whether there are several processes, which `nn.SyncBatchNorm` would mix up; default: False.
+    """
+    for kind in set(map(type, modules)) - known:
+        for name in (base.__name__ for base in kind.__mro__):
+            if name in _WRAPPERS:
+                raise ValueError(
+                    f"Stages and heads should exchange nothing with other processes; nwise sums the gradients. Found "
+                    f"{_WRAPPERS[name]} in {where}; pass the plain module. For replicas, start a multiple of the processes or "
+                    "pass a mesh with a dimension 'dp' (docs/processes.md)."
+                )
+        if several and issubclass(kind, nn.SyncBatchNorm):
+            raise ValueError(
+                f"Stages and heads should exchange nothing with other processes. Found nn.SyncBatchNorm in {where}; use batch "
+                "norm with `nwise.defer_batchnorm`, whose statistics are those of the whole mini-batch."
+            )
+        known.add(kind)
 
 
 def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
@@ -143,21 +184,33 @@ def placed(
     return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
 
 
-def check_same_target(processes: Processes, target: Input | Tensors | None) -> bool:
-    """Return True if all processes with a target have the same one, as from equal loaders; otherwise raise ValueError."""
-    parts = () if target is None else as_tuple(target, "`target`")
-    code = "".join(
-        sha256(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for t in (parts if processes.size > 1 else ())
-    )
-    codes = [(rank, other) for rank, other in enumerate(processes.gather("target", code)) if other]
-    for rank, other in codes[1:]:
-        if other != codes[0][1]:
-            raise ValueError(
-                f"Every rank should get the same mini-batches. Found different targets on ranks {codes[0][0]} and {rank}; "
-                "shuffle with one seed on all ranks, as `nwise.data.batch_indices` does."
-            )
+def check_same_batch(processes: Processes, inputs: Tensors, target: Input | Tensors | None) -> bool:
+    """Return True if all processes have the same targets, and all replicas of the first stage the same inputs, as from equal
+    loaders; otherwise raise ValueError.
+    """
+    used = {
+        "inputs": inputs if processes.num_replicas > 1 and 0 in processes.here else (),
+        "targets": () if target is None else as_tuple(target, "`target`"),
+    }
+    codes = {what: "".join(map(_code, tensors)) for what, tensors in used.items() if processes.size > 1}
+    everywhere = processes.gather("mini-batch", codes)
+    for what in codes:
+        known = [(rank, other[what]) for rank, other in enumerate(everywhere) if other[what]]
+        for rank, other in known[1:]:
+            if other != known[0][1]:
+                raise ValueError(
+                    f"Every rank should get the same mini-batches. Found different {what} on ranks {known[0][0]} and {rank}; "
+                    "shuffle with one seed on all ranks, as `nwise.data.batch_indices` does. nwise shares each mini-batch out "
+                    "among replicas."
+                )
     return True
+
+
+def _code(tensor: torch.Tensor) -> str:
+    """Return a text that is equal for equal tensors."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _takes(module: nn.Module, inputs: Tensors) -> bool:

@@ -135,7 +135,7 @@ def check_parts(size: int, num_microbatches: int, num_replicas: int) -> None:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise ValueError(
             f"`num_microbatches` should be at most the {size} samples of the mini-batch, over all replicas. Found "
-            f"{num_microbatches}{replicas}; use fewer, or a larger batch."
+            f"{num_microbatches}{replicas}; use fewer, or a larger batch, for example without a small last one (`drop_last`)."
         )
 
 

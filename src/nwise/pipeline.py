@@ -14,11 +14,11 @@ import nwise._arguments as arguments
 from nwise._arguments import HeadDict, ModuleOrFactory
 from nwise._compiled import allow_several_passes
 from nwise._errors import check_at_least
+from nwise._habits import Habits
 from nwise._hooks import once
 from nwise._modes import evaluating
 from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
-from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
@@ -131,18 +131,19 @@ class Pipeline(OldNames, nn.Module):
         self.loss_shares: Mapping[int, float] = {}
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
-        self.warns_of_divergence = True
-        self._divergence = Divergence()
-        self._compared = False  # whether the targets of all ranks have been compared
+        self.warns_of_divergence, self._divergence = True, Divergence()
+        self._compared = False  # whether the mini-batches of all ranks have been compared
         self._observer = None if plan is None else Observer(plan, self.processes)
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
+        self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self.loss_fns, self._terms = tuple(losses), make_terms(losses)
         self._engine: Engine | None = None
-        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(self._forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()
+        self._program.measure(self.stages, self.heads)
         check_heads(self._program.flows_from(0, rule, num_microbatches, self.heads), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches, stacklevel=2)
         self.compress = fingerprint(self._compression)
@@ -200,19 +201,16 @@ class Pipeline(OldNames, nn.Module):
         return self.heads.parameters()
 
     def summary(self) -> str:
-        """Describe the next step: parameters, the losses of each stage, messages; all processes must call it."""
-        here = {k: [count(self.stages[k]), count(self.heads.get(k))] for k in self.processes.here}
-        now, many = self.strategy.in_force(self.steps), "es" * (self.num_microbatches > 1)
-        title = f"{self.num_stages} stages, {self.strategy.name}, {self.num_microbatches} micro-batch{many}"
-        flow = self._program.flows(now, self.num_microbatches, self.heads)[self.steps % now.turns][0]
-        return describe(title, self.processes.by_stage(here), flow, self.credit)
+        """Describe the next step: numbers of parameters, the losses of each stage, and messages."""
+        now = self.strategy.in_force(self.steps), self.strategy.name, self.steps, self.num_microbatches
+        return self._program.summary(*now, self.stages, self.heads)
 
     def forward(self, *inputs: Input, **named: Tensor) -> Any:
-        """Run the main network; return the last stage's output, None in processes that do not hold that stage."""
+        """Run the main network; all processes call it. Return its output, None in processes without the last stage."""
         return self.head_outputs(*inputs, only=(), **named)[-1]
 
     def head_outputs(self, *inputs: Input, only: Collection[int] | None = None, **named: Tensor) -> Outputs:
-        """Run the network and the heads; return one output per stage, None without a head. The last is `forward`'s.
+        """Run the network and the heads; all processes call it. Return one output per stage; the last is `forward`'s.
 
         Args:
             inputs, named: inputs of the first stage, as for `step`.
@@ -231,7 +229,7 @@ class Pipeline(OldNames, nn.Module):
         return outputs
 
     def exit(self, *inputs: Input, threshold: Bounds = 0.9, confidence: Confidence = None, **named: Tensor) -> Answers:
-        """Run the network in evaluation mode; samples exit at the first confident head. All processes get the answers.
+        """Let samples exit at the first confident head, in evaluation mode; all processes call it and get the answers.
 
         Args:
             threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
@@ -239,12 +237,12 @@ class Pipeline(OldNames, nn.Module):
         """
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
         rules = confidences(self.loss_fns, thresholds, confidence)
-        with evaluating(self), self.processes.watched():
+        with evaluating(self), self.processes.watched("`exit`"):
             given = as_inputs(inputs, named, "The input of `exit`")
             return answer(self.stages, self.heads, given, thresholds, rules, self.processes, self._device(given[0]))
 
     def step(self, *inputs: Input, target: Input | Tensors | None = None, **named: Tensor) -> Losses:
-        """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
+        """Run one mini-batch and add every gradient to ``.grad``; all processes call it. The optimizer makes the update.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
         ``L_j`` the mean over the mini-batch, whatever the number of micro-batches.
@@ -276,18 +274,20 @@ class Pipeline(OldNames, nn.Module):
             replica=processes.replica,
             num_replicas=processes.num_replicas,
         )
-        self._compared = self._compared or arguments.check_same_target(processes, target)
+        self._compared = self._compared or arguments.check_same_batch(processes, given, target)
+        self.habits.before_step()
         asked = any(x.requires_grad for x in given)
         modules = self._survey(asked)
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         if asked:
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
-        learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
+        learns = self.habits.learns()
         with once(learns), restored_on_error(modules, learns), preserved(engine.device):
             engine.run(schedule, self.steps, batch, self.on_action)
             if asked:
                 batch.hand_back()
+        self.habits.after_step()
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
         self.steps += 1
@@ -331,8 +331,9 @@ class Pipeline(OldNames, nn.Module):
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
         """Bytes that this process sent in the last step as activations and as gradients, measured and predicted."""
-        assert self._engine is not None, "read after a step"
-        return self._engine.bytes_of_last_step
+        if self._engine is not None:
+            return self._engine.bytes_of_last_step
+        raise RuntimeError("`bytes_per_step` should be read after a step. Found none so far; call `step` first.")
 
     def close(self) -> None:
         """End the exchange between processes after the last step; all of them call it. A single process need not."""
@@ -380,6 +381,7 @@ class Pipeline(OldNames, nn.Module):
         learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
         self._program.set_trainable(learn)
         allow_several_passes(modules)
+        arguments.refuse_wrappers(modules, self._program.known_types, several=self.processes.size > 1)
         return modules
 
     def _next_schedule(self) -> Schedule:
@@ -409,6 +411,5 @@ class Pipeline(OldNames, nn.Module):
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
         return {**self.__dict__, "_engine": None}
 
-
-def _forget(pipe: Pipeline, keys: object) -> None:
-    pipe.forget_pending("other weights were loaded")
+    def _forget(self, *_: object) -> None:
+        self.forget_pending("other weights were loaded")

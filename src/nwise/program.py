@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import nn
+
 from nwise._arguments import HeadDict
+from nwise._summary import count, describe
 from nwise.flow import Flow, flows_for
 from nwise.runtime.processes import Processes
 from nwise.schedule.ages import Flows, weight_ages
@@ -31,6 +34,8 @@ class Program:
         self._trainable: tuple[bool, ...] = ()
         self._key: Any = None
         self._schedule: Schedule | None = None
+        self.known_types: set[type] = set()  # of modules that have been checked
+        self._sizes: list[list[int]] = []
 
     def set_trainable(self, here: Mapping[int, bool]) -> None:
         """Record whether each stage of this process has a parameter to train.
@@ -48,6 +53,23 @@ class Program:
                     f"Stage {k} should stay {'frozen' if learns else 'trainable'}, because the other processes rely on "
                     f"it. Found {'some parameters' if learns else 'no parameters'} to train; make a new pipeline."
                 )
+
+    def measure(self, stages: nn.ModuleList, heads: HeadDict) -> None:
+        """Count the parameters of this process's stages and heads; the first call exchanges the numbers between all processes."""
+        here = {k: [count(stages[k]), count(heads.get(k))] for k in self._processes.here}
+        self._sizes = self._sizes or self._processes.by_stage(here)
+        for k, sizes in here.items():
+            self._sizes[k] = sizes
+
+    def summary(
+        self, now: Strategy, name: str, step: int, num_microbatches: int, stages: nn.ModuleList, heads: HeadDict
+    ) -> str:
+        """Describe a step of the strategy in force, whose full name is `name`."""
+        self.measure(stages, heads)
+        sizes = [(main, head if k in heads else 0) for k, (main, head) in enumerate(self._sizes)]
+        title = f"{len(sizes)} stages, {name}, {num_microbatches} micro-batch{'es' * (num_microbatches > 1)}"
+        flow = self.flows(now, num_microbatches, heads)[step % now.turns][0]
+        return describe(title, sizes, flow, now.credit(len(sizes), now.turn(step, 0)))
 
     def flows(self, now: Strategy, num_microbatches: int, heads: HeadDict) -> Flows:
         """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nwise._dtensor import check_unsharded, is_dtensor
+from nwise._dtensor import is_dtensor
 from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
 from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
@@ -64,9 +64,6 @@ class Engine:
         self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
-        for stage in stages:
-            check_unsharded(stage.module, stage.index)
-            check_unsharded(getattr(stage, "head", None), stage.index)
         self._alone = processes.num_ranks == 1
         group = processes.replicas_group()
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
@@ -121,6 +118,7 @@ class Engine:
         self._due.leave(step)
         if self._tapes or self._due:
             self._written.watch(p for stage in self._stages.values() for p in stage.learns)
+        self._processes.progress.steps += 1
 
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
@@ -131,7 +129,7 @@ class Engine:
             return False
         self._check_written()
         call = self._next
-        self._processes.count_drain()
+        self._processes.begin("`drain`")
         with restored_on_error((), self._learns()):
             if self._tapes:
                 self._call_without_batch()
@@ -146,7 +144,7 @@ class Engine:
         call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
         before = [p.grad for p in learns]
         recorder, self.recorder = self.recorder, None  # these passes belong to no step
-        self._processes.count_drain()
+        self._processes.begin("`pending_gradients`")
         try:
             while self._tapes:
                 for p in learns:
@@ -206,7 +204,7 @@ class Engine:
             step: number of the previous mini-batch.
             call: function from a stage's index and inputs to its outputs.
         """
-        with self._processes.watched():
+        with self._processes.watched("a forward"):
             window = [] if self._alone else [(make_specs(inputs),)]
             script = self._scripts.script(None, 0, window)
             self._start(script, 0, [inputs])
@@ -226,7 +224,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
-        with self._processes.watched(closing=True):
+        with self._processes.watched(None):
             self.forget()
             self._start(Script((), {}, {}, {}, {}, ()), 0, ())
 
@@ -271,7 +269,7 @@ class Engine:
         """Run the list of one call."""
         self._next, errors = step + 1, dict(self._wire.errors)
         try:
-            with self._processes.watched(), torch.enable_grad():
+            with self._processes.watched(f"step {step}"), torch.enable_grad():
                 turn = step % len(schedule.flows)
                 script = self._scripts.script(schedule, turn, self._window(schedule, step, inputs))
                 self._start(script, turn, inputs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,19 +84,34 @@ def backend_for(device: torch.device) -> str:
     return chosen.get(device.type) or dist.get_default_backend_for_device(device)
 
 
-def exchange(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks."""
+def exchange(
+    store: Store, key: str, rank: int, size: int, value: Any, check: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks.
+
+    Args:
+        store: store that all ranks share.
+        key: name of this exchange, used once.
+        rank, size: this process's rank, and the number of processes.
+        value: this rank's value.
+        check: function that raises if waiting has become useless, called during the wait; default: none.
+
+    Raises:
+        RuntimeError: another rank has not come in time.
+    """
     store.set(f"{key}/{rank}", json.dumps(value))
-    values = []
+    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001  # type: ignore[attr-defined]  # it is there
     for other in range(size):
-        try:
-            values.append(json.loads(store.get(f"{key}/{other}")))
-        except dist.DistStoreError as error:
-            raise RuntimeError(
-                f"All ranks should call the same functions of nwise in the same order. Found that rank {other} has not come to "
-                f"the exchange of {key!r}."
-            ) from error
-    return values
+        while not store.check([f"{key}/{other}"]):  # its `wait` cannot be interrupted
+            check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    "All ranks should call the same functions of nwise in the same order. Found that rank "
+                    f"{other} has not come to the exchange of {key!r}."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
 
 
 def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

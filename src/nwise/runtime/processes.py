@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nwise.randomness import derive, seeded
+from nwise.runtime.absent import Progress, watch_absent
 from nwise.runtime.channel import Receiver, Sender
 from nwise.runtime.watch import Doing
 from nwise.schedule.placement import Placement
 from nwise.tensors import Tensors
+
+_REMEDIES = {"seed": "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`"}
 
 
 class Processes:
@@ -33,6 +36,7 @@ class Processes:
         replica, num_replicas: index of this replica of the stages, and the number of replicas.
         ranks: ranks of this replica's processes, by place.
         doing: present action of this rank, for other ranks that wait for it; None between steps.
+        progress: steps that this process has made.
     """
 
     doing: Doing | None = None
@@ -45,6 +49,7 @@ class Processes:
 
     def __init__(self, num_stages: int) -> None:
         self.placement: Placement = (0,) * num_stages
+        self.progress = Progress()
 
     @property
     def num_ranks(self) -> int:
@@ -73,6 +78,13 @@ class Processes:
         """
         return [value]
 
+    def post(self, name: str, value: Any) -> None:
+        """Let the other ranks read a value, serialisable as JSON, under a name that is used once; wait for none of them."""
+
+    def posted(self, name: str) -> list[Any] | None:
+        """Return the values that all ranks have posted, in order of the ranks; None if one has not yet."""
+        return None
+
     def agree(self, **values: Any) -> None:
         """Raise ValueError unless all ranks have the same values."""
         for name, value in values.items():
@@ -80,7 +92,8 @@ class Processes:
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise ValueError(
-                        f"`{name}` should be the same on every rank. Found {first!r} on rank 0 and {other!r} on rank {rank}."
+                        f"`{name}` should be the same on every rank. Found {first!r} on rank 0 and {other!r} on rank {rank}; "
+                        f"{_REMEDIES.get(name, f'give all ranks the same `{name}`')}."
                     )
 
     def by_place(self, name: str, value: Any) -> list[Any]:
@@ -168,11 +181,14 @@ class Processes:
         """Return the group of the ranks that hold the same stages; None without replicas."""
         return None
 
-    def watched(self, *, closing: bool = False) -> AbstractContextManager[None]:
+    def begin(self, name: str) -> None:
+        """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.calls`)."""
+
+    def watched(self, name: str | None) -> AbstractContextManager[None]:
         """End all ranks if the body raises.
 
         Args:
-            closing: whether the body closes channels instead of running a step or forward of all ranks; default: False.
+            name: name of the call, which all ranks make; None for the closing of channels.
         """
         return nullcontext()
 
@@ -191,9 +207,6 @@ class Processes:
             facts: everything to compare, with a `repr` that is the same in every process.
         """
 
-    def count_drain(self) -> None:
-        """Count a call without a mini-batch; soon fail on all ranks unless all make the same number of such calls."""
-
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
 
@@ -202,6 +215,35 @@ class Processes:
 
     def close(self) -> None:
         """End the exchange after the last step; all ranks call it together."""
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    """Raise RuntimeError."""
+    raise RuntimeError(
+        "A copy of a pipeline under several processes should only be read: its stages, parameters and state dict. Found a call "
+        "that needs the other processes; load its state dict into the pipeline, or make another `Pipeline` on all processes."
+    )
+
+
+class Copied(Processes):
+    """The processes of a copy of a pipeline: it holds the stages of its process, but has no connections to run them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        place: int,
+        rank: int,
+        size: int,
+        replica: int,
+        num_replicas: int,
+        ranks: Sequence[int],
+    ) -> None:
+        super().__init__(len(placement))
+        self.placement, self.place, self.rank, self.size = placement, place, rank, size
+        self.replica, self.num_replicas, self.ranks = replica, num_replicas, ranks
+
+    gather = post = hand_on = table = sums = collect = send = receive = connect = cast(Any, _refuse)
+    begin = watched = telling = compare = channels = new_group = replicas_group = cast(Any, _refuse)
 
 
 class RemoteModule(nn.Module):
@@ -235,7 +277,10 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            modules.append(RemoteModule(f"{what} {k}", processes.stage_rank(k)))
+            rank = processes.stage_rank(k)
+            modules.append(RemoteModule(f"{what} {k}", rank))
+            if isinstance(item, nn.Module):
+                watch_absent(item, f"{what} {k}", rank, processes.progress)
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())

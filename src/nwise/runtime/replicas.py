@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
 from nwise.batchnorm import DeferredBatchNorm
+from nwise.randomness import derive
 from nwise.stage import Stage
 
 BUCKET_BYTES = 2**22  # size of one sum: large enough to outweigh its latency, small enough to begin early
@@ -24,22 +26,35 @@ class Replicas:
     Every replica has a part of the mini-batch and weights its losses by that part's share, so the sum over the replicas is the
     gradient of the whole mini-batch. Within the last pass that adds to a gradient, a layer's gradients are sent while the
     gradients of the layers before it are computed. The update waits for the sums.
+
+    Raises:
+        ValueError: the replicas of the stage differ in their parameters, modes or loss.
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: Stage) -> None:
         self._group, self._stage = group, stage
         self._before: list[tuple[Tensor, Tensor]] = []
         self._begun: list[tuple[list[Tensor], Tensor, Any]] = []
-        # All replicas begin with the first one's values.
-        first = dist.get_process_group_ranks(group)[0]
-        for module in (stage.module, stage.head):
-            for tensor in () if module is None else module.state_dict().values():
-                dist.broadcast(_local(tensor.detach()), first, group=group)
+        # Groups of parameters of the stage and of its head; one that is unfrozen later begins a new group.
+        self._groups: dict[bool, list[dict[Tensor, None]]] = {False: [], True: []}
+        self._flags: list[float] = []  # of the modes and the trainable parameters of this replica
+        self._sparse: dict[Tensor, None] = {}  # parameters whose gradients are sparse in some replica
+        self._steps = 0
+        make_equal(group, stage)
 
     def start(self) -> None:
-        """Put aside the gradients of earlier steps, which are already summed."""
+        """Check the parameters, and put aside the gradients of earlier steps, which are already summed.
+
+        Raises:
+            ValueError: the replicas have other parameters.
+        """
         self._begun.clear()
+        self._flags = _flags(self._stage)
         learns = self._stage.learns + self._stage.head_learns
+        # Before steps 1, 2, 4, 8, ...: it reads all parameters.
+        if self._steps and self._steps & (self._steps - 1) == 0:
+            check_equal(self._group, self._stage)
+        self._steps += 1
         self._before = [(p, p.grad) for p in learns if p.grad is not None]
         for p, _ in self._before:
             p.grad = None
@@ -54,7 +69,13 @@ class Replicas:
         #
         #     backward    layer 4   layer 3   layer 2   layer 1
         #     sums                            [  bucket 0  ]    [  bucket 1  ]
-        buckets = list(_buckets(self._stage.head_learns if head else self._stage.learns))
+        #
+        # A parameter that is frozen later keeps its place, and one that is unfrozen comes last. So if that happens in one replica
+        # only, the sizes of the first sums still match, and their flags tell.
+        groups, learns = self._groups[head], self._stage.head_learns if head else self._stage.learns
+        if new := {p: None for p in learns if not any(p in group for group in groups)}:
+            groups.append(new)
+        buckets = [bucket for group in groups for bucket in _buckets(p for p in group if p not in self._sparse)]
         missing = [len(bucket) for bucket in buckets]
         place = {p: i for i, bucket in enumerate(buckets) for p in bucket}
         begun = 0
@@ -66,7 +87,7 @@ class Replicas:
                 self._begin(buckets[begun])
                 begun += 1
 
-        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in place]
+        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in place if p.requires_grad]
         try:
             yield
         finally:
@@ -76,10 +97,17 @@ class Replicas:
             self._begin(bucket)
 
     def _begin(self, parameters: list[Tensor]) -> None:
-        # Flags for the parameters with a gradient travel along: a sum must not wait for a gradient that one replica lacks.
-        present = [float(p.grad is not None) for p in parameters]
-        parts = [_local(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
-        flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        # Flags of the parameters travel along: a sum must not wait for a gradient that one replica lacks. Any number but 0 means
+        # yes, whatever the precision of the sum.
+        kind, gradients = _kind(parameters[0]), [p.grad if p.requires_grad else None for p in parameters]
+        flags = [
+            float(flag) for p, g in zip(parameters, gradients, strict=True) for flag in (g is not None, _is_sparse(g))
+        ]
+        parts = [
+            _local(torch.zeros_like(p) if g is None or _is_sparse(g) else g).flatten().to(kind)
+            for p, g in zip(parameters, gradients, strict=True)
+        ]
+        flat = torch.cat([*parts, parts[0].new_tensor(flags + self._flags)])
         self._begun.append((parameters, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def sum_statistics(self) -> None:
@@ -90,22 +118,167 @@ class Replicas:
                     module.sum_over(self._group)
 
     def finish(self) -> None:
-        """Wait for the sums and write them to each parameter's ``.grad``."""
+        """Wait for the sums and write them to each parameter's ``.grad``.
+
+        Raises:
+            ValueError: the replicas have other trainable parameters or modes.
+        """
         for parameters, flat, work in self._begun:
             work.wait()
-            place = 0
-            for parameter, present in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
+            own = len(self._flags)
+            self._compare(flat[-own:].tolist())
+            place, flags = 0, flat[-own - 2 * len(parameters) : -own].view(-1, 2).tolist()
+            for parameter, (present, sparse) in zip(parameters, flags, strict=True):
                 size = _local(parameter.detach()).numel()
-                if present:
+                if sparse:
+                    self._sparse[parameter] = None
+                elif present:
                     if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+                        parameter.grad = torch.zeros_like(parameter, dtype=flat.dtype)
                     local = _local(parameter.grad)
                     local.copy_(flat[place : place + size].view_as(local))
                 place += size
         self._begun.clear()
+        if self._sparse:
+            self._sum_sparse()
         for parameter, gradient in self._before:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            if parameter.grad is None or (gradient.layout is parameter.grad.layout is torch.strided):
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            else:
+                parameter.grad = parameter.grad + gradient if _is_sparse(gradient) else gradient + parameter.grad
         self._before = []
+
+    def _compare(self, flags: list[float]) -> None:
+        """Raise ValueError if a flag and its opposite are set in two replicas."""
+        if any(yes and no for yes, no in zip(flags[::2], flags[1::2], strict=True)):
+            raise ValueError(
+                f"All replicas of stage {self._stage.index} should have the same trainable parameters and modes. Found others on "
+                "some ranks; freeze parameters and call `train` and `eval` alike in all replicas."
+            )
+
+    def _sum_sparse(self) -> None:
+        """Sum the gradients of parameters that some replica has as sparse tensors, by the indices that they have."""
+        mine = [None if p.grad is None else p.grad.detach().cpu() for p in self._sparse]
+        parts: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(parts, mine, group=self._group)
+        for parameter, gradients in zip(self._sparse, zip(*parts, strict=True), strict=True):
+            present = sorted((g for g in gradients if g is not None), key=_is_sparse)  # torch adds sparse to dense only
+            if present:
+                parameter.grad = reduce(torch.add, present).to(parameter.device)
+
+
+def _flags(stage: Stage) -> list[float]:
+    """Return 16 bits of a digest of what the caller may change, each with its opposite."""
+    parts = [part for part in (stage.module, stage.head) if part is not None]
+    trainable = [p.requires_grad for part in parts for p in part.parameters()]
+    digest = derive(repr((trainable, [module.training for part in parts for module in part.modules()])))
+    return [float(bit) for i in range(16) for bit in (digest >> i & 1, ~digest >> i & 1)]
+
+
+def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
+    """Give all replicas of a stage the values of the first one.
+
+    Raises:
+        ValueError: they have other parameters, modes or losses, or a mesh splits parameters over the replicas.
+    """
+    facts = {}
+    tensors: dict[str, Tensor] = {}
+    buffers = {}
+    for owner, part in (("stage", stage.module), ("head", stage.head)):
+        for name, p in () if part is None else part.named_parameters():
+            tensors[f"{owner}.{name}"] = p
+            facts[f"parameter {owner}.{name}"] = (
+                f"{list(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+            )
+            if is_dtensor(p) and "dp" in (p.device_mesh.mesh_dim_names or ()):
+                raise ValueError(
+                    f"Parameters should be whole in every replica. Found {owner}.{name} of stage {stage.index} split over the "
+                    "mesh's dimension 'dp'; split it over 'tp' only."
+                )
+        for name, module in () if part is None else part.named_modules():
+            facts[f"mode of {owner}.{name}"] = "training" if module.training else "evaluation"
+        for name, b in () if part is None else part.named_buffers():
+            tensors[f"{owner}.{name}"] = b
+            buffers[f"{owner}.{name}"] = f"{list(b.shape)}, {b.dtype}"
+    facts["loss"] = _options(stage.loss_fn)
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, (facts, buffers), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    first, first_buffers = everywhere[0]
+    for rank, (other, _) in zip(ranks[1:], everywhere[1:], strict=True):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"All replicas of stage {stage.index} should be alike. Found {name}: {first.get(name, 'none')} on rank "
+                    f"{ranks[0]} and {other.get(name, 'none')} on rank {rank}; build them by the same code on all ranks."
+                )
+    for name, tensor in tensors.items():
+        # A buffer that is no state, such as a table that grows with the input, may have other shapes elsewhere.
+        shape = first_buffers.get(name)
+        if tensor.numel() and all(found.get(name) == shape for _, found in everywhere):
+            local = _local(tensor.detach())
+            whole = local.contiguous()
+            dist.broadcast(whole, ranks[0], group=group)
+            if whole.data_ptr() != local.data_ptr():
+                local.copy_(whole)
+
+
+def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
+    """Raise ValueError if the replicas of a stage have other parameters: all make the same updates from the same values."""
+    named = [
+        (f"{owner}.{name}", _local(p.detach()))
+        for owner, part in (("stage", stage.module), ("head", stage.head))
+        for name, p in (() if part is None else part.named_parameters())
+        if p.numel()
+    ]
+    if not named:
+        return
+    sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
+    both = torch.cat([sums, -sums])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    if bool((both[: len(named)] == -both[len(named) :]).all()):
+        return
+    # Other bits alone are no harm: unlike devices may round an update differently.
+    first = dist.get_process_group_ranks(group)[0]
+    differences = []
+    for _, p in named:
+        reference = p.contiguous().clone()
+        dist.broadcast(reference, first, group=group)
+        differences.append((p - reference).abs().max().double() / reference.abs().max().double().clamp(min=1e-30))
+    largest = torch.stack(differences).nan_to_num(nan=torch.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    worst = int(largest.argmax())
+    if float(largest[worst]) > _TOLERANCE:
+        raise ValueError(
+            f"All replicas of stage {stage.index} should have the same parameters. Found {named[worst][0]} with values that "
+            f"differ by {float(largest[worst]):.2g} of the largest one; load the same weights and make the same updates in all "
+            "replicas."
+        )
+
+
+_TOLERANCE = 1e-6
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as whole numbers."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[real.itemsize])
+
+
+def _options(loss: Any) -> str:
+    """Return the name and the options of a loss, without what differs from process to process."""
+    if isinstance(loss, partial):
+        return f"{_options(loss.func)} with {_plain(loss.keywords)}"
+    if isinstance(loss, nn.Module):
+        return f"{type(loss).__qualname__} with {_plain({**vars(loss), **loss._buffers})}"
+    return str(getattr(loss, "__qualname__", type(loss).__qualname__))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are numbers, texts or tensors."""
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
+    kinds = (bool, int, float, str, list)
+    return {name: value for name, value in plain.items() if isinstance(value, kinds) and not name.startswith("_")}
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -113,12 +286,22 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for p in reversed(list(parameters)):
-        kinds[p.dtype].append(p)
-        sizes[p.dtype] += _local(p.detach()).nbytes
-        if sizes[p.dtype] >= BUCKET_BYTES:
-            sizes[p.dtype] = 0
-            yield kinds.pop(p.dtype)
+        kind = _kind(p)
+        kinds[kind].append(p)
+        sizes[kind] += _local(p.detach()).nbytes
+        if sizes[kind] >= BUCKET_BYTES:
+            sizes[kind] = 0
+            yield kinds.pop(kind)
     yield from kinds.values()
+
+
+def _kind(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from nwise._process import end_stalled, exit_at_once
-from nwise.randomness import derive
+from nwise.runtime.calls import Call, Calls
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind, describe
 
@@ -61,20 +61,6 @@ class Doing(NamedTuple):
         return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
-class Runs(NamedTuple):
-    """The strategy and schedule of a rank, which must be the same on every rank.
-
-    Args:
-        since: number of calls before the first one with this strategy and schedule.
-        name: readable name, for error messages.
-        digest: number that is equal on two ranks if their strategies and schedules are.
-    """
-
-    since: int
-    name: str
-    digest: int
-
-
 class Watchdog:
     """Watches over this rank and the next, from `start` on.
 
@@ -85,13 +71,10 @@ class Watchdog:
         limit: limit in seconds of one action, and of a rank's silence.
         doing: function that returns the present action of this rank; None between steps.
         clock: function that returns the time in seconds; default: that of `Doing.since`.
+        calls: calls of this rank that all ranks make; default: none yet.
 
     Attributes:
-        calls: number of steps and forwards that this rank has begun.
-        other_calls: number of other calls that all ranks make together, which this rank has begun.
         on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
-        left: number of all calls at which this rank began to close; None before.
-        runs: the strategy and order of this rank; None before the first step.
     """
 
     def __init__(
@@ -103,8 +86,10 @@ class Watchdog:
         limit: float,
         doing: Callable[[], Doing | None],
         clock: Callable[[], float] = time.perf_counter,
+        calls: Calls | None = None,
     ) -> None:
         self._doing, self._clock = doing, clock
+        self._calls = calls or Calls()
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
         self._store, self._error_store = store.clone(), store.clone()
@@ -116,12 +101,8 @@ class Watchdog:
         self._tells = False  # whether this rank reports its own error
         self._reported = threading.Lock()  # acquired by the first report and kept: three threads may try to report
         self._closed = threading.Event()
-        self.calls = self.other_calls = 0
         # `on_beat` gets a store that only the watch's thread uses.
         self.on_beat: Callable[[Any], None] | None = None
-        self.left: int | None = None
-        self.runs: Runs | None = None
-        self._trains, self._drains = ("", 0), 0
         self._beats = itertools.count()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._listen, self._live)]
 
@@ -130,22 +111,6 @@ class Watchdog:
         self._beat()
         for thread in self._threads:
             thread.start()
-
-    def train(self, name: str, digest: int) -> None:
-        """Publish the strategy and schedule of this rank from its next call on; see `Runs`."""
-        self._trains = name, digest
-        drained = f" after {self._drains} calls of `drain` or `pending_gradients`" if self._drains else ""
-        self.runs = Runs(self.calls, name + drained, derive(digest, self._drains))
-
-    def count_drain(self) -> None:
-        """Say that this rank runs passes without a mini-batch, which all ranks must do between the same calls."""
-        self._drains += 1
-        self.train(*self._trains)
-
-    def leave(self) -> int:
-        """Say that this rank begins to close; return its steps and forwards."""
-        self.left = self.calls + self.other_calls
-        return self.calls
 
     @property
     def has_failed(self) -> bool:
@@ -246,9 +211,7 @@ class Watchdog:
     def _beat(self) -> None:
         doing = self._doing()  # read once: the main thread may change it meanwhile
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
-        beat |= {"left": self.left, "waits": doing is not None and doing.waits}
-        # The main thread sets `runs` before it begins the first call with it, so `calls` has to be read first.
-        beat |= {"calls": self.calls, "runs": self.runs}
+        beat |= {"waits": doing is not None and doing.waits, "calls": self._calls.published()}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _check_self(self) -> None:
@@ -272,20 +235,9 @@ class Watchdog:
 
     def _check_next(self) -> None:
         other, now = (self._rank + 1) % self._size, self._clock()
-        calls, mine = self.calls, self.runs
         beat = _last_beat(self._store, other)
-        left, theirs = beat.get("left"), beat.get("runs")
-        if left is not None and self.calls + self.other_calls > left:  # even if this rank waits before its first action
-            self._tell(
-                f"waits for rank {other}, which has left after {beat['calls']} steps, {_where(self._doing())}",
-                store=self._store,
-            )
-        elif mine and theirs and _differ(mine, calls, Runs(*theirs), beat["calls"]):
-            self._tell(
-                f"should train with the same settings as rank {other}. Found {mine.name} here and {theirs[1]} there; give all "
-                "ranks the same strategy, number of micro-batches, order and trainable stages",
-                store=self._store,
-            )
+        if different := self._difference(other, beat):
+            self._tell(different, store=self._store)
         elif beat != self._heard[0]:
             self._heard = beat, now
         elif beat and now - self._heard[1] > self._limit and not self._failure:
@@ -294,10 +246,20 @@ class Watchdog:
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
             )
 
-
-def _differ(mine: Runs, calls: int, theirs: Runs, other_calls: int) -> bool:
-    """Tell whether two ranks train differently in a call that both have begun; otherwise one may only be ahead."""
-    return mine.digest != theirs.digest and min(calls, other_calls) > max(mine.since, theirs.since)
+    def _difference(self, other: int, beat: dict[str, Any]) -> str:
+        """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
+        for mine, theirs in self._calls.pairs(Call(*call) for call in beat.get("calls", ())):
+            if mine.name != theirs.name:
+                return (
+                    f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} here and {theirs} "
+                    "there; make both calls on all ranks, outside of conditions on the rank"
+                )
+            if mine.digest != theirs.digest:
+                return (
+                    f"should train with the same settings as rank {other}. Found {mine.settings} here and {theirs.settings} "
+                    "there; give all ranks the same strategy, number of micro-batches, order and trainable stages"
+                )
+        return ""
 
 
 def _where(doing: Doing | None) -> str:

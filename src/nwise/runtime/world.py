@@ -33,15 +33,18 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
+from nwise.runtime.absent import Progress
+from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
 from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
-from nwise.runtime.processes import Processes
+from nwise.runtime.processes import Copied, Processes
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
 _open: list[World] = []
+_calls = Calls()  # of all worlds: a rank may construct one while another steps
 
 
 def tell_all(error: BaseException) -> None:
@@ -95,6 +98,9 @@ class World(Processes):
         self._timeout = timedelta(seconds=4 * limit)
         # The default group is free for our own messages if it was made here.
         self._default = dist.group.WORLD if start(4 * limit) else None
+        self._number, self._settings = next(_numbers), ("", 0)
+        self.begin("the construction")
+        self.progress = Progress()
         self.mesh = make_mesh(num_stages, mesh)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
@@ -104,13 +110,13 @@ class World(Processes):
         self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
         self.placement = make_placement(placement, num_stages, len(self.ranks))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"nwise/{attempt}/{next(_numbers)}", _get_default_store())
+        self.store = PrefixStore(f"nwise/{attempt}/{self._number}", _get_default_store())
         # Destroy the groups of a mesh made here with the others; a mesh from the caller keeps its groups.
         own = self.mesh.get_all_groups() if mesh is None else []
         self._made = [group for group in own if group is not dist.group.WORLD]
         self._shared: dict[str, int] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
-        self.watch = Watchdog(self.store, self.rank, self.size, self.here, limit, lambda: self.doing)
+        self.watch = Watchdog(self.store, self.rank, self.size, self.here, limit, lambda: self.doing, calls=_calls)
         self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
         self._on_close: list[Callable[[], None]] = []
         self.watch.start()
@@ -127,7 +133,7 @@ class World(Processes):
         return self.new_group()
 
     def new_group(self) -> dist.ProcessGroup:
-        with self._together():
+        with self._together("the making of a group"):
             return self._new_group(backend="gloo")
 
     def _new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
@@ -172,10 +178,12 @@ class World(Processes):
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         columns = self._columns()
-        for stages in sets:
-            places = self._places(stages)
-            if (places, replicas) in self._groups:
-                continue
+        new = dict.fromkeys(
+            self._places(stages) for stages in sets if (self._places(stages), replicas) not in self._groups
+        )
+        if new:
+            self.begin("the making of groups")
+        for places in new:
             # Ranks outside the group take part too: all ranks make a group, or none does.
             self._groups[places, replicas] = None
             sets_of_ranks = [[column[place] for place in places] for column in columns]
@@ -190,11 +198,18 @@ class World(Processes):
         return tuple(sorted({self.placement[k] for k in stages}))
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        with self._together():
+        with self._together(f"the exchange of {name!r}"):
             return self._exchange(name, value)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
-        return exchange(self.store, self._key(name), self.rank, self.size, value)
+        return exchange(self.store, self._key(name), self.rank, self.size, value, self.watch.check)
+
+    def post(self, name: str, value: Any) -> None:
+        self.store.set(f"posted/{name}/{self.rank}", json.dumps(value))
+
+    def posted(self, name: str) -> list[Any] | None:
+        keys = [f"posted/{name}/{rank}" for rank in range(self.size)]
+        return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
 
     def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
         pipeline = next(i for i, column in enumerate(self._columns()) if self.rank in column)
@@ -210,7 +225,7 @@ class World(Processes):
 
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
         parts: list[Any] = [None] * self.size
-        with self.telling():
+        with self._together("the collection of a table"):
             dist.all_gather_object(parts, {k: rows[k].detach().cpu() for k in self.here}, group=self.control)
         of_stage = [[part[k] for part in parts if k in part] for k in range(len(self.placement))]
         return torch.stack([torch.stack(copies).mean(0) for copies in of_stage])
@@ -227,7 +242,7 @@ class World(Processes):
         return [values for _, values in rows]
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        with self._together():
+        with self._together("the collection of tensors"):
             whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
             assert self.control  # also on ranks that send nothing: all ranks make the group
             if self.rank:
@@ -257,9 +272,13 @@ class World(Processes):
                     dist.recv(tensor, rank, group=self.control)
         return with_names(tensors, spec_names(header[0]))
 
+    def begin(self, name: str) -> None:
+        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings)
+
     @contextmanager
-    def watched(self, *, closing: bool = False) -> Iterator[None]:
-        self.watch.calls += not closing
+    def watched(self, name: str | None) -> Iterator[None]:
+        if name is not None:
+            self.begin(name)
         self.watch.check()
         try:
             yield
@@ -274,9 +293,9 @@ class World(Processes):
             self.doing = None
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Count a call that all ranks make outside a step: no rank should wait for one that has left."""
-        self.watch.other_calls += 1
+    def _together(self, name: str) -> Iterator[None]:
+        """Announce a call that all ranks make outside a step."""
+        self.begin(name)
         with self.telling():
             yield
 
@@ -292,10 +311,7 @@ class World(Processes):
         self.watch.check()
 
     def compare(self, name: str, facts: Any) -> None:
-        self.watch.train(name, derive(repr(facts)))
-
-    def count_drain(self) -> None:
-        self.watch.count_drain()
+        self._settings = name, derive(repr(facts))
 
     def set_beat(self, on_beat: Callable[[Any], None]) -> None:
         self.watch.on_beat = on_beat
@@ -308,11 +324,10 @@ class World(Processes):
             return
         _open.remove(self)
         # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
-        calls = self.watch.leave()
-        with self.telling():
-            steps = self._exchange("calls", calls)
-        if len(set(steps)) > 1:
-            raise self.watch.failed(ValueError(f"All ranks should make the same number of steps. Found {steps}."))
+        with self._together("the end (`close`)"):
+            calls = self._exchange("calls", _calls.count)
+        if len(set(calls)) > 1:
+            raise self.watch.failed(ValueError(f"All ranks should make the same calls of nwise. Found {calls} calls."))
         for action in self._on_close:
             action()
         self._exchange("closed", None)
@@ -320,6 +335,10 @@ class World(Processes):
         while self._made and dist.is_initialized():  # with the default group the caller destroys all others
             dist.destroy_process_group(self._made.pop())
         atexit.unregister(self._close_at_exit)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copy or a pickle of a pipeline keep its stages without connections."""
+        return Copied, (self.placement, self.place, self.rank, self.size, self.replica, self.num_replicas, self.ranks)
 
     def _close_at_exit(self) -> None:
         """Close, and exit with 1 after an error: exceptions raised in exit handlers do not change the exit code."""

@@ -4,6 +4,7 @@ from nwise._renamed import deprecated_names
 from nwise.training.build import compile_blocks, make_pipeline
 from nwise.training.checkpoint.files import DamagedError
 from nwise.training.checkpoint.policy import CheckpointPolicy, Checkpoints, Resumed
+from nwise.training.clip import Clip, clip_grad_norm_
 from nwise.training.evaluate import Score, Scores, evaluate
 from nwise.training.nonfinite import NonFiniteGuard, NotFiniteError
 from nwise.training.optimizers import LearningRate, make_optimizer, rate_factor
@@ -13,6 +14,7 @@ from nwise.training.weights import gather_weights, load_main_state, main_state, 
 
 __all__ = [
     "Checkpoints",
+    "Clip",
     "DamagedError",
     "NonFiniteGuard",
     "CheckpointPolicy",
@@ -25,6 +27,7 @@ __all__ = [
     "StoppedError",
     "Trainer",
     "Callback",
+    "clip_grad_norm_",
     "compile_blocks",
     "evaluate",
     "load_main_state",

@@ -93,20 +93,25 @@ class Clip:
         self._groups = clip_groups(self._pipe, self._by, strategy)
         self._pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])
 
-    def __call__(self) -> None:
-        """Clip the gradients of the last step."""
+    def __call__(self) -> Tensor:
+        """Clip the gradients of the last step; return the norms before, of the groups with stages in this process."""
         if (last := last_strategy(self._pipe)) != self._strategy:
             self._follow(last)
+        if any(len(_stages(group)) > 1 for group in self._groups):
+            self._pipe.processes.begin("clipping")
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
         owned = self._owned()
         # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
         # of processes, and the norm is bitwise the same.
         rows = [(_stages(group), torch.stack([squared_norm(owned[part]) for part in group])) for group in mine]
-        for group, squares in zip(mine, self._pipe.processes.sums(rows), strict=True):
-            norm = squares.sum().sqrt().float()
+        norms = [squares.sum().sqrt() for squares in self._pipe.processes.sums(rows)]
+        for group, norm in zip(mine, norms, strict=True):
             for part in group:
                 for parameters in _by_kind(owned[part]):
-                    nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
+                    kind = norm if parameters[0].dtype in (torch.float64, torch.complex128) else norm.float()
+                    nn.utils.clip_grads_with_norm_(parameters, self._max_norm, kind)
+        self._pipe.habits.after_step()
+        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
     def _owned(self) -> dict[Part, list[nn.Parameter]]:
         """Return the parameters of every part; one that heads share belongs to the first part that has it."""
@@ -118,6 +123,34 @@ class Clip:
             owned[stage, is_head] = parameters
             seen.update(parameters)
         return owned
+
+
+def clip_grad_norm_(pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> Tensor:
+    """Scale the gradients of the last step down to a norm, the same on any number of processes; all processes call it.
+
+    torch's function of this name sees the stages of one process only.
+
+    Args:
+        pipe: the pipeline.
+        max_norm: the largest norm.
+        by: norm of all gradients (``"global"``, the default), of each ``"stage"`` with its head, or of the stages that learn from
+            the same ``"loss"``.
+
+    Returns:
+        The norm before, float64: one number under ``"global"``, otherwise one for each group with stages in this process.
+
+    Raises:
+        ValueError: `by` is something else, or `max_norm` is not above 0.
+
+    >>> stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    >>> pipe = Pipeline(stages, [nn.Linear(2, 2)], strategy="2-wise")
+    >>> losses = pipe.step(torch.ones(1, 2), target=torch.zeros(1, dtype=torch.long))
+    >>> norm = clip_grad_norm_(pipe, 0.1)
+    >>> torch.allclose(nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None]), torch.tensor(0.1))
+    True
+    """
+    norms = Clip(pipe, max_norm, by)()
+    return norms[0] if by == "global" else norms
 
 
 def _stages(group: Iterable[Part]) -> tuple[int, ...]:

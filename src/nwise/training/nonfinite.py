@@ -135,6 +135,7 @@ class NonFiniteGuard:
         for j in losses:
             count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in self._learners[j])
             rows.append((tuple(sorted(self._learners[j])), torch.tensor([float(count)])))
+        self._pipe.processes.begin("a `NonFiniteGuard`")
         sums = self._pipe.processes.sums(rows, replicas=True)
         bad_losses = {j for j, total in zip(losses, sums, strict=True) if total}
         left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]

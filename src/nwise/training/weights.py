@@ -27,7 +27,11 @@ def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the weights of the main network (``model.<name>``) and of the heads (``heads.<stage>.<name>``).
 
     With several processes all of them call it, and rank 0 gets the weights of all stages.
+
+    Raises:
+        ValueError: two stages use the same name.
     """
+    check_names(pipe)
     return pipe.processes.collect(local_weights(pipe))
 
 

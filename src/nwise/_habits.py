@@ -1,0 +1,133 @@
+"""What a training loop does with the gradients between two steps, to warn of two habits that spoil training in silence.
+
+- The optimizer has only the main network's parameters, so the heads never learn.
+- Under several processes torch's `clip_grad_norm_` sees the stages of its own process, so each process scales its gradients by
+  another factor.
+
+A look compares a few tensors with copies of them; it costs something at the steps 1, 2, 4, 8, ... only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwise._dtensor import is_dtensor
+from nwise.runtime.processes import Processes
+from nwise.stage import Stage
+
+_SAMPLE = 64  # values of a gradient that are compared
+_UPDATES = 2  # updates without a head after which there is a warning
+
+
+class Habits:
+    """Looks at the gradients after a step and before the next one.
+
+    Args:
+        processes: the processes.
+        stages: the stages of this process.
+    """
+
+    def __init__(self, processes: Processes, stages: Sequence[Stage]) -> None:
+        self._processes, self._stages = processes, stages
+        self._steps = 0
+        self._left_out: dict[int, int] = {}  # updates without the head, by stage
+        self._updates = 0
+        self._versions: dict[Tensor, int] = {}
+        self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and a copy of its first values
+        self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
+        self._warned = False
+        processes.before_close(self.look_at_factors)
+
+    def learns(self) -> list[Tensor]:
+        """Return the trainable parameters of this process."""
+        return [p for stage in self._stages for p in stage.learns + stage.head_learns]
+
+    def after_step(self) -> None:
+        """Note the gradients that a step or nwise's own clipping leaves."""
+        if self._updates < _UPDATES and self._steps <= 64:
+            self._versions = {p: p._version for p in self.learns() if p.grad is not None}
+        if self._processes.size > 1 and self._looks and not self._warned:
+            self._gradient = _sample(p.grad for p in self.learns())
+
+    def before_step(self) -> None:
+        """Warn if the loop has left out heads or scaled the gradients of each process by another factor."""
+        if self._versions:
+            self._look_at_heads()
+        if self._processes.size > 1 and self._steps and self._looks:
+            factor, self._gradient = None if self._gradient is None else _factor(*self._gradient), None
+            self._processes.post(f"factor/{self._steps}", factor)
+            self._posted.append(self._steps)
+        self.look_at_factors()
+        self._steps += 1
+
+    @property
+    def _looks(self) -> bool:
+        return self._steps & (self._steps - 1) == 0
+
+    def _look_at_heads(self) -> None:
+        """Count updates that change stages but not their heads."""
+        moved = {p for p, version in self._versions.items() if p._version != version}
+        if any(p in moved for stage in self._stages for p in stage.learns):
+            self._updates += 1
+            for stage in self._stages:
+                heads = [p for p in stage.head_learns if p in self._versions]
+                if heads and not moved.intersection(heads):
+                    self._left_out[stage.index] = self._left_out.get(stage.index, 0) + 1
+            stays = sorted(k for k, updates in self._left_out.items() if updates == _UPDATES)
+            if self._updates == _UPDATES and stays:
+                warnings.warn(
+                    f"Heads should be trained with their stages. Found gradients of the heads of stages {stays} that no "
+                    "optimizer has used in two updates; give the optimizer `pipe.parameters()`, or freeze these heads "
+                    "(`requires_grad_(False)`). This warning appears once.",
+                    stacklevel=4,  # at the caller of `step`
+                )
+        self._versions = {}
+
+    def look_at_factors(self) -> None:
+        """Compare by which factor each process has scaled its gradients, once all have said so; wait for none."""
+        while self._posted and (factors := self._processes.posted(f"factor/{self._posted[0]}")) is not None:
+            step = self._posted.pop(0)
+            known = [(factor, rank) for rank, factor in enumerate(factors) if factor is not None]
+            (low, first), (high, second) = (min(known), max(known)) if known else ((1.0, 0), (1.0, 0))
+            if high - low > 1e-3 * max(abs(high), abs(low)) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"All processes should scale their gradients alike. Found a factor of {low:.3g} on rank {first} and of "
+                    f"{high:.3g} on rank {second} after {step} steps, because torch's `clip_grad_norm_` sees the stages of one "
+                    "process only; use `nwise.clip_grad_norm_(pipe, max_norm)`. This warning appears once.",
+                    stacklevel=4,
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle, without the tensors of a comparison."""
+        return {**self.__dict__, "_versions": {}, "_gradient": None}
+
+
+def _sample(gradients: Iterable[Tensor | None]) -> tuple[Tensor, Tensor] | None:
+    """Return the last gradient that has values, and a copy of its first values."""
+    found = None
+    for gradient in gradients:
+        if gradient is not None and gradient.layout is torch.strided and gradient.numel() > 1:
+            found = gradient
+    return None if found is None else (found, _first(found).clone())
+
+
+def _first(gradient: Tensor) -> Tensor:
+    whole = gradient.detach()
+    local = whole.to_local() if is_dtensor(whole) else whole
+    return local.reshape(-1)[:_SAMPLE]
+
+
+def _factor(gradient: Tensor, before: Tensor) -> float | None:
+    """Return the factor by which a gradient has been scaled; None if it was set to zero or changed otherwise."""
+    now = _first(gradient).double()
+    before = before.double()
+    square = before.square().sum()
+    factor = (now * before).sum() / square
+    same = bool(((now - factor * before).abs() <= 1e-2 * factor.abs() * before.abs()).all())
+    return float(factor) if square and factor and same else None

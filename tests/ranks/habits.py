@@ -1,0 +1,115 @@
+"""What a script does under torchrun as in one process: calls of one rank that need no other, copies, the network after training,
+torch's clipping. Every rank writes what it was told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise.training import gather_weights
+from nwise.training.weights import under
+from ranks.common import RANK, batches, write
+
+
+def told(action: Callable[[], Any]) -> str:
+    """Warnings and errors of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            action()
+        except (RuntimeError, ValueError) as found:
+            return f"{type(found).__name__}: {found}"
+    return " ".join(str(one.message) for one in caught)
+
+
+def network() -> tuple[nn.Sequential, list[nn.Module]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    return model, [nn.Linear(5, 4).double()]
+
+
+def pipeline(model: nn.Sequential, heads: list[nn.Module], **options: Any) -> nwise.Pipeline:
+    return nwise.Pipeline(nwise.split(model, at=["2"]), heads, strategy="2-wise-mean", **options)
+
+
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x.double(), y) for x, y in batches(count)]
+
+
+def clipped(clip: Callable[[nwise.Pipeline], Any], count: int = 4) -> tuple[nwise.Pipeline, nn.Sequential]:
+    """Train with a way of clipping."""
+    model, heads = network()
+    pipe = pipeline(model, heads, seed=0)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    for x, y in data(count):
+        pipe.step(x, target=y)
+        clip(pipe)
+        update.step()
+        update.zero_grad()
+    return pipe, model
+
+
+def unscaled(pipe: nwise.Pipeline) -> None:
+    """Divide all gradients by the same number, as a `GradScaler` does, and clip each value."""
+    for p in pipe.parameters():
+        if p.grad is not None:
+            p.grad /= 3
+    nn.utils.clip_grad_value_(pipe.parameters(), 1e-3)
+
+
+def main() -> dict[str, Any]:
+    """Ask everything of a trained pipeline."""
+    found: dict[str, Any] = {}
+    found["clipped by torch"] = told(
+        lambda: clipped(lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 0.05))[0].close()
+    )
+    found["scaled alike"] = told(lambda: clipped(unscaled)[0].close())
+    norms: list[float] = []
+    pipe, model = clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
+    found["norms"], x = norms, data(1)[0][0]
+    alone = RANK == 0  # what follows needs no other rank
+    if alone:
+        found["summary"], found["local"] = (
+            pipe.summary(),
+            [sorted(pipe.needed_heads()), pipe.credit.tolist(), str(pipe)],
+        )
+        found["averaged"] = told(lambda: torch.optim.swa_utils.AveragedModel(pipe).update_parameters(pipe))
+    for name, make in (("copied", copy.deepcopy), ("pickled", lambda pipe: pickle.loads(pickle.dumps(pipe)))):
+        twin: nwise.Pipeline = make(pipe)  # type: ignore[no-untyped-call]
+        same = zip(pipe.state_dict().items(), twin.state_dict().items(), strict=True)
+        here = pipe.processes.here[0]
+        hidden = x if here == 0 else torch.ones(2, 5, dtype=torch.float64)
+        assert torch.equal(twin.stages[here](hidden), pipe.stages[here](hidden))
+        found[name] = [
+            all(a == b and torch.equal(s, t) for (a, s), (b, t) in same),
+            twin.summary() == pipe.summary(),
+            told(lambda twin=twin: twin.step(x, target=data(1)[0][1])),  # type: ignore[misc]
+            told(lambda twin=twin: twin(x)),  # type: ignore[misc]
+        ]
+    found["saved"], found["saved again"] = told(model.state_dict), told(model.state_dict)
+    found["used"], found["pickled network"] = told(lambda: model(x)), told(lambda: copy.deepcopy(model)(x))
+    weights = gather_weights(pipe)
+    if alone:
+        model.load_state_dict(under(weights, "model."))
+        found["after gathering"] = [told(model.state_dict), told(lambda: model(x)), model(x).tolist()]
+    pipe.step(x, target=data(1)[0][1])
+    found["after another step"] = told(lambda: model(x))
+    pipe.close()
+    torch.seed()
+    fresh, heads = network()
+    torch.seed()
+    found["seed"] = told(lambda: pipeline(fresh, heads))
+    found["before training"] = told(lambda: fresh(x))
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write(main())
