@@ -19,12 +19,13 @@ from nwise._renamed import OldNames
 from nwise._snapshot import restored_on_error
 from nwise._summary import count, describe
 from nwise.batchnorm import warn_of_microbatches
+from nwise.cutting import Cutter
 from nwise.exits import Answers, Outputs, answer, check_threshold, head_output
 from nwise.losses import Divergence, Losses
-from nwise.microbatch import cut, make_terms
+from nwise.microbatch import BatchDim
 from nwise.planning.observe import Observer
 from nwise.planning.plan import Plan
-from nwise.program import Program, check_heads
+from nwise.program import Program, check_heads, check_unneeded
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
@@ -62,6 +63,8 @@ class Pipeline(OldNames, nn.Module):
         compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
         mesh: mesh under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
+        batch_dim: dimension of the samples, along which micro-batches are cut: of all inputs and targets (default: 0), or one for
+            each input, as a list or by name; the target's is one more entry, or ``"target"``. None: not cut, whole in each.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
@@ -106,6 +109,7 @@ class Pipeline(OldNames, nn.Module):
         compress: str | Compression = "none",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
+        batch_dim: BatchDim = 0,
     ) -> None:
         super().__init__()
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
@@ -134,7 +138,7 @@ class Pipeline(OldNames, nn.Module):
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
-        self._terms = make_terms(losses)
+        self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
@@ -238,7 +242,14 @@ class Pipeline(OldNames, nn.Module):
             given = as_inputs(inputs, named, "The input of `exit`")
             return answer(self.stages, self.heads, given, thresholds, self.processes, self._device(given[0]))
 
-    def step(self, *inputs: Input, target: Input | Tensors | None = None, **named: Tensor) -> Losses:
+    def step(
+        self,
+        *inputs: Input,
+        target: Input | Tensors | None = None,
+        microbatches: Any = None,
+        targets: Any = None,
+        **named: Tensor,
+    ) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; the optimizer makes the update.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
@@ -249,42 +260,36 @@ class Pipeline(OldNames, nn.Module):
         that raises drops the mini-batches whose gradients are due.
 
         Args:
-            inputs, named: inputs of the first stage, samples along dimension 0: by position, by name, or one dictionary.
+            inputs, named: inputs of the first stage, by position, by name, or one dictionary; of any shapes if M is 1.
             target: the second argument of every loss, likewise: a tensor, several, or a dictionary; default: none.
+            microbatches, targets: instead of both, lists of M micro-batches (for each replica) and their targets, of any shapes.
 
         Returns:
             The losses of this mini-batch, detached, ``[A]``; nan if a head did not run or ran in another process.
 
         Raises:
-            ValueError, TypeError: the batch does not fit the pipeline.
+            ValueError, TypeError: the batch does not fit the pipeline, or in the first step, its cut changes values.
             nwise.runtime.watch.RankError: a rank failed.
         """
-        processes, given = self.processes, as_inputs(inputs, named, "The input of `step`")
+        processes, m = self.processes, self.num_microbatches
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
-        arguments.check_target(given, target, self.stages[0])
-        batch = cut(
-            given,
-            target,
-            self.num_microbatches,
-            self._terms,
-            seed=derive(self.seed, self.steps),
-            replica=processes.replica,
-            num_replicas=processes.num_replicas,
-        )
-        self._compared = self._compared or arguments.check_same_target(processes, target)
         modules = self._survey()
+        parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
+        batch = parts.batch(self._cutter.terms, m, derive(self.seed, self.steps), processes.replica)
+        self._compared = self._compared or arguments.check_same_target(processes, parts.all_targets)
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = [p for stage in self._stages for p in stage.learns + stage.head_learns]
-        with restored_on_error(modules, learns), preserved(engine.device):
+        looking = self._cutter.looking(parts, batch, schedule, self.steps)
+        with restored_on_error(modules, learns), preserved(engine.device), looking:
             engine.run(schedule, self.steps, batch, self.on_action)
-        losses = batch.mean_losses(self.num_stages)
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(losses, {k for k, share in self.loss_shares.items() if share}, processes.here)
+        ran = {k for k, share in self.loss_shares.items() if share}
+        result = Losses(batch.mean_losses(self.num_stages), ran, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
@@ -348,11 +353,7 @@ class Pipeline(OldNames, nn.Module):
         Raises:
             ValueError: a later step still needs one of them.
         """
-        if needed := self.needed_heads():
-            raise ValueError(
-                f"Heads should be discarded only when no later step needs them. Found that {self.strategy.name} needs the heads "
-                f"of stages {sorted(needed)} from step {self.steps} on; keep them, or change the strategy."
-            )
+        check_unneeded(self.needed_heads(), self.strategy.name, self.steps)
         self.heads.clear()
         self._survey()
 

@@ -66,12 +66,18 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     return Named(dict(zip(tensors.names, made, strict=True))) if isinstance(tensors, Named) else tuple(made)
 
 
-def scatter(tensors: Tensors, num_parts: int) -> list[Tensors]:
-    """Cut tensors along dimension 0 into parts whose sizes differ by at most one, larger ones first."""
-    if num_parts == 1:
-        return [tensors]
-    parts = zip(*(tensor.tensor_split(num_parts) for tensor in tensors), strict=True)
-    return [with_names(part, names(tensors)) for part in parts]
+def scatter(tensors: Tensors, num_parts: int, dims: Sequence[int | None]) -> list[Tensors]:
+    """Cut tensors into parts whose sizes differ by at most one, larger ones first.
+
+    Args:
+        tensors: the tensors.
+        num_parts: number of parts.
+        dims: dimension along which each tensor is cut; None for one that every part has whole.
+    """
+    each_cut = [
+        [x] * num_parts if dim is None else x.tensor_split(num_parts, dim) for x, dim in zip(tensors, dims, strict=True)
+    ]
+    return [with_names(part, names(tensors)) for part in zip(*each_cut, strict=True)]
 
 
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
@@ -154,11 +160,11 @@ class unchanged:
         self._inputs, self._who = inputs, who
 
     def __enter__(self) -> None:
-        self._counters = _versions(self._inputs)
+        self._counters = versions(self._inputs)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         in_place = "a leaf Variable that requires grad is being used in an in-place"
-        if (error is None and self._counters != _versions(self._inputs)) or (
+        if (error is None and self._counters != versions(self._inputs)) or (
             isinstance(error, RuntimeError) and in_place in str(error)
         ):
             raise ValueError(
@@ -188,5 +194,6 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def _versions(tensors: Tensors) -> list[int]:
+def versions(tensors: Tensors) -> list[int]:
+    """Return for each tensor the number of changes in place so far."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
