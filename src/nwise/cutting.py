@@ -26,7 +26,7 @@ from nwise.randomness import seeded
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
-from nwise.tensors import Tensors, as_argument, as_inputs, as_tuple, call, each, names, versions, with_names
+from nwise.tensors import Tensors, as_argument, as_inputs, as_tuple, call, each, like, versions
 from nwise.terms import make_terms
 
 _OTHERWISE = (
@@ -105,7 +105,7 @@ class Cutter:
         cuts = parts.whole is not None and len(parts.inputs)
         if cuts and cuts > 1 and cuts not in self._seen:
             with self._processes.watched(closing=True):  # only the processes of stage 0 look
-                check_network([self._stages[k] for k in self._processes.here], parts)
+                check_network([self._stages[k] for k in self._processes.here], parts, parts.weights(self.terms))
             self._seen.add(cuts)
         losses = [
             WatchedLoss(stage, parts)
@@ -122,38 +122,47 @@ class Cutter:
         self._seen.add(kind)
 
 
-def check_network(stages: Sequence[Stage], parts: Parts) -> None:
+def check_network(stages: Sequence[Stage], parts: Parts, weights: Sequence[Sequence[float]]) -> None:
     """Raise ValueError if stages, from the first one on, or their heads do not compute every sample alone.
 
-    The whole mini-batch and its first and last micro-batch run once through copies in evaluation mode, without gradients. What
-    cannot be copied, fails, or draws random numbers ends the comparison.
+    The whole mini-batch and every micro-batch run once through copies in evaluation mode, without gradients. What cannot be
+    copied, fails, or draws random numbers ends the comparison.
 
     Args:
         stages: stages of this process; only those that follow each other from stage 0 on are checked.
         parts: the micro-batches.
+        weights: their shares in each stage's loss.
     """
     assert parts.whole is not None, "the micro-batches have been cut here"
-    runs: list[Tensors] | None = [parts.whole, parts.inputs[0], parts.inputs[-1]]
+    runs: list[Tensors] | None = [parts.whole, *parts.inputs]
     for k, stage in enumerate(stages):
         if stage.index != k or runs is None:
             return
-        runs = _same_alone(stage.module, f"Stage {k}", runs, parts.sizes)
+        shares = [row[k] for row in weights]
+        runs = _alone(stage.module, f"Stage {k}", runs, parts.sizes, shares if k == len(weights[0]) - 1 else None)
         if runs is not None and stage.head is not None:
-            _same_alone(stage.head, f"The head of stage {k}", runs, parts.sizes)
+            _alone(stage.head, f"The head of stage {k}", runs, parts.sizes, shares)
 
 
-def _same_alone(module: nn.Module, name: str, runs: Sequence[Tensors], sizes: Sequence[int]) -> list[Tensors] | None:
-    """Return a module's outputs for the whole mini-batch and two parts; None if they cannot be compared.
+def _alone(
+    module: nn.Module, name: str, runs: Sequence[Tensors], sizes: Sequence[int], shares: Sequence[float] | None
+) -> list[Tensors] | None:
+    """Return a module's outputs for the whole mini-batch and for every part; None if they cannot be compared.
+
+    Args:
+        module: the module.
+        name: its name, for the message.
+        runs: its inputs, of the whole and of every part.
+        sizes: number of samples of every part.
+        shares: weights of the parts in a loss, if the outputs go to one, and may be means over samples; else None.
 
     Raises:
         ValueError: a part has other values than the same samples of the whole.
     """
     noise = max(map(_eps, module.parameters()), default=0.0)
     try:
-        whole, first, last = made = [_run(module, inputs, seed=0) for inputs in runs]
-        gaps = [_gap(_at(x, y, sum(sizes), sizes[0], last=False), y, noise) for x, y in zip(whole, first, strict=True)]
-        gaps += [_gap(_at(x, y, sum(sizes), sizes[-1], last=True), y, noise) for x, y in zip(whole, last, strict=True)]
-        if not any(gaps):
+        whole, *parts = made = [_run(module, inputs, seed=0) for inputs in runs]
+        if all(_agree(y, xs, sizes, shares, noise) for y, *xs in zip(whole, *parts, strict=True)):
             return made
         again = _run(module, runs[0], seed=1)
         if any(_gap(x, y, noise) for x, y in zip(whole, again, strict=True)):
@@ -164,10 +173,30 @@ def _same_alone(module: nn.Module, name: str, runs: Sequence[Tensors], sizes: Se
     if any(getattr(inner, "batch_first", True) is False for inner in module.modules()):
         hint = "layers with `batch_first=False` have the samples in dimension 1; "
     raise ValueError(
-        f"{name} should compute every sample alone, because the {len(sizes)} micro-batches are computed one by one. Found values "
-        f"for a micro-batch that differ by {max(gaps):.2%} from those for the whole mini-batch; {hint}say in which dimension "
-        f"every input has its samples by `Pipeline(..., batch_dim=)`, {_OTHERWISE}."
+        f"{name} should compute every sample alone, because the {len(sizes)} micro-batches are computed one by one. Found other "
+        f"values for the whole mini-batch than for its micro-batches; {hint}say in which dimension every input has its samples "
+        f"by `Pipeline(..., batch_dim=)`, {_OTHERWISE}."
     )
+
+
+def _agree(
+    whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], shares: Sequence[float] | None, noise: float
+) -> bool:
+    """Tell whether an output for the whole mini-batch is made of those for its parts, or whether that cannot be told."""
+    if any(part.dim() != whole.dim() for part in parts):
+        return True
+    dims = [d for d in range(whole.dim()) if any(part.size(d) != whole.size(d) for part in parts)]
+    if not dims:  # a tensor that every micro-batch has whole, or a mean over samples
+        if shares is None or not any(_gap(whole, part, noise) for part in parts):
+            return True
+        return not _gap(
+            whole, torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0), noise
+        )
+    follows = all((whole.size(d), *(x.size(d) for x in parts)) == (sum(sizes), *sizes) for d in dims)
+    if len(dims) > 1:
+        return not follows  # values for pairs of samples
+    joined = torch.cat(list(parts), dims[0])
+    return joined.shape != whole.shape or not _gap(whole, joined, noise) or not follows
 
 
 def _run(module: nn.Module, inputs: Tensors, seed: int) -> Tensors:
@@ -182,14 +211,6 @@ def _run(module: nn.Module, inputs: Tensors, seed: int) -> Tensors:
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with torch.no_grad(), eager, seeded(seed, inputs[0].device):
         return as_tuple(call(double.eval(), each(inputs, torch.clone)), "")
-
-
-def _at(whole: Tensor, part: Tensor, size: int, part_size: int, *, last: bool) -> Tensor:
-    """Return the place of a part, the first or the last, in an output of the whole; the part if it cannot be found."""
-    differ = [d for d in range(part.dim()) if whole.dim() == part.dim() and whole.size(d) != part.size(d)]
-    if len(differ) != 1 or (whole.size(differ[0]), part.size(differ[0])) != (size, part_size):
-        return part
-    return whole.narrow(differ[0], size - part_size if last else 0, part_size)
 
 
 def _eps(tensor: Tensor) -> float:
@@ -298,7 +319,7 @@ class WatchedLoss:
             ys = [
                 xs[0] if dim is None else torch.cat(xs, dim) for xs, dim in zip(columns, parts.target_dims, strict=True)
             ]
-            target = as_argument(with_names(ys, names(first)))
+            target = as_argument(like(first, ys))
         loss_fn = copy.deepcopy(self._before) if isinstance(self._before, nn.Module) else self._before
         with torch.enable_grad(), seeded(seed, device):
             return loss_fn(_rebuilt(outputs, joined), target).detach().double().reshape(())

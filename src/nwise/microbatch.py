@@ -106,12 +106,12 @@ class Parts:
         Raises:
             ValueError: no term of the target counts.
         """
-        weights = [[1.0] * len(terms)] if len(self.inputs) == 1 else self._weights(terms)
+        weights = [[1.0] * len(terms)] if len(self.inputs) == 1 else self.weights(terms)
         first = replica * num_microbatches
         mine = slice(first, first + num_microbatches)
         return Batch(self.inputs[mine], self.targets[mine], weights[mine], seed, first=first)
 
-    def _weights(self, terms: Sequence[Terms]) -> list[list[float]]:
+    def weights(self, terms: Sequence[Terms]) -> list[list[float]]:
         """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
         counts = []
         for y, size in zip(self.targets, self.sizes, strict=True):
@@ -273,6 +273,9 @@ def batch_size(tensors: Tensors, what: str, dims: Sequence[Dim] | None = None) -
         if not -x.dim() <= dim < x.dim():
             found = f"a tensor of shape {list(x.shape)}" if x.dim() else "a tensor without dimensions"
             raise ValueError(f"{what} should have samples along dimension {dim}. Found {found}{remedy}.")
+        if x.is_nested or x.layout is not torch.strided:
+            kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+            raise ValueError(f"{what} should be dense tensors, which can be cut. Found {kind}{remedy}.")
     sizes = {x.size(dim) for x, dim in pairs}
     if len(sizes) != 1:
         found = str(sorted(sizes)) if sizes else "no tensor to cut"
