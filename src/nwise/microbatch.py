@@ -52,6 +52,11 @@ class Batch:
             shares[k] = shares.get(k, 0.0) + self.weights[m][k]
         return shares
 
+    @property
+    def ran(self) -> set[int]:
+        """Stages whose head ran on a micro-batch that counts."""
+        return {k for k, share in self.shares().items() if share}
+
     def mean_losses(self, num_stages: int) -> Tensor:
         """Return each stage's mean loss over the micro-batches in which its head ran, ``[A]``; nan where it did not run."""
         by_stage: dict[int, list[tuple[float, Tensor]]] = {}
@@ -231,7 +236,8 @@ def _dims(inputs: Tensors, targets: Tensors, batch_dim: BatchDim) -> tuple[list[
         own = {name: dim for name, dim in batch_dim.items() if name != "target"}
         target = batch_dim.get("target", 0)
     elif not isinstance(batch_dim, int):
-        own, target = batch_dim[: len(inputs)], [*batch_dim, 0][len(inputs)]
+        longer = len(batch_dim) == len(inputs) + 1
+        own, target = (batch_dim[:-1], batch_dim[-1]) if longer else (batch_dim, 0)
     return _dim_of_each(inputs, own, "input"), _dim_of_each(targets, target, "target")
 
 

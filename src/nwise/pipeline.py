@@ -288,8 +288,7 @@ class Pipeline(OldNames, nn.Module):
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        ran = {k for k, share in self.loss_shares.items() if share}
-        result = Losses(batch.mean_losses(self.num_stages), ran, processes.here)
+        result = Losses(batch.mean_losses(self.num_stages), batch.ran, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
