@@ -374,6 +374,7 @@ MIXING: dict[str, Callable[[], list[nn.Module]]] = {
     "later samples": lambda: [Do(lambda layer, x: layer(x).flip(0).cumsum(0).flip(0)), plain()],
     "neighbours": lambda: [plain(), Do(lambda layer, x: layer(x) - torch.cat([x[:1], x[:-1]]))],
     "mean": lambda: [plain(), Do(lambda layer, x: layer(x) - x.mean(0))],
+    "complex": lambda: [plain(), Do(lambda layer, x: torch.fft.fft(layer(x), dim=0))],
     "pairs": lambda: [plain(), Do(lambda layer, x: layer(x).flatten(1) @ x.flatten(1).T)],
     "loss inside": lambda: [plain(), Do(lambda layer, x: layer(x).square().mean().sqrt())],
 }
@@ -385,7 +386,7 @@ def test_samples_that_are_not_computed_alone_are_refused(name: str) -> None:
     stages, x = MIXING[name](), torch.randn(4, 4, 4)
     first = Remembers()
     before = copy.deepcopy(first.state_dict())
-    pipe = pipeline([first, *stages], lambda output, target: output.square().mean())
+    pipe = pipeline([first, *stages], lambda output, target: output.abs().square().mean())
     k = len(stages) if name not in ("attention", "recurrence", "earlier samples", "later samples") else 1
     for _ in range(2):  # not only the first time
         with pytest.raises(
@@ -410,6 +411,10 @@ def test_heads_that_do_not_compute_samples_alone_are_refused() -> None:
     heads = [Do(lambda layer, x: layer(x - x.mean(0)))]
     with pytest.raises(ValueError, match="The head of stage 0 should compute every sample alone"):
         pipeline([plain(), plain()], heads=heads, strategy="local").step(torch.randn(4, 4), target=X)
+    pipe = pipeline([plain(), plain()], heads=heads, strategy="end-to-end@1,local")
+    pipe.step(torch.randn(4, 4), target=X)  # the head does not run yet
+    with pytest.raises(ValueError, match="The head of stage 0 should compute every sample alone"):
+        pipe.step(torch.randn(4, 4), target=X)
 
 
 ALONE: dict[str, Callable[[], list[nn.Module]]] = {
@@ -589,6 +594,8 @@ def test_heads_are_compared_under_their_own_losses() -> None:
     pipe.step(x, target=x)  # the head of stage 1 does not run yet
     with pytest.warns(UserWarning, match="loss of stage 1 should be a mean"):
         pipe.step(x, target=x)
+    pipe.strategy = "deep-supervision"
+    pipe.step(x, target=x)
 
 
 # Several processes

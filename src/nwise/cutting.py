@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -97,20 +97,23 @@ class Cutter:
             schedule: what the step runs.
             step: number of the step.
         """
-        kind = schedule.digest, step % len(schedule.flows), parts.whole is None
-        return nullcontext() if kind in self._seen else self._looking(parts, batch, kind)
+        turn = step % len(schedule.flows)
+        kind = schedule.digest, turn, parts.whole is None
+        heads = {k for flow in schedule.flows[turn] for k in flow.heads}
+        return nullcontext() if kind in self._seen else self._looking(parts, batch, kind, frozenset(heads))
 
     @contextmanager
-    def _looking(self, parts: Parts, batch: Batch, kind: object) -> Iterator[None]:
-        cuts = parts.whole is not None and len(parts.inputs)
-        if cuts and cuts > 1 and cuts not in self._seen:
+    def _looking(self, parts: Parts, batch: Batch, kind: object, heads: frozenset[int]) -> Iterator[None]:
+        cuts = 0 if parts.whole is None else len(parts.inputs)
+        here = [self._stages[k] for k in self._processes.here]
+        if cuts > 1 and (cuts, heads) not in self._seen:
             with self._processes.watched(closing=True):  # only the processes of stage 0 look
-                check_network([self._stages[k] for k in self._processes.here], parts, parts.weights(self.terms))
-            self._seen.add(cuts)
+                check_network(here, heads, parts, parts.weights(self.terms))
+            self._seen.add((cuts, heads))
         losses = [
             WatchedLoss(stage, parts)
-            for stage, terms in zip(self._stages, self.terms, strict=True)
-            if not terms.known and stage.index in self._processes.here
+            for stage in here
+            if stage.index in heads and not self.terms[stage.index].known and (cuts, stage.index) not in self._seen
         ]
         try:
             yield
@@ -119,10 +122,12 @@ class Cutter:
                 loss.stage.loss_fn = loss.loss_fn
         for loss in losses:
             loss.compare(batch)
-        self._seen.add(kind)
+        self._seen |= {kind, *((cuts, loss.stage.index) for loss in losses)}
 
 
-def check_network(stages: Sequence[Stage], parts: Parts, weights: Sequence[Sequence[float]]) -> None:
+def check_network(
+    stages: Sequence[Stage], heads: Collection[int], parts: Parts, weights: Sequence[Sequence[float]]
+) -> None:
     """Raise ValueError if stages, from the first one on, or their heads do not compute every sample alone.
 
     The whole mini-batch and every micro-batch run once through copies in evaluation mode, without gradients. What cannot be
@@ -130,6 +135,7 @@ def check_network(stages: Sequence[Stage], parts: Parts, weights: Sequence[Seque
 
     Args:
         stages: stages of this process; only those that follow each other from stage 0 on are checked.
+        heads: indices of the stages whose losses are computed.
         parts: the micro-batches.
         weights: their shares in each stage's loss.
     """
@@ -139,8 +145,9 @@ def check_network(stages: Sequence[Stage], parts: Parts, weights: Sequence[Seque
         if stage.index != k or runs is None:
             return
         shares = [row[k] for row in weights]
-        runs = _alone(stage.module, f"Stage {k}", runs, parts.sizes, shares if k == len(weights[0]) - 1 else None)
-        if runs is not None and stage.head is not None:
+        is_last = k == len(weights[0]) - 1
+        runs = _alone(stage.module, f"Stage {k}", runs, parts.sizes, shares if is_last else None)
+        if runs is not None and stage.head is not None and k in heads:
             _alone(stage.head, f"The head of stage {k}", runs, parts.sizes, shares)
 
 
@@ -203,10 +210,8 @@ def _run(module: nn.Module, inputs: Tensors, seed: int) -> Tensors:
     """Run a copy of a module, in evaluation mode and without gradients; the module does not change."""
     double = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     for norm in double.modules():
-        if (
-            isinstance(norm, _BatchNorm) and norm.running_mean is None
-        ):  # it would use the batch's own, as all do in training
-            norm.running_mean, norm.running_var = torch.zeros(norm.num_features), torch.ones(norm.num_features)
+        if isinstance(norm, _BatchNorm) and norm.running_mean is None:
+            norm.forward = lambda input: input  # type: ignore[method-assign] # it mixes samples, as all do in training
     # A compiled module would be compiled for shapes that do not come again.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with torch.no_grad(), eager, seeded(seed, inputs[0].device):
@@ -224,6 +229,8 @@ def _gap(a: Tensor, b: Tensor, noise: float = 0.0) -> float:
         a, b: the tensors; those without gradients are not compared.
         noise: the relative rounding error of what they were computed from, if it is larger than their own.
     """
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not a.is_floating_point() or not a.numel():
         return 0.0
     kind = a.device.type
