@@ -211,6 +211,10 @@ def test_samples_in_dimension_1(length: int, size: int, m: int) -> None:
     net, x, y = [attention(), attention(), plain()], torch.randn(length, size, 4), torch.randint(4, (length, size))
     expected = functional.cross_entropy(net[2](net[1](net[0](x))).flatten(0, 1), y.flatten())
     assert_step(net, expected, stepping(TokenCrossEntropy(), m, x, target=y, batch_dim=1))
+    for module in net:
+        module.zero_grad()
+    unknown: Any = lambda output, target: (output - target[..., None]).square().mean()  # noqa: E731
+    assert_step(net, unknown(net[2](net[1](net[0](x))), y), stepping(unknown, m, x, target=y, batch_dim=1))
 
 
 def test_each_input_and_the_target_may_have_their_own_dimension() -> None:
