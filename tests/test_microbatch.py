@@ -467,6 +467,8 @@ def test_network_is_compared_once_for_each_number_of_micro_batches() -> None:
         return layer(x)
 
     pipe = pipeline([Do(watched), plain()], m=1)
+    hooked: list[int] = []
+    pipe.stages[0].register_forward_pre_hook(lambda _, given: hooked.append(len(given[0])))
     x = torch.randn(6, 4)
     pipe.step(x, target=x)
     assert calls == [6]
@@ -474,8 +476,9 @@ def test_network_is_compared_once_for_each_number_of_micro_batches() -> None:
         pipe.num_microbatches = m
         for expected in ([*compared, *[6 // m] * m], [6 // m] * m):
             calls.clear()
+            hooked.clear()
             pipe.step(x, target=x)
-            assert calls == expected
+            assert (calls, hooked) == (expected, [6 // m] * m), "hooks do not see the comparison"
 
 
 def test_rounding_is_no_difference() -> None:

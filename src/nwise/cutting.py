@@ -209,9 +209,12 @@ def _agree(
 def _run(module: nn.Module, inputs: Tensors, seed: int) -> Tensors:
     """Run a copy of a module, in evaluation mode and without gradients; the module does not change."""
     double = copy.deepcopy(module, {id(p): p for p in module.parameters()})
-    for norm in double.modules():
-        if isinstance(norm, _BatchNorm) and norm.running_mean is None:
-            norm.forward = lambda input: input  # type: ignore[method-assign] # it mixes samples, as all do in training
+    for inner in double.modules():
+        for name, hooks in vars(inner).items():
+            if "forward" in name and name.endswith("hooks"):
+                hooks.clear()  # they may keep what they see
+        if isinstance(inner, _BatchNorm) and inner.running_mean is None:
+            inner.forward = lambda input: input  # type: ignore[method-assign] # it mixes samples, as all do in training
     # A compiled module would be compiled for shapes that do not come again.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with torch.no_grad(), eager, seeded(seed, inputs[0].device):
