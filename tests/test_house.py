@@ -37,6 +37,7 @@ RANKS = [
         "reference",
         "rerun",
         "tensors",
+        "terms",
     ],
     ["strategies", "_snapshot", "models"],
     ["flow"],
@@ -45,7 +46,7 @@ RANKS = [
     ["stage"],
     ["runtime", "data"],
     ["planning"],
-    ["_arguments", "_habits", "exits", "pipeline", "program", "recipes"],
+    ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program", "recipes"],
     ["training"],
     ["report"],
     ["cli", "__main__"],
@@ -112,7 +113,7 @@ def test_no_module_imports_private_names() -> None:
 
 
 # Functions that look for one object in two places, and keep nothing.
-LOOK_AT_IDENTITY = {"refuse_sharing", "_refuse_tied", "_copy_second_places", "output_specs", "counted"}
+LOOK_AT_IDENTITY = {"refuse_sharing", "_refuse_tied", "_copy_second_places", "output_specs", "counted", "_run"}
 
 
 def test_nothing_is_keyed_by_id() -> None:

@@ -133,6 +133,9 @@ def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dic
     def compare(order: str) -> tuple[float, int]:
         pipe = make_pipeline(config, data, 1)
         pipe.schedule = order
+        pipe.step(x, target=y)  # the first step also runs the whole mini-batch at once
+        pipe.forget_pending()
+        pipe.zero_grad()
 
         def steps(_: None) -> None:
             for _number in range(5):

@@ -75,7 +75,7 @@ def test_target_by_name() -> None:
     target = {"value": torch.randn(5, 3), "weight": torch.arange(5.0)}
     pipe = nwise.Pipeline([layer, nn.Linear(3, 3)], [None], Weighted(), "end-to-end", 2, seed=0)
     losses = pipe.step(x, target=target)
-    assert seen == [["value", "weight"]] * 2
+    assert seen == [["value", "weight"]] * 3  # the first step compares with the whole mini-batch
     assert losses[-1].item() == pytest.approx(Weighted()(pipe(x), target).item())
     expected = nwise.reference_grads(
         list(pipe.stages), None, Weighted(), x, target, pipe.credit, 2, count=Weighted().count
@@ -116,6 +116,7 @@ def test_wrong_names_are_refused_before_anything_runs() -> None:
         pipe.step({"x": x, "mask": None}, target=x)  # type: ignore[dict-item] # the error
     with pytest.raises(TypeError, match="a tensor, a tuple of tensors or a dictionary of them. Found tuple of nothing"):
         pipe.step(target=x)
+    pipe.num_microbatches = 2
     with pytest.raises(ValueError, match=r"the same number of samples in every tensor. Found \[3, 4\]"):
         pipe.step(x=x, mask=x[:3], target=x)
 
@@ -155,5 +156,6 @@ def test_any_entry_of_a_target_may_have_labels_to_ignore() -> None:
     pipe = nwise.Pipeline(
         [nn.Linear(4, 4)], None, lambda output, t: nn.functional.cross_entropy(output, t["labels"]), "end-to-end", 2
     )
-    with pytest.warns(UserWarning, match="The target has negative labels"):
+    both = pytest.warns(UserWarning, match="gradients are those of another loss")
+    with both, pytest.warns(UserWarning, match="The target has negative labels"):
         pipe.step(torch.randn(3, 4), target={"a_weight": torch.ones(3), "labels": torch.tensor([-100, 1, 2])})

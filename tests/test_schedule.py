@@ -17,7 +17,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import nn
 
 import nwise
 import nwise.training
@@ -678,14 +677,6 @@ def test_old_names_of_modules_warn_at_the_users_line(module: Any, old: str, new:
     with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{old} is now {module.__name__}.{new}") as caught:
         assert getattr(module, old) is getattr(module, new)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_old_names_of_a_pipeline_warn() -> None:
-    pipe = nwise.Pipeline([nn.Linear(2, 2)], None, nn.functional.mse_loss, "local")
-    with pytest.warns(DeprecationWarning, match="Pipeline.team is now Pipeline.processes"):
-        assert pipe.team is None, "one process had none"
-    with pytest.warns(DeprecationWarning, match="Pipeline.forget_versions is now Pipeline.forget_pending"):
-        pipe.forget_versions()
 
 
 @pytest.mark.parametrize("name", ["rotating-2", "rotating-2-microbatch", "2-wise"])

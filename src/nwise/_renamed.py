@@ -41,24 +41,6 @@ def current_name(name: Any) -> Any:
     return _ORDERS[name]
 
 
-class OldNames:
-    """Attributes that `Pipeline` had in version 0.1."""
-
-    processes: Any
-    forget_pending: Callable[[], int]
-
-    @property
-    def team(self) -> Any:
-        """The processes, or None for one process alone."""
-        _warn("Pipeline.team", "Pipeline.processes, which is never None")
-        return None if self.processes.size == 1 else self.processes
-
-    def forget_versions(self) -> None:
-        """Drop the mini-batches whose gradients are still due."""
-        _warn("Pipeline.forget_versions", "Pipeline.forget_pending")
-        self.forget_pending()
-
-
 def _warn(old: str, new: str, stacklevel: int = 3) -> None:
     text = f"{old} is now {new}; version 0.3 will not have the old name."
     warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)

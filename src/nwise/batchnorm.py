@@ -144,11 +144,15 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: i
 
     `stacklevel` counts from the caller of this function.
     """
-    plain = [name for name, child in module.named_modules() if _moves(child) or _is_scripted(child)]
+    plain = [
+        name
+        for name, child in module.named_modules()
+        if (isinstance(child, _BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child)
+    ]
     if plain and num_microbatches > 1:
         warnings.warn(
             f"With {num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
-            "a different function than with the whole batch, and moves its running statistics with every micro-batch "
+            "a different function than with the whole batch, and moves any running statistics with every micro-batch "
             f"({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
             "`defer_batchnorm`, moves the running statistics once per mini-batch.",
             stacklevel=1 + stacklevel,

@@ -24,9 +24,10 @@ from torch.nn import functional
 
 from nwise._arguments import HeadDict
 from nwise.losses import TokenCrossEntropy
-from nwise.microbatch import batch_size, unwrapped
+from nwise.microbatch import batch_size
 from nwise.runtime.processes import Processes
 from nwise.tensors import Tensors, as_argument, as_inputs, call, each, names, run_module, unchanged
+from nwise.terms import unwrapped
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
@@ -105,7 +106,7 @@ def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
     >>> default_confidence(nn.BCEWithLogitsLoss(), 0)
     'label'
     """
-    inner, _ = unwrapped(loss_fn)
+    inner, *_ = unwrapped(loss_fn)
     # A subclass with a forward of its own may take other outputs.
     known = _BY_LOSS.get(type(inner) if isinstance(inner, nn.Module) else inner) if inner.__hash__ else None
     if known is None:

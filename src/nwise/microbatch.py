@@ -6,18 +6,23 @@ weight ``c_m / c``; uneven micro-batches are allowed.
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from nwise.tensors import Tensors, as_argument, as_tuple, scatter
+from nwise.tensors import Tensors, as_tuple, names, scatter
+from nwise.terms import Terms
+
+Dim = int | None  # dimension of the samples; None for a tensor that is the same for all micro-batches
+# One dimension for everything, one for each input and perhaps the target, or dimensions by name.
+BatchDim = int | Sequence[Any] | Mapping[str, Any]
+_REMEDY = (
+    "; say in which dimension every tensor has its samples by `Pipeline(..., batch_dim=)`, or cut the mini-batch yourself by "
+    "`step(microbatches=...)`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class Batch:
             shares[k] = shares.get(k, 0.0) + self.weights[m][k]
         return shares
 
+    @property
+    def ran(self) -> set[int]:
+        """Stages whose head ran on a micro-batch that counts."""
+        return {k for k, share in self.shares().items() if share}
+
     def mean_losses(self, num_stages: int) -> Tensor:
         """Return each stage's mean loss over the micro-batches in which its head ran, ``[A]``; nan where it did not run."""
         by_stage: dict[int, list[tuple[float, Tensor]]] = {}
@@ -78,55 +88,191 @@ def _mean(losses: list[tuple[float, Tensor]]) -> Tensor:
     return torch.stack([loss * weight for weight, loss in losses]).sum() / sum(weight for weight, _ in losses)
 
 
-def cut(
-    inputs: Tensors,
-    target: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None,
-    num_microbatches: int,
-    terms: Sequence[Terms],
-    *,
-    seed: int,
-    replica: int = 0,
-    num_replicas: int = 1,
-) -> Batch:
-    """Cut a mini-batch into micro-batches and weight them.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The micro-batches of all replicas.
 
     Args:
-        inputs: inputs of the first stage, samples along dimension 0.
-        target: the second argument of the losses, or None.
-        num_microbatches: number of micro-batches of this replica, M.
-        terms: counter of each stage's loss.
-        seed: seed of the step.
-        replica, num_replicas: index of this process's replica, and how many share the mini-batch.
+        inputs: the model's input, per micro-batch.
+        targets: the targets, per micro-batch; None without a target.
+        sizes: number of samples, per micro-batch.
+        dims, target_dims: dimension of the samples in each input and in each tensor of a target.
+        whole: the model's input before the cut; None if the micro-batches were given.
+    """
+
+    inputs: Sequence[Tensors]
+    targets: Sequence[Tensors | None]
+    sizes: Sequence[int]
+    dims: Sequence[Dim]
+    target_dims: Sequence[Dim]
+    whole: Tensors | None
+
+    @property
+    def all_inputs(self) -> Tensors:
+        """All tensors of the inputs."""
+        return tuple(tensor for inputs in self.inputs for tensor in inputs)
+
+    @property
+    def ask_gradients(self) -> bool:
+        """Whether an input requires a gradient."""
+        return any(tensor.requires_grad for tensor in self.all_inputs)
+
+    @property
+    def all_targets(self) -> Tensors | None:
+        """All tensors of the targets; None without any."""
+        return tuple(tensor for target in self.targets for tensor in target or ()) or None
+
+    def batch(self, terms: Sequence[Terms], num_microbatches: int, seed: int, replica: int) -> Batch:
+        """Return the part of a replica, weighted.
+
+        Args:
+            terms: counter of each stage's loss.
+            num_microbatches: number of micro-batches of the replica, M.
+            seed: seed of the step.
+            replica: index of the replica.
+
+        Raises:
+            ValueError: no term of the target counts.
+        """
+        weights = [[1.0] * len(terms)] if len(self.inputs) == 1 else self.weights(terms)
+        first = replica * num_microbatches
+        mine = slice(first, first + num_microbatches)
+        return Batch(self.inputs[mine], self.targets[mine], weights[mine], seed, first=first)
+
+    def weights(self, terms: Sequence[Terms]) -> list[list[float]]:
+        """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
+        counts = []
+        for y, size in zip(self.targets, self.sizes, strict=True):
+            by_loss = {count: float(size) if y is None else count(y, size) for count in dict.fromkeys(terms)}
+            counts.append([by_loss[count] for count in terms])
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        if not all(totals):
+            raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
+        return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
+
+
+def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, batch_dim: BatchDim) -> Parts:
+    """Cut a mini-batch into micro-batches; one alone may have any shapes.
+
+    Args:
+        inputs: inputs of the first stage.
+        target: the second argument of the losses: a tensor, a sequence or mapping of them, or None.
+        num_microbatches: number of micro-batches of each replica, M.
+        num_replicas: number of replicas that share the mini-batch.
+        batch_dim: dimension of the samples, as `Pipeline` takes it.
 
     Raises:
-        ValueError: there are too few samples, the target has another number of them, or none of them counts.
+        ValueError: there are too few samples, or a tensor has another number of them.
+        TypeError: the target is something else.
     """
     targets = None if target is None else as_tuple(target, "`target`")
-    size = batch_size(inputs, "The input of `step`")
-    if targets is not None and batch_size(targets, "`target`") != size:
-        raise ValueError(f"`target` should have the input's {size} samples. Found {len(targets[0])}.")
-    if not size:
+    if not any(x.numel() for x in inputs):
         raise ValueError("The mini-batch should have at least one sample. Found none.")
-    check_parts(size, num_microbatches, num_replicas)
     num_parts = num_microbatches * num_replicas
-    parts = scatter(inputs, num_parts)
-    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts)
-    weights = [[1.0] * len(terms)] if num_parts == 1 else _weights(parts, target_parts, terms)
-    first = replica * num_microbatches
-    mine = slice(first, first + num_microbatches)
-    return Batch(parts[mine], target_parts[mine], weights[mine], seed, first=first)
+    if num_parts == 1:
+        return Parts([inputs], [targets], [1], (), (), inputs)
+    dims, target_dims = _dims(inputs, targets or (), batch_dim)
+    size = batch_size(inputs, "The input of `step`", dims)
+    found = (
+        batch_size(targets, "`target`", target_dims) if targets and any(d is not None for d in target_dims) else size
+    )
+    if found != size:
+        raise ValueError(f"`target` should have the input's {size} samples. Found {found}{_REMEDY}.")
+    check_parts(size, num_microbatches, num_replicas)
+    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts, target_dims)
+    sizes = [size // num_parts + (m < size % num_parts) for m in range(num_parts)]
+    return Parts(scatter(inputs, num_parts, dims), target_parts, sizes, dims, target_dims, inputs)
 
 
-def _weights(parts: Sequence[Tensors], targets: Sequence[Tensors | None], terms: Sequence[Terms]) -> list[list[float]]:
-    """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
-    counts = []
-    for x, y in zip(parts, targets, strict=True):
-        by_loss = {count: float(len(x[0])) if y is None else count(y) for count in dict.fromkeys(terms)}
-        counts.append([by_loss[count] for count in terms])
-    totals = [sum(column) for column in zip(*counts, strict=True)]
-    if not all(totals):
-        raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
-    return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
+def given(microbatches: Any, targets: Any, num_parts: int, terms: Sequence[Terms], batch_dim: BatchDim) -> Parts:
+    """Take micro-batches that the caller has cut.
+
+    Args:
+        microbatches: the model's input for each of them, a list of tensors, sequences or mappings of them.
+        targets: the target for each of them, likewise, or None; None: no targets.
+        num_parts: number of micro-batches of all replicas.
+        terms: counter of each stage's loss; warns of a loss that may average over something other than samples.
+        batch_dim: dimension of the samples, as `Pipeline` takes it.
+
+    Raises:
+        ValueError: their number is wrong, or they differ in the number or names of their inputs.
+        TypeError: one is something else.
+    """
+    inputs = [
+        as_tuple(x, f"`microbatches[{m}]`") for m, x in enumerate(_listed(microbatches, "microbatches", num_parts))
+    ]
+    for m, x in enumerate(inputs):
+        if (len(x), names(x)) != (len(inputs[0]), names(inputs[0])):
+            found = [", ".join(names(one)) or len(one) for one in (inputs[0], x)]
+            raise ValueError(
+                f"All `microbatches` should have the same inputs. Found {found[0]} in 0 and {found[1]} in {m}."
+            )
+    listed = [None] * num_parts if targets is None else _listed(targets, "targets", num_parts)
+    parts = [None if y is None else as_tuple(y, f"`targets[{m}]`") for m, y in enumerate(listed)]
+    firsts, sizes = [], []  # what a loss averages over: the target, or without one the input
+    for x, y in zip(inputs, parts, strict=True):
+        dims, target_dims = _dims(x, y or (), batch_dim)
+        first, dim = (x[0], dims[0]) if y is None else (y[0], target_dims[0])
+        firsts.append(first)
+        sizes.append(first.size(dim) if dim is not None and first.dim() else 1)
+    if len({first.numel() / size for first, size in zip(firsts, sizes, strict=True) if size}) > 1:
+        for count in dict.fromkeys(terms):
+            count.warn_of_lengths()
+    return Parts(inputs, parts, sizes, (), (), None)
+
+
+def _listed(values: Any, name: str, num_parts: int) -> Sequence[Any]:
+    """Return values that should be a list with one entry for each micro-batch."""
+    if not isinstance(values, tuple | list):
+        raise TypeError(
+            f"`{name}` should be a list with one entry for each micro-batch. Found {type(values).__name__}."
+        )
+    if len(values) != num_parts:
+        raise ValueError(
+            f"`{name}` should have {num_parts} entries, `num_microbatches` for each replica. Found {len(values)}; set "
+            "`pipe.num_microbatches`, or cut the mini-batch into as many."
+        )
+    return values
+
+
+def check_batch_dim(batch_dim: Any) -> None:
+    """Raise TypeError unless this is a dimension, or a sequence or mapping of dimensions."""
+    found = _leaves(batch_dim)
+    if batch_dim is None or any(not (d is None or (isinstance(d, int) and not isinstance(d, bool))) for d in found):
+        raise TypeError(
+            "`batch_dim` should be a dimension, or a list or dictionary of dimensions, with None for a tensor that is not cut. "
+            f"Found {batch_dim!r}."
+        )
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, tuple | list) else [value]
+
+
+def _dims(inputs: Tensors, targets: Tensors, batch_dim: BatchDim) -> tuple[list[Dim], list[Dim]]:
+    """Return the dimension of the samples in every input and in every tensor of the target."""
+    own: Any = batch_dim
+    target: Any = batch_dim
+    if isinstance(batch_dim, Mapping):
+        own = {name: dim for name, dim in batch_dim.items() if name != "target"}
+        target = batch_dim.get("target", 0)
+    elif not isinstance(batch_dim, int):
+        longer = len(batch_dim) == len(inputs) + 1
+        own, target = (batch_dim[:-1], batch_dim[-1]) if longer else (batch_dim, 0)
+    return _dim_of_each(inputs, own, "input"), _dim_of_each(targets, target, "target")
+
+
+def _dim_of_each(tensors: Tensors, dims: Any, what: str) -> list[Dim]:
+    if isinstance(dims, Mapping) and not dims.keys() - set(names(tensors)):
+        return [dims.get(name, 0) for name in names(tensors)] or [0] * len(tensors)
+    if isinstance(dims, tuple | list) and len(dims) == len(tensors) and not names(tensors):
+        return list(dims)
+    if isinstance(dims, Mapping | tuple | list):
+        known = ", ".join(names(tensors)) or f"{len(tensors)} by position"
+        raise ValueError(f"`batch_dim` should fit the {what}, {known}. Found {dims!r}.")
+    return [dims] * len(tensors)
 
 
 def check_parts(size: int, num_microbatches: int, num_replicas: int) -> None:
@@ -139,113 +285,28 @@ def check_parts(size: int, num_microbatches: int, num_replicas: int) -> None:
         )
 
 
-def batch_size(tensors: Tensors, what: str) -> int:
-    """Return the common length of dimension 0."""
-    if any(tensor.ndim == 0 for tensor in tensors):
-        raise ValueError(f"{what} should have samples along dimension 0. Found a tensor without dimensions.")
-    sizes = {len(tensor) for tensor in tensors}
-    if len(sizes) != 1:
-        raise ValueError(f"{what} should have the same number of samples in every tensor. Found {sorted(sizes)}.")
-    return sizes.pop()
-
-
-class Terms:
-    """Counts the terms of a micro-batch's target that a loss averages over.
-
-    By default these are the samples. Cross-entropy and ``nll_loss`` average over the targets that are not ``ignore_index``,
-    each with the ``weight`` of its class, and a custom loss may have a method ``count(target)``. Partial, compiled and
-    wrapped losses, and bound methods of a loss, count like the loss inside.
+def batch_size(tensors: Tensors, what: str, dims: Sequence[Dim] | None = None) -> int:
+    """Return the common number of samples.
 
     Args:
-        loss_fn: the loss function.
+        tensors: the tensors.
+        what: what they are, for the message.
+        dims: dimension of the samples in each tensor, None for a tensor that is not cut; default: 0 for all.
 
     Raises:
-        ValueError: the loss has a reduction other than the mean.
+        ValueError: the tensors differ in it, or lack the dimension.
     """
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        inner, self._options = unwrapped(loss_fn)
-        self._count = getattr(inner, "count", None)
-        if not callable(self._count):
-            self._count = None
-            self._options = {**_defaults(inner), **self._options}
-        self._unknown = self._count is None and not (
-            "ignore_index" in self._options or type(inner).__module__ == nn.modules.loss.__name__
-        )
-        reduction = self._options.get("reduction", "mean")
-        if reduction not in ("mean", "batchmean"):
-            raise ValueError(
-                f"`loss_fn` should be the mean over a micro-batch. Found reduction = {reduction!r}; use reduction='mean'."
-            )
-
-    def __call__(self, target: Tensors) -> float:
-        """Count the terms of a micro-batch's target."""
-        if self._count is not None:
-            count = float(self._count(as_argument(target)))
-            if not 0 <= count < math.inf:
-                raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
-            return count
-        labels = target[0]
-        for tensor in target if self._unknown else ():
-            self._warn_of_ignored(tensor)
-        if "ignore_index" not in self._options:
-            return float(len(labels))
-        if labels.is_floating_point():  # class probabilities: every sample counts
-            return float(labels.numel() // labels.shape[1])
-        kept = labels[labels != self._options["ignore_index"]]
-        weight = self._options.get("weight")
-        return float(kept.numel() if weight is None else weight[kept].sum())
-
-    def _warn_of_ignored(self, labels: Tensor) -> None:
-        """Warn once that an unknown loss may ignore some targets."""
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
-            return
-        least = int(labels.min())
-        if least < 0:
-            self._unknown = False
-            warnings.warn(
-                f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "
-                "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
-                "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
-                "how many terms the loss averages over.",
-                stacklevel=6,  # from here through `_weights`, `cut` and `step` to the training loop
-            )
-
-
-def make_terms(losses: Sequence[Callable[..., Tensor]]) -> list[Terms]:
-    """Return the terms of every loss; equal losses share theirs, so one that cannot be counted warns once."""
-    try:
-        terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
-        return [terms[loss] for loss in losses]
-    except TypeError:  # a loss that has no hash
-        return [Terms(loss) for loss in losses]
-
-
-def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the loss inside partial functions, compiled ones, decorators and bound methods, and the options of partials."""
-    options: dict[str, Any] = {}
-    while True:
-        if isinstance(loss_fn, partial):
-            loss_fn, options = loss_fn.func, {**loss_fn.keywords, **options}
-        elif (inner := _inner(loss_fn)) is not None:
-            loss_fn = inner
-        else:
-            return loss_fn, options
-
-
-def _inner(loss_fn: Any) -> Any:
-    """Return the loss inside a compiled or decorated loss or a bound method; None if there is no wrapper."""
-    for name in ("_orig_mod", "_torchdynamo_orig_callable", "__wrapped__"):
-        if (inner := getattr(loss_fn, name, None)) is not None:
-            return inner
-    owner = getattr(loss_fn, "__self__", None)
-    calls = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
-    return owner if owner is not None and getattr(loss_fn, "__name__", "") in calls else None
-
-
-def _defaults(loss_fn: Any) -> dict[str, Any]:
-    """Return the options of a known loss that affect the mean; empty for an unknown one."""
-    if isinstance(loss_fn, nn.Module):
-        names = ("reduction", "ignore_index", "weight")
-        return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
-    return {"ignore_index": -100} if loss_fn in (functional.cross_entropy, functional.nll_loss) else {}
+    remedy = "" if dims is None else _REMEDY
+    pairs = [(x, dim) for x, dim in zip(tensors, dims or [0] * len(tensors), strict=True) if dim is not None]
+    for x, dim in pairs:
+        if not -x.dim() <= dim < x.dim():
+            found = f"a tensor of shape {list(x.shape)}" if x.dim() else "a tensor without dimensions"
+            raise ValueError(f"{what} should have samples along dimension {dim}. Found {found}{remedy}.")
+        if x.is_nested or x.layout is not torch.strided:
+            kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+            raise ValueError(f"{what} should be dense tensors, which can be cut. Found {kind}{remedy}.")
+    sizes = {x.size(dim) for x, dim in pairs}
+    if len(sizes) != 1:
+        found = str(sorted(sizes)) if sizes else "no tensor to cut"
+        raise ValueError(f"{what} should have the same number of samples in every tensor. Found {found}{remedy}.")
+    return sizes.pop()

@@ -13,19 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 import nwise._arguments as arguments
 from nwise._arguments import HeadDict, ModuleOrFactory
 from nwise._compiled import allow_several_passes
-from nwise._errors import check_at_least
 from nwise._habits import Habits
 from nwise._hooks import once
 from nwise._modes import evaluating
-from nwise._renamed import OldNames
+from nwise._settings import Settings
 from nwise._snapshot import restored_on_error
 from nwise.batchnorm import warn_of_microbatches
+from nwise.cutting import Cutter
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
-from nwise.microbatch import cut, make_terms
+from nwise.microbatch import BatchDim
 from nwise.planning.observe import Observer
 from nwise.planning.plan import Plan
-from nwise.program import Program, check_heads
+from nwise.program import Program, check_heads, check_unneeded
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
@@ -41,7 +41,7 @@ from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
 
-class Pipeline(OldNames, nn.Module):
+class Pipeline(Settings):
     """A network in stages, each with a head, trained by a strategy.
 
     Args:
@@ -64,6 +64,8 @@ class Pipeline(OldNames, nn.Module):
         mesh: mesh under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
         checks: when to check what modules and losses do: ``"first"`` (default), in steps 1, 2, 4, 8, ..., or ``"always"``.
+        batch_dim: dimension of the samples, along which micro-batches are cut: of all inputs and targets (default: 0), or one for
+            each input, as a list or by name; the target's is one more entry, or ``"target"``. None: not cut, whole in each.
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
@@ -109,12 +111,12 @@ class Pipeline(OldNames, nn.Module):
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
         checks: str = "first",
+        batch_dim: BatchDim = 0,
     ) -> None:
         super().__init__()
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
-        schedule = None if schedule is None else check_order(schedule)
-        always = arguments.checks_always(checks)
+        order, always = None if schedule is None else check_order(schedule), arguments.checks_always(checks)
         rule, self._compression = parse(strategy), parse_compression(compress)
         self.processes = join(len(given), ranks, mesh, timeout)
         self.seed = torch.initial_seed() if seed is None else index(seed)
@@ -124,7 +126,7 @@ class Pipeline(OldNames, nn.Module):
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         # One process waits for no other, so the order with the least memory is the best.
-        self._order: Order = schedule or ("depth-first" if self.processes.num_ranks == 1 else "best")
+        self._order = order or ("depth-first" if self.processes.num_ranks == 1 else "best")
         self._strategy, self._num_microbatches, self.steps = rule, num_microbatches, 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
@@ -137,8 +139,9 @@ class Pipeline(OldNames, nn.Module):
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
+        self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
-        self.loss_fns, self._terms = tuple(losses), make_terms(losses)
+        self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(self._forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
@@ -149,42 +152,6 @@ class Pipeline(OldNames, nn.Module):
         self.compress = fingerprint(self._compression)
         self.processes.agree(strategy=rule.name, placement=list(self.processes.placement))
         self.processes.agree(num_microbatches=num_microbatches, seed=self.seed, compress=self.compress)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy; may be set between two steps, also by its name."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, strategy: str | Strategy) -> None:
-        self._strategy = parse(strategy)
-        arguments.warn_of_wide_windows(self._strategy, self.num_stages, stacklevel=3)  # through nn.Module
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of micro-batches per mini-batch, M; may be set between two steps."""
-        return self._num_microbatches
-
-    @num_microbatches.setter
-    def num_microbatches(self, num_microbatches: int) -> None:
-        check_at_least(1, num_microbatches=num_microbatches)
-        if num_microbatches > self._num_microbatches:
-            warn_of_microbatches(self, num_microbatches, stacklevel=3)
-        self._num_microbatches = int(num_microbatches)
-
-    @property
-    def schedule(self) -> Order:
-        """The order of work; may be set between two steps."""
-        return self._order
-
-    @schedule.setter
-    def schedule(self, schedule: Order) -> None:
-        self._order = check_order(schedule)
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages, A."""
-        return len(self._stages)
 
     @property
     def credit(self) -> Tensor:
@@ -241,7 +208,14 @@ class Pipeline(OldNames, nn.Module):
             given = as_inputs(inputs, named, "The input of `exit`")
             return answer(self.stages, self.heads, given, thresholds, rules, self.processes, self._device(given[0]))
 
-    def step(self, *inputs: Input, target: Input | Tensors | None = None, **named: Tensor) -> Losses:
+    def step(
+        self,
+        *inputs: Input,
+        target: Input | Tensors | None = None,
+        microbatches: Any = None,
+        targets: Any = None,
+        **named: Tensor,
+    ) -> Losses:
         """Run one mini-batch and add every gradient to ``.grad``; all processes call it. The optimizer makes the update.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
@@ -252,38 +226,32 @@ class Pipeline(OldNames, nn.Module):
         that raises drops the mini-batches whose gradients are due.
 
         Args:
-            inputs, named: inputs of the first stage, samples along dimension 0: by position, by name, or one dictionary.
+            inputs, named: inputs of the first stage, by position, by name, or one dictionary; of any shapes if M is 1.
             target: the second argument of every loss, likewise: a tensor, several, or a dictionary; default: none.
+            microbatches, targets: instead of both, lists of M micro-batches (for each replica) and their targets, of any shapes.
 
         Returns:
             The losses of this mini-batch, detached, ``[A]``; nan if a head did not run or ran in another process.
 
         Raises:
-            ValueError, TypeError: the batch does not fit the pipeline.
+            ValueError, TypeError: the batch does not fit the pipeline, or in the first step, its cut changes values.
             nwise.runtime.watch.RankError: a rank failed.
         """
-        processes, given = self.processes, as_inputs(inputs, named, "The input of `step`")
+        processes, m = self.processes, self.num_microbatches
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
-        arguments.check_target(given, target, self.stages[0])
-        batch = cut(
-            given,
-            target,
-            self.num_microbatches,
-            self._terms,
-            seed=derive(self.seed, self.steps),
-            replica=processes.replica,
-            num_replicas=processes.num_replicas,
-        )
-        self._compared = self._compared or arguments.check_same_batch(processes, given, target)
+        parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
+        batch = parts.batch(self._cutter.terms, m, derive(self.seed, self.steps), processes.replica)
+        self._compared = self._compared or arguments.check_same_batch(processes, parts.all_inputs, parts.all_targets)
         self.habits.before_step()
-        asked = any(x.requires_grad for x in given)
+        asked = parts.ask_gradients
         modules = self._survey(asked)
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         if asked:
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = self.habits.learns()
-        with once(learns), restored_on_error(modules, learns), preserved(engine.device):
+        looking = self._cutter.looking(parts, batch, schedule, self.steps)
+        with once(learns), restored_on_error(modules, learns), preserved(engine.device), looking:
             engine.run(schedule, self.steps, batch, self.on_action)
             if asked:
                 batch.hand_back()
@@ -293,9 +261,7 @@ class Pipeline(OldNames, nn.Module):
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(
-            batch.mean_losses(self.num_stages), {k for k, share in self.loss_shares.items() if share}, processes.here
-        )
+        result = Losses(batch.mean_losses(self.num_stages), batch.ran, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result
@@ -360,11 +326,7 @@ class Pipeline(OldNames, nn.Module):
         Raises:
             ValueError: a later step still needs one of them.
         """
-        if needed := self.needed_heads():
-            raise ValueError(
-                f"Heads should be discarded only when no later step needs them. Found that {self.strategy.name} needs the heads "
-                f"of stages {sorted(needed)} from step {self.steps} on; keep them, or change the strategy."
-            )
+        check_unneeded(self.needed_heads(), self.strategy.name, self.steps)
         self.heads.clear()
         self._survey()
 

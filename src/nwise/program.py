@@ -5,7 +5,7 @@ strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -117,3 +117,12 @@ def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:
                 f"`heads` should have a head for stage {k}, whose loss {strategy!r} needs. Found None; see `nwise.heads` for "
                 "builders."
             )
+
+
+def check_unneeded(heads: Collection[int], strategy: str, step: int) -> None:
+    """Raise ValueError if a strategy needs heads, given by their stages, from a step on."""
+    if heads:
+        raise ValueError(
+            f"Heads should be discarded only when no later step needs them. Found that {strategy} needs the heads of stages "
+            f"{sorted(heads)} from step {step} on; keep them, or change the strategy."
+        )

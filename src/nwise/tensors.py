@@ -21,20 +21,22 @@ HIDDEN_STATES = "hidden_states"  # that between stages of a Hugging Face network
 
 
 class Named(tuple[Tensor, ...]):
-    """Tensors with names, in the order of the names, so the order of a dictionary means nothing.
+    """Tensors with names, in the order of the names; the dictionary of them keeps the order in which it was given.
 
     >>> import torch
-    >>> Named({"x": torch.zeros(2), "mask": torch.ones(2)}).names
-    ('mask', 'x')
+    >>> named = Named({"x": torch.zeros(2), "mask": torch.ones(2)})
+    >>> named.names, list(named.by_name())
+    (('mask', 'x'), ['x', 'mask'])
     """
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
 
     def __new__(cls, values: Mapping[str, Tensor]) -> Self:
         # Processes that agree on names agree on the order of the tensors in a message.
         names = sorted(values)
         made = super().__new__(cls, (values[name] for name in names))
-        made.names = tuple(names)
+        made.names, made.order = tuple(names), tuple(values)
         return made
 
     def __getnewargs__(self) -> tuple[dict[str, Tensor]]:
@@ -42,7 +44,12 @@ class Named(tuple[Tensor, ...]):
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the tensors as a dictionary."""
-        return dict(zip(self.names, self, strict=True))
+        values = dict(zip(self.names, self, strict=True))
+        return values if self.order == self.names else {name: values[name] for name in self.order}
+
+
+class Sole(tuple[Tensor, ...]):
+    """One tensor that was given in a tuple or list, which a loss gets as it was: its item 0 is the tensor, not a sample."""
 
 
 def names(tensors: Sequence[Tensor]) -> tuple[str, ...]:
@@ -55,6 +62,14 @@ def with_names(tensors: Iterable[Tensor], names: Sequence[str]) -> Tensors:
     return Named(dict(zip(names, tensors, strict=True))) if names else tuple(tensors)
 
 
+def like(tensors: Tensors, made: Iterable[Tensor]) -> Tensors:
+    """Return tensors under the names of others, or in a tuple of the same kind."""
+    if not isinstance(tensors, Named):
+        return type(tensors)(made)
+    values = dict(zip(tensors.names, made, strict=True))
+    return Named({name: values[name] for name in tensors.order})
+
+
 def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     """Apply a function to every tensor; the names stay.
 
@@ -62,16 +77,21 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     >>> each(Named({"x": torch.zeros(2)}), torch.exp).names
     ('x',)
     """
-    made = map(function, tensors)
-    return Named(dict(zip(tensors.names, made, strict=True))) if isinstance(tensors, Named) else tuple(made)
+    return like(tensors, map(function, tensors))
 
 
-def scatter(tensors: Tensors, num_parts: int) -> list[Tensors]:
-    """Cut tensors along dimension 0 into parts whose sizes differ by at most one, larger ones first."""
-    if num_parts == 1:
-        return [tensors]
-    parts = zip(*(tensor.tensor_split(num_parts) for tensor in tensors), strict=True)
-    return [with_names(part, names(tensors)) for part in parts]
+def scatter(tensors: Tensors, num_parts: int, dims: Sequence[int | None]) -> list[Tensors]:
+    """Cut tensors into parts whose sizes differ by at most one, larger ones first.
+
+    Args:
+        tensors: the tensors.
+        num_parts: number of parts.
+        dims: dimension along which each tensor is cut; None for one that every part has whole.
+    """
+    each_cut = [
+        [x] * num_parts if dim is None else x.tensor_split(num_parts, dim) for x, dim in zip(tensors, dims, strict=True)
+    ]
+    return [like(tensors, part) for part in zip(*each_cut, strict=True)]
 
 
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
@@ -101,8 +121,13 @@ def as_tuple(value: Any, what: str) -> Tensors:
                     "leave it out."
                 )
         return Named(value)
+    if hasattr(value, "_fields") and isinstance(value, tuple):
+        raise TypeError(
+            f"{what} should be a tensor, a tuple of tensors or a dictionary of them. Found the named tuple "
+            f"{type(value).__name__}, whose names would be lost; use its fields as a plain tuple or as a dictionary."
+        )
     if isinstance(value, tuple | list) and value and all(isinstance(item, Tensor) for item in value):
-        return tuple(value)
+        return tuple(value) if len(value) > 1 else Sole(value)
     kind = type(value).__name__ if not isinstance(value, Mapping) or value else "an empty dictionary"
     if isinstance(value, tuple | list):
         kind += " of " + (", ".join(type(item).__name__ for item in value) or "nothing")
@@ -154,11 +179,11 @@ class unchanged:
         self._inputs, self._who = inputs, who
 
     def __enter__(self) -> None:
-        self._counters = _versions(self._inputs)
+        self._counters = versions(self._inputs)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         in_place = "a leaf Variable that requires grad is being used in an in-place"
-        if (error is None and self._counters != _versions(self._inputs)) or (
+        if (error is None and self._counters != versions(self._inputs)) or (
             isinstance(error, RuntimeError) and in_place in str(error)
         ):
             raise ValueError(
@@ -182,11 +207,12 @@ def main_tensor(tensors: Tensors) -> Tensor:
 
 
 def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
-    """Return tensors as a user sees them: a dictionary if they have names, and a tensor alone without its tuple."""
+    """Return tensors as a user sees them: a dictionary if they have names, and a tensor alone unless it came in a tuple."""
     if isinstance(tensors, Named):
         return tensors.by_name()
-    return tensors[0] if len(tensors) == 1 else tensors
+    return tensors[0] if len(tensors) == 1 and not isinstance(tensors, Sole) else tuple(tensors)
 
 
-def _versions(tensors: Tensors) -> list[int]:
+def versions(tensors: Tensors) -> list[int]:
+    """Return for each tensor the number of changes in place so far."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,0 +1,58 @@
+"""What may be set between two steps of a pipeline: strategy, number of micro-batches, order of work."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nwise._arguments import warn_of_wide_windows
+from nwise._errors import check_at_least
+from nwise.batchnorm import warn_of_microbatches
+from nwise.schedule.named import Order, check_order
+from nwise.stage import Stage
+from nwise.strategies import Strategy
+from nwise.strategies import strategy as parse
+
+
+class Settings(nn.Module):
+    """The settings of a `Pipeline`, each checked when it is set; the next step uses the new value."""
+
+    _stages: list[Stage]
+    _strategy: Strategy
+    _num_microbatches: int
+    _order: Order
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, A."""
+        return len(self._stages)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; may be set between two steps, also by its name."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str | Strategy) -> None:
+        self._strategy = parse(strategy)
+        warn_of_wide_windows(self._strategy, self.num_stages, stacklevel=3)  # through nn.Module
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches per mini-batch, M; may be set between two steps."""
+        return self._num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, num_microbatches: int) -> None:
+        check_at_least(1, num_microbatches=num_microbatches)
+        if num_microbatches > self._num_microbatches:
+            warn_of_microbatches(self, num_microbatches, stacklevel=3)
+        self._num_microbatches = int(num_microbatches)
+
+    @property
+    def schedule(self) -> Order:
+        """The order of work; may be set between two steps."""
+        return self._order
+
+    @schedule.setter
+    def schedule(self, schedule: Order) -> None:
+        self._order = check_order(schedule)

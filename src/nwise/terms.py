@@ -1,0 +1,167 @@
+"""The terms that a loss averages over: counts of them weight uneven micro-batches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nwise.tensors import Tensors, as_argument
+
+# Losses of torch that average over the elements of their target, as functions and as modules.
+_OVER_ELEMENTS = {
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.huber_loss,
+    functional.kl_div,
+    functional.l1_loss,
+    functional.mse_loss,
+    functional.poisson_nll_loss,
+    functional.smooth_l1_loss,
+    functional.soft_margin_loss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.HuberLoss,
+    nn.KLDivLoss,
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.PoissonNLLLoss,
+    nn.SmoothL1Loss,
+    nn.SoftMarginLoss,
+}
+_KNOWN = {functional.__name__, nn.modules.loss.__name__, "nwise.losses"}  # modules whose losses count as they say
+
+
+class Terms:
+    """Counts the terms of a micro-batch's target that a loss averages over.
+
+    By default these are the samples. Cross-entropy and ``nll_loss`` average over the targets that are not ``ignore_index``,
+    each with the ``weight`` of its class; torch's losses of single elements, such as ``mse_loss``, average over these; and a
+    custom loss may have a method ``count(target)``. Partial, compiled and wrapped losses, and bound methods of a loss, count like
+    the loss inside.
+
+    Args:
+        loss_fn: the loss function.
+
+    Attributes:
+        known: whether the loss is one of torch or nwise, whose value follows from those of its micro-batches.
+
+    Raises:
+        ValueError: the loss has a reduction other than the mean.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        inner, self._options, decorated = unwrapped(loss_fn)
+        self._count = getattr(inner, "count", None)
+        if not callable(self._count):
+            self._count = None
+            self._options = {**_defaults(inner), **self._options}
+        reduction = self._options.get("reduction", "mean")
+        if reduction not in ("mean", "batchmean"):
+            raise ValueError(
+                f"`loss_fn` should be the mean over a micro-batch. Found reduction = {reduction!r}; use reduction='mean'."
+            )
+        owner = inner if hasattr(inner, "__name__") else type(inner)
+        self._name = getattr(owner, "__name__", "a loss")
+        self.known = not decorated and reduction == "mean" and getattr(owner, "__module__", "") in _KNOWN
+        self._over_elements = self.known and owner in _OVER_ELEMENTS
+        ignores = self._count is None and "ignore_index" in self._options
+        # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
+        assumed = not (self.known or ignores or self._count is not None)
+        self._warns_of_ignored = self._warns_of_lengths = assumed
+
+    def __call__(self, target: Tensors, samples: int) -> float:
+        """Count the terms of a micro-batch's target, which has so many samples."""
+        if self._count is not None:
+            count = float(self._count(as_argument(target)))
+            if not 0 <= count < math.inf:
+                raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
+            return count
+        labels = target[0]
+        if self._over_elements:
+            return float(labels.numel())
+        for tensor in target if self._warns_of_ignored else ():
+            self._warn_of_ignored(tensor)
+        if "ignore_index" not in self._options:
+            return float(samples)
+        if labels.is_floating_point():  # class probabilities: every sample counts
+            return float(labels.numel() // labels.shape[1])
+        kept = labels[labels != self._options["ignore_index"]]
+        weight = self._options.get("weight")
+        return float(kept.numel() if weight is None else weight[kept].sum())
+
+    def warn_of_lengths(self) -> None:
+        """Warn once, of an unknown loss, that samples differ in length, so that it may average over parts of them."""
+        if self._warns_of_lengths:
+            self._warns_of_lengths = False
+            warnings.warn(
+                f"The samples of `microbatches` should have one length if nwise does not know what the loss {self._name!r} "
+                "averages over. Found several lengths; every micro-batch is weighted by its samples. If the loss averages over "
+                "anything else, such as tokens, give it a method `count(target)`, as `nwise.losses.TokenCrossEntropy` has.",
+                stacklevel=5,  # from here through `given`, `parts` and `step` to the training loop
+            )
+
+    def _warn_of_ignored(self, labels: Tensor) -> None:
+        """Warn once that an unknown loss may ignore some targets."""
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
+            return
+        least = int(labels.min())
+        if least < 0:
+            self._warns_of_ignored = False
+            warnings.warn(
+                f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "
+                "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
+                "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
+                "how many terms the loss averages over.",
+                stacklevel=6,  # from here through `Parts.weights`, `Parts.batch` and `step` to the training loop
+            )
+
+
+def make_terms(losses: Sequence[Callable[..., Tensor]]) -> list[Terms]:
+    """Return the terms of every loss; equal losses share theirs, so one that cannot be counted warns once."""
+    try:
+        terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
+        return [terms[loss] for loss in losses]
+    except TypeError:  # a loss that has no hash
+        return [Terms(loss) for loss in losses]
+
+
+def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any], bool]:
+    """Return the loss inside partial functions, compiled ones, decorators and bound methods.
+
+    With it come the options of partial functions, and whether there is a decorator, which may change the loss.
+    """
+    options: dict[str, Any] = {}
+    decorated = False
+    while True:
+        if isinstance(loss_fn, partial):
+            loss_fn, options = loss_fn.func, {**loss_fn.keywords, **options}
+        elif (inner := _inner(loss_fn)) is not None:
+            decorated = decorated or getattr(loss_fn, "__wrapped__", None) is inner
+            loss_fn = inner
+        else:
+            return loss_fn, options, decorated
+
+
+def _inner(loss_fn: Any) -> Any:
+    """Return the loss inside a compiled or decorated loss or a bound method; None if there is no wrapper."""
+    for name in ("_orig_mod", "_torchdynamo_orig_callable", "__wrapped__"):
+        if (inner := getattr(loss_fn, name, None)) is not None:
+            return inner
+    owner = getattr(loss_fn, "__self__", None)
+    calls = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+    return owner if owner is not None and getattr(loss_fn, "__name__", "") in calls else None
+
+
+def _defaults(loss_fn: Any) -> dict[str, Any]:
+    """Return the options of a known loss that affect the mean; empty for an unknown one."""
+    if isinstance(loss_fn, nn.Module):
+        names = ("reduction", "ignore_index", "weight")
+        return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+    return {"ignore_index": -100} if loss_fn in (functional.cross_entropy, functional.nll_loss) else {}
