@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,19 @@ def copy_tracked(folder: Path) -> None:
             target.write_bytes((ROOT / name).read_bytes())
 
 
+def run(command: list[str], folder: str, environment: dict[str, str]) -> int | None:
+    """Run a command and return its exit code, or None if it was ended at the time limit, with its children."""
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    try:
+        return process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def main(page: str = "README.md") -> int:
     """Run all commands and return the number of those that failed."""
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
@@ -49,14 +63,10 @@ def main(page: str = "README.md") -> int:
         for command in commands(ROOT / page):
             began = time.monotonic()
             print(f"$ {command}", flush=True)
-            try:
-                shell = ["bash", "-c", f"{sourced}{command}"]
-                code = subprocess.run(shell, cwd=name, env=environment, check=False, timeout=LIMIT).returncode
-                result = f"exit code {code}"
-            except subprocess.TimeoutExpired:
-                code, result = 1, f"not done after {LIMIT} s"
+            code = run(["bash", "-c", f"{sourced}{command}"], name, environment)
+            result = f"not done after {LIMIT} s" if code is None else f"exit code {code}"
             print(f"[{result}, {time.monotonic() - began:.0f} s]\n", flush=True)
-            if code:
+            if code != 0:
                 failed.append(f"{command}: {result}")
             if command.startswith(". "):
                 sourced += f"{command} && "
