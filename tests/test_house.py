@@ -19,6 +19,7 @@ RANKS = [
     [
         "_dtensor",
         "_errors",
+        "_lazy",
         "_machine",
         "_memory",
         "_modes",
