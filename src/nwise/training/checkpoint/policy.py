@@ -309,7 +309,7 @@ class Saver:
         resumed = self._checkpoints.restore(info)
         if phase is not None:
             phase.rate.restore(info.facts["rate"], done)
-        self._written = self._pipe.steps
+        self._written = -1 if info.facts.get("untested") else self._pipe.steps
         return resumed.changes
 
     @property
