@@ -379,6 +379,7 @@ def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytes
     out, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
     assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert error.startswith("stopping after this step; Ctrl-C again to end now\n")
     assert "Traceback" not in out + error
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
     assert "stopped at step" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from nwise.recipes import RECIPES, Recipe, to_json
 from nwise.recipes.config import FLAT
 from nwise.report import compare as comparison
 from nwise.report.card import card_files
-from nwise.report.display import display_for, head_name, number, numbers_table, score_cells
+from nwise.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.launch import variable
@@ -71,12 +71,16 @@ class TrainCommand:
         trainer.record_timeline(self.timeline)
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
         is_first = trainer.pipe.processes.is_first
-        callbacks: list[Any] = [] if self.json or not is_first else [display_for(console)]
+        callbacks: list[Any] = []
+        display = display_for(console) if is_first and not self.json else None
+        if display is not None:
+            callbacks.append(display)
         if is_first:
             callbacks += loggers(self.log_to)
         run = (resumed or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
+        acknowledge = write_at_once if display is None else display.stopping
         try:
-            with stopping(trainer):
+            with stopping(trainer, acknowledge if is_first else None):
                 scores = trainer.train(
                     run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=self.resume is None
                 )
@@ -118,8 +122,13 @@ class TrainCommand:
 
 
 @contextmanager
-def stopping(trainer: Trainer) -> Iterator[None]:
-    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint."""
+def stopping(trainer: Trainer, acknowledge: Callable[[str], None] | None) -> Iterator[None]:
+    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint, and say so at once.
+
+    Args:
+        trainer: the trainer to stop.
+        acknowledge: function that shows a text from a signal handler; None to show none.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,6 +138,9 @@ def stopping(trainer: Trainer) -> Iterator[None]:
     def handler(number: int, frame: object) -> None:
         trainer.stop()
         signal.signal(number, before[number])  # a second signal ends the process at once
+        if acknowledge is not None:
+            again = "; Ctrl-C again to end now" if number == signal.SIGINT else ""
+            acknowledge(f"stopping after this step{again}")
 
     try:
         for number in before:

@@ -20,6 +20,7 @@ from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
 from nwise.training.agreement import Agreement
 from nwise.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
+from nwise.training.callback import Callback
 from nwise.training.checkpoint.policy import CheckpointInfo, CheckpointPolicy, Saver
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.log import StepLog
@@ -27,28 +28,6 @@ from nwise.training.phase import Phase, check_phases
 from nwise.training.run import Run, versions
 from nwise.training.timeline import TimelineRecorder
 from nwise.training.weights import gather_weights
-
-
-class Callback:
-    """Base class of callbacks, such as `nwise.report.display`; every method does nothing."""
-
-    def started(self, trainer: Trainer) -> None:
-        """Called before the first step."""
-
-    def stepped(self, step: int, losses: Tensor) -> None:
-        """Called after each step."""
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        """Called after each evaluation."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Called after each batch of an evaluation."""
-
-    def resumed(self, step: int, changes: str) -> None:
-        """Called after a checkpoint was loaded, with the differences from the saved state."""
-
-    def finished(self, status: str) -> None:
-        """Called after the last step, and after an interruption or an error."""
 
 
 class StoppedError(Exception):
@@ -280,7 +259,7 @@ class Trainer:
         lr = phase.rate.value
         skipped = phase.update()
         phase.rate.step()
-        if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
+        if self._is_logged(step + 1) or self._is_due(step + 1):  # a test shows the losses of its own step
             self._log.put(step + 1, losses, lr, self._seconds)
         if skipped:
             self._record("skipped", step + 1, stages=skipped)
@@ -349,8 +328,13 @@ class Trainer:
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
-            self._record("train", step, **values)
+            if self._is_logged(step):
+                self._record("train", step, **values)
             self._losses = torch.tensor(values["loss"])
+            self._notify("logged", step, self._losses)
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.recipe.log_every == 0 or step == self.num_steps
 
     def _is_due(self, step: int) -> bool:
         every = max(1, round(self.recipe.eval_every * self.steps_per_epoch))
@@ -358,8 +342,6 @@ class Trainer:
 
     def _evaluate(self, step: int, *, can_stop: bool = True) -> Scores:
         self._write_log(wait=True)
-        if self.pipe.processes.size > 1 and step:  # the losses that arrived after their step was announced
-            self._notify("stepped", step, self._losses)
         on_batch = self._tested_batch if can_stop else partial(self._notify, "evaluating")
         try:
             with autocast(self.recipe, self.device):
