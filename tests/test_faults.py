@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import nwise
 from launch import elastic, forked, results
 from nwise.cli import run as command
 from nwise.recipes import Mlp, Recipe, Sgd, recipe
+from nwise.report.display import PlainDisplay
 from nwise.training import (
     Callback,
     CheckpointPolicy,
@@ -34,6 +37,7 @@ from nwise.training import (
     gather_weights,
     new_run,
 )
+from ranks import stopped
 from ranks.common import batches
 
 TINY = dataclasses.replace(
@@ -359,6 +363,22 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     assert Run.open(folder).status == "stopped"
     (one,) = (folder / "checkpoints").glob("step-*")
     assert len(list(one.glob("*.safetensors"))) == 2
+
+
+def test_stop_breaks_off_a_test_on_all_ranks_after_the_same_batch(tmp_path: Path) -> None:
+    """A process test, as ranks agree on the batch once a second. The lines of the tests are those of one process.
+
+    Regression: a stop waited for the end of the test, and the lines had losses of an earlier step than those of one process.
+    """
+    first, second = results(2, "stopped.py", tmp_path)
+    assert first["stopped"] == second["stopped"] == "Stopped at step 0, before its test was done, as requested."
+    assert first["batches"] == second["batches"] < 45
+    console = Console(file=io.StringIO(), width=200)
+    Trainer(stopped.CONFIG).train(callbacks=(PlainDisplay(console),))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.partition(" test ")[2] for line in console.file.getvalue().splitlines()]
+    assert first["lines"] == [line for line in lines if line]
+    assert ["training loss" in line for line in first["lines"]] == [False, True, True, True]  # steps 0, 5, 10, 12
 
 
 # What is not finite
