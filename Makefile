@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 .PHONY: train test test-all check format docs readme gpu clean
 
 train: $(VENV)/.train
-	OMP_NUM_THREADS=1 $(BIN)/nwise train
+	$(BIN)/nwise train
 
 test: check
 	$(PYTEST)

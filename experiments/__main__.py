@@ -38,7 +38,10 @@ from nwise.cli.output import INTERRUPTED, OK, print_json
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Run an experiment of the paper again: tables, figures and verdicts from records; cells with a record are skipped."""
+    """Run an experiment of the paper again: tables, figures and verdicts from records; cells with a record are skipped.
+
+    Example: nwise reproduce e1 --seeds 1
+    """
 
     experiment: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="{" + ",".join([*EXPERIMENTS, "all"]) + "}")

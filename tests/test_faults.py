@@ -162,7 +162,7 @@ def test_intermittent_full_disk_skips_one_checkpoint(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("os.fsync", full)
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
-    with pytest.warns(UserWarning, match="No space left on device Training continues; the previous checkpoint stays"):
+    with pytest.warns(UserWarning, match="No space left on device. Training continues; the previous checkpoint stays"):
         trainer.train(run, policy=ALWAYS)
     assert sorted(p.name for p in (run.folder / "checkpoints").glob("step-*[0-9]")) == [
         "step-00000008",

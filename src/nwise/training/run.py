@@ -82,7 +82,7 @@ class Run:
         """
         if not (folder / "run.json").is_file():
             raise FileNotFoundError(
-                f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {folder}."
+                f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {str(folder)!r}."
             )
         return cls(folder)
 

@@ -144,7 +144,7 @@ class Checkpoints:
         except OSError as error:
             if self._processes.is_first:
                 warnings.warn(
-                    f"{error} This background write failed; nwise now writes the next checkpoint.", stacklevel=2
+                    f"{error}. This background write failed; nwise now writes the next checkpoint.", stacklevel=2
                 )
         with self._processes.telling():
             files.together(self._group, self._claim_folder)
@@ -344,7 +344,7 @@ class Saver:
             self._written = -1
             self.unwritten = str(error)
             if self._pipe.processes.is_first:
-                warnings.warn(f"{error} Training continues; the previous checkpoint stays.", stacklevel=2)
+                warnings.warn(f"{error}. Training continues; the previous checkpoint stays.", stacklevel=2)
         else:
             self.unwritten = ""
 
