@@ -35,7 +35,6 @@ from nwise._machine import num_cores
 from nwise.cli.dispatch import dispatch
 from nwise.cli.output import INTERRUPTED, OK, print_json
 
-
 _TITLES = "; ".join(
     [*(f"{name} ({one.title})" for name, one in EXPERIMENTS.items()), "all (an hour in the small size)"]
 )

@@ -55,7 +55,8 @@ class CallContext:
             if kind == "cross":
                 given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
             elif kind != "bidirectional":
-                given |= {"past_key_values": None, "position_ids": self.positions(x)}
+                cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # before 5.24
+                given |= {cache: None, "position_ids": self.positions(x)}
             self._masks[kind] = make(**given)
         return self._masks[kind]
 
