@@ -32,6 +32,7 @@ from nwise.training import (
     NonFiniteGuard,
     NotFiniteError,
     Run,
+    Scores,
     StoppedError,
     Trainer,
     gather_weights,
@@ -75,6 +76,16 @@ class Stops(Callback):
 
     def resumed(self, step: int, changes: str) -> None:
         self.said = f"{step}: {changes}"
+
+
+class StopsAfterTest(Stops):
+    """As a signal would, after the test of a step, which a signal before its end would break off."""
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        pass
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        super().stepped(step, torch.empty(0))
 
 
 # Gone on from
@@ -212,7 +223,7 @@ def test_stop_at_best_step_keeps_the_checkpoints_loss(tmp_path: Path) -> None:
     """Regression: the best checkpoint was rewritten without its loss, then removed in favour of the next one."""
     run = new_run(TINY, tmp_path)
     with pytest.raises(StoppedError, match="."):
-        Trainer(TINY).train(run, (Stops(8),), CheckpointPolicy(keep=1, keep_best=True))
+        Trainer(TINY).train(run, (StopsAfterTest(8),), CheckpointPolicy(keep=1, keep_best=True))
     one = run.folder / "checkpoints" / "step-00000008"
     assert json.loads((one / "checkpoint.json").read_text().split("\n")[0])["facts"]["loss"] is not None
 
