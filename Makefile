@@ -1,6 +1,7 @@
-# make train    a virtual environment with what training needs, and the embedded job
+# make train    a virtual environment with what the README's commands need, and the embedded job
 # make test     ruff, mypy, pytest
 # make test-all the slow tests too
+# make readme   the README's commands, in a fresh environment in a fresh copy
 # make docs     the manual, warnings being errors
 # make gpu      25 minutes on a GPU: checks, memory, speed, then the experiments
 
@@ -11,10 +12,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Several test processes share the cores, so each keeps to one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: train test test-all check format docs gpu clean
+.PHONY: train test test-all check format docs readme gpu clean
 
 train: $(VENV)/.train
-	OMP_NUM_THREADS=1 $(BIN)/nwise train
+	$(BIN)/nwise train
 
 test: check
 	$(PYTEST)
@@ -33,20 +34,24 @@ format: $(VENV)/.tools
 
 # torch comes first and alone: its version is pinned, so no other package asks for another build.
 $(VENV)/.train: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"nwise needs Python 3.11 or later. Found {v}; give another one, `make PYTHON=python3.13`.")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[train]'
+	$(PIP) --editable '.[app]'
 	touch $@
 
 # Dependency groups need a newer pip than Python brings.
 $(VENV)/.tools: $(VENV)/.train
 	$(PIP) --upgrade pip
-	$(PIP) --group test --editable '.[train,figures,data,html,hf,tensorboard,wandb]'
+	$(PIP) --group test --editable '.[app,data,hf,tensorboard,wandb]'
 	touch $@
 
 docs: $(VENV)/.tools
 	$(BIN)/python -m sphinx -W --keep-going --fail-on-warning -q -b html docs docs/_build/html
 	@echo "Manual: docs/_build/html/index.html"
+
+readme:
+	$(PYTHON) .ci/readme.py
 
 gpu: $(VENV)/.tools
 	$(BIN)/python benchmarks/gpu/run.py

@@ -35,20 +35,28 @@ from nwise._machine import num_cores
 from nwise.cli.dispatch import dispatch
 from nwise.cli.output import INTERRUPTED, OK, print_json
 
+_TITLES = "; ".join(
+    [*(f"{name} ({one.title})" for name, one in EXPERIMENTS.items()), "all (an hour in the small size)"]
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Run an experiment of the paper again: tables, figures and verdicts from records; cells with a record are skipped."""
+    """Run an experiment of the paper again: tables, figures and verdicts from records; cells with a record are skipped.
+
+    Example: nwise reproduce e1 --seeds 1
+    """
 
     experiment: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="{" + ",".join([*EXPERIMENTS, "all"]) + "}")
+        str,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="{" + ",".join([*EXPERIMENTS, "all"]) + "}", help=f"One of: {_TITLES}."),
     ] = ""
-    """One experiment, or all (an hour in the small size)."""
     size: Size = "small"
     """small: two cores, an hour for all with two seeds each; medium: two cores, up to 20 hours for each experiment that has
     it; full: as printed, for a GPU."""
     folder: Path = Path("experiments")
-    """Folder of the records, tables and figures."""
+    """Folder of the records, tables and figures; another one leaves those of the repository as they are."""
     seeds: int | None = None
     """Number of seeds; default: that of the experiment."""
     only: tuple[str, ...] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -151,9 +153,49 @@ def test_tensorboard_events_are_written() -> None:
 def test_missing_tensorboard_names_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    """Regression: the message said that torch is not installed."""
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert cli.run(["train", "--log-to", "tensorboard"]) == 2
-    assert "pip install 'nwise[tensorboard]'" in capsys.readouterr().err
+    needs = "`--log-to tensorboard` needs tensorboard, which is not installed. Install it with `pip install 'nwise[tensorboard]'`"
+    assert needs in capsys.readouterr().err
+
+
+def test_export_to_an_unwritable_path_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: torch's own error came with a traceback."""
+    assert cli.run(["train", "--max-steps", "1", "--json"]) == 0
+    Path("closed.pt.part").mkdir()
+    assert cli.run(["export", "runs/digits-2-wise-001", "--out", "closed.pt"]) == 2
+    assert "'closed.pt' should be a path that can be read and written. Found: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 1), ("3", 3)])
+def test_digits_take_one_thread_unless_told(
+    chosen: str | None, threads: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: beside other work `nwise compare` took six times as long, with a thread for every core."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert cli.run(["train", "--max-steps", "1"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert f"on cpu with {threads} thread" in capsys.readouterr().out
+
+
+def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.run([name, "--help"])
+        out = capsys.readouterr().out
+        [example] = re.findall(r"^Example: nwise (.*)$", out, re.M)
+        parse(name, shlex.split(example)[1:])
 
 
 def test_command_imports_only_what_it_needs() -> None:
@@ -199,7 +241,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--batch-size", "5000"], "`batch_size` should be at most the 1437 samples there are. Found 5000"),
         (["train", "--strategy", "credit-1,0;0,1"], "each of the 4 stages. Found 2"),
         (["compare", "--strategies", "local", "nothing"], "`strategy` should be one like .*Found 'nothing'"),
-        (["evaluate", "nowhere"], "A run should be a folder with a run.json.*Found none in nowhere"),
+        (["evaluate", "nowhere"], "A run should be a folder with a run.json.*Found none in 'nowhere'"),
+        (["evaluate", "."], "Found none in '.'"),
         (["export", "nowhere"], "A run should be a folder"),
         (["exits", "nowhere"], "A run should be a folder"),
         (["exits"], "`RUN` should name the folder of at least one run. Found none"),
@@ -235,7 +278,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["explore", "--strategy", "1f2b", "--out", "x/e.html"], "Did you mean '1f1b'?"),
         (["flow", "--strategy", "2-wize", "--out", "x/f.png"], "Did you mean '2-wise'?"),
         (["plan", "--costs", "transformr"], "Found 'transformr'. Did you mean 'transformer'?"),
-        (["report", "nope"], "A run should be a folder with a run.json.*Found none in nope"),
+        (["report", "nope"], "A run should be a folder with a run.json.*Found none in 'nope'"),
+        (["flow", "--strategy", "2-wise-means"], "Found '2-wise-means'. Did you mean '2-wise-mean'?"),
+        (
+            ["train", "--runs", "/dev/null/x"],
+            "'/dev/null/x' should be a path that can be .*Not a directory; give another path",
+        ),
+        (["flow", "--out", "/dev/null/x.png"], "'/dev/null' should be a path that can be .*; give another path"),
         (["reproduce"], "`EXPERIMENT` should be one of .*, or all, which takes an hour.*Found none"),
     ],
 )
@@ -243,8 +292,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: some of these left empty folders, and `reproduce` began an hour's work before the check."""
-    import re
-
     assert cli.run(arguments) == 2
     error = capsys.readouterr().err
     assert re.search(message.replace("?", r"\?"), error), error
@@ -379,6 +426,7 @@ def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytes
     out, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
     assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert error.startswith("stopping after this step; Ctrl-C again to end now\n")
     assert "Traceback" not in out + error
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
     assert "stopped at step" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from nwise.data import Bpe, Bytes, augment, batch_indices, digits, embedded_text, load_images, load_text, make_streams
+from nwise.data import (
+    Bpe,
+    Bytes,
+    augment,
+    batch_indices,
+    digits,
+    embedded_text,
+    load_images,
+    load_text,
+    make_streams,
+    sources,
+)
 from nwise.data.order import permutation, steps_per_epoch
 from nwise.data.sources import tables
 from nwise.data.text import standard_library
@@ -261,6 +273,39 @@ def test_unknown_data_set_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(FileNotFoundError, match="a data set of the hub. Found 'nobody/nothing' in none of them"):
         load_images("nobody/nothing")
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_unreachable_hub_is_not_asked_again_and_again(is_reached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: without a network six retries took half a minute, and the message did not say where a copy belongs."""
+    from huggingface_hub import constants
+
+    seen = []
+
+    def load(*args: object, **kwargs: object) -> None:
+        seen.append((constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(sources, "getproxies", dict)
+    monkeypatch.setattr(sources, "_answers", lambda url: is_reached)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    why = r"\(ConnectionError\)" if is_reached else "and no connection to the hub"
+    where = r"`--source FOLDER`, or put it at \$NWISE_DATA/cifar10. A copy holds train\*.parquet, train\*.txt or a folder train/"
+    with pytest.raises(
+        FileNotFoundError, match=f"in none of them {why}; check the name, give a local copy with {where}"
+    ):
+        load_images("cifar10", hub="uoft-cs/cifar10")
+    assert seen == [(not is_reached, not is_reached)]
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
+
+
+def test_server_that_does_not_exist_does_not_answer() -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        url = f"http://localhost:{server.getsockname()[1]}"
+        assert sources._answers(url)
+    assert not sources._answers(url)
 
 
 def test_one_file_is_not_training_and_test_data(tmp_path: Path) -> None:

@@ -246,3 +246,39 @@ def test_slurm_script_requeues_and_resumes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert '"status": "done"' in (metrics.parent / "run.json").read_text()
     assert [folder.name for folder in metrics.parent.parent.iterdir()] == ["digits-2-wise-001"], "it went on"
+
+
+_RESOLVE = """
+import functools, sys
+import nwise
+for name in sys.argv[1:]:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], nwise)
+    except AttributeError as error:
+        print(f"{name}: {error}")
+"""
+
+
+def test_documented_names_exist_after_import_nwise() -> None:
+    """Regression: the manual's `nwise.training.gather_weights(pipe)` was an AttributeError until something imported it."""
+    text = "".join(page.read_text() for page in [*PAGES, *(ROOT / "examples").glob("*.py")])
+    found = {name.rstrip(".") for name in re.findall(r"\bnwise\.[a-z_]\w*(?:\.[A-Za-z_]\w*)*", text)}
+    names = {name for name in found if name.split(".")[1] not in nwise.__all__} - {"nwise.egg", "nwise.nn"}
+    assert {"nwise.training.gather_weights", "nwise.schedule.best", "nwise.runtime.compression.Compression"} <= names
+    done = subprocess.run([sys.executable, "-c", _RESOLVE, *sorted(names)], capture_output=True, text=True, check=True)
+    assert done.stdout == "", done.stdout
+    # The order of the names does not matter: each package imports its own submodules.
+    packages = [path.parent for path in (ROOT / "src" / "nwise").rglob("__init__.py") if path.parent.name != "cli"]
+    modules = [".".join(package.relative_to(ROOT / "src").parts) for package in packages]
+    assert [name for name in modules if "__getattr__" not in vars(importlib.import_module(name))] == []
+
+
+def test_dir_lists_public_names_and_submodules_only() -> None:
+    """Regression: `dir(nwise)` showed `Any`, `import_module` and `annotations`."""
+    names = {name for name in dir(nwise) if not name.startswith("__")}
+    modules = {path.stem for path in (ROOT / "src" / "nwise").iterdir() if re.match(r"[a-z]\w*(\.py)?$", path.name)}
+    assert names == {*nwise.__all__, *modules}
+    with pytest.raises(AttributeError, match="module 'nwise' has no attribute 'nothing'"):
+        nwise.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'nwise\.runtime' has no attribute 'nothing'"):
+        nwise.runtime.nothing  # noqa: B018

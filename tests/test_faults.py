@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import nwise
 from launch import elastic, forked, results
 from nwise.cli import run as command
 from nwise.recipes import Mlp, Recipe, Sgd, recipe
+from nwise.report.display import PlainDisplay
 from nwise.training import (
     Callback,
     CheckpointPolicy,
@@ -29,11 +32,13 @@ from nwise.training import (
     NonFiniteGuard,
     NotFiniteError,
     Run,
+    Scores,
     StoppedError,
     Trainer,
     gather_weights,
     new_run,
 )
+from ranks import stopped
 from ranks.common import batches
 
 TINY = dataclasses.replace(
@@ -71,6 +76,16 @@ class Stops(Callback):
 
     def resumed(self, step: int, changes: str) -> None:
         self.said = f"{step}: {changes}"
+
+
+class StopsAfterTest(Stops):
+    """As a signal would, after the test of a step, which a signal before its end would break off."""
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        pass
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        super().stepped(step, torch.empty(0))
 
 
 # Gone on from
@@ -158,7 +173,7 @@ def test_intermittent_full_disk_skips_one_checkpoint(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("os.fsync", full)
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
-    with pytest.warns(UserWarning, match="No space left on device Training continues; the previous checkpoint stays"):
+    with pytest.warns(UserWarning, match="No space left on device. Training continues; the previous checkpoint stays"):
         trainer.train(run, policy=ALWAYS)
     assert sorted(p.name for p in (run.folder / "checkpoints").glob("step-*[0-9]")) == [
         "step-00000008",
@@ -208,7 +223,7 @@ def test_stop_at_best_step_keeps_the_checkpoints_loss(tmp_path: Path) -> None:
     """Regression: the best checkpoint was rewritten without its loss, then removed in favour of the next one."""
     run = new_run(TINY, tmp_path)
     with pytest.raises(StoppedError, match="."):
-        Trainer(TINY).train(run, (Stops(8),), CheckpointPolicy(keep=1, keep_best=True))
+        Trainer(TINY).train(run, (StopsAfterTest(8),), CheckpointPolicy(keep=1, keep_best=True))
     one = run.folder / "checkpoints" / "step-00000008"
     assert json.loads((one / "checkpoint.json").read_text().split("\n")[0])["facts"]["loss"] is not None
 
@@ -359,6 +374,22 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     assert Run.open(folder).status == "stopped"
     (one,) = (folder / "checkpoints").glob("step-*")
     assert len(list(one.glob("*.safetensors"))) == 2
+
+
+def test_stop_breaks_off_a_test_on_all_ranks_after_the_same_batch(tmp_path: Path) -> None:
+    """A process test, as ranks agree on the batch once a second. The lines of the tests are those of one process.
+
+    Regression: a stop waited for the end of the test, and the lines had losses of an earlier step than those of one process.
+    """
+    first, second = results(2, "stopped.py", tmp_path)
+    assert first["stopped"] == second["stopped"] == "Stopped at step 0, before its test was done, as requested."
+    assert first["batches"] == second["batches"] < 45
+    console = Console(file=io.StringIO(), width=200)
+    Trainer(stopped.CONFIG).train(callbacks=(PlainDisplay(console),))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.partition(" test ")[2] for line in console.file.getvalue().splitlines()]
+    assert first["lines"] == [line for line in lines if line]
+    assert ["training loss" in line for line in first["lines"]] == [False, True, True, True]  # steps 0, 5, 10, 12
 
 
 # What is not finite

@@ -20,6 +20,7 @@ RANKS = [
         "_dtensor",
         "_errors",
         "_hooks",
+        "_lazy",
         "_machine",
         "_memory",
         "_modes",

@@ -442,3 +442,22 @@ def test_multi_process_matches_single_process(tmp_path: Path) -> None:
     first = results(3, "huggingface.py", tmp_path)[0]
     assert first["loaded"], "the class itself should take the weights of all stages"
     assert first["weights"] == train()["weights"]
+
+
+def test_mask_functions_of_version_5_24_are_called_without_deprecated_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with transformers 5.24, which calls `past_key_values` `cache`, every run began with a FutureWarning."""
+    from transformers import masking_utils
+
+    model = gpt2().eval()
+    ids = inputs_for(model)[0]
+    stages = nwise.split(model, at=["transformer.h.1"])
+    expected = nwise.Pipeline(stages, [None], strategy="end-to-end")(ids)
+    original, called = masking_utils.create_causal_mask, []
+
+    def renamed(config: Any, inputs_embeds: Tensor, attention_mask: Any, cache: Any, position_ids: Any = None) -> Any:
+        called.append(cache)
+        return original(config, inputs_embeds, attention_mask, cache, position_ids)
+
+    monkeypatch.setattr(masking_utils, "create_causal_mask", renamed)
+    assert torch.equal(nwise.Pipeline(stages, [None], strategy="end-to-end")(ids), expected)
+    assert called == [None] * len(called) != []

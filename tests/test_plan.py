@@ -292,10 +292,28 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert set(record["profile"]["pieces"]) == {"1", "2"}
 
 
+def test_plan_without_costs_is_for_a_transformer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: `nwise plan` alone was an error, unlike every other command."""
+    quick = ["--strategies", "local", "--microbatches", "1"]
+    assert cli.run(["plan", *quick]) == 0
+    out = capsys.readouterr().out
+    assert "slots" in out
+    assert cli.run(["plan", "--costs", "transformer", *quick]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_bandwidth_that_limits_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: bytes a second were taken for messages a slot, and every link for one without a limit."""
+    quick = ["plan", "--strategies", "local", "--microbatches", "1", "--bandwidth"]
+    assert cli.run([*quick, "2.5e6"]) == 0
+    assert "The bandwidth of 2.5e+06 limits nothing: a message takes 4e-07 of a step of" in capsys.readouterr().out
+    assert cli.run([*quick, "1.2"]) == 0
+    assert "limits nothing" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "One of `recipe` and `costs` should be given.*Found neither"),
         (["--costs", "paper", "--recipe", "digits"], "One of `recipe` and `costs`.*Found both"),
         (["--costs", "transformr"], "Costs should be paper, transformer, or like.*Found 'transformr'"),
         (["--costs", "forward=1,hed=1"], "Costs should have names among forward.*Found 'hed'.*head"),

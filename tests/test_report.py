@@ -8,16 +8,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import nwise
-from nwise.recipes import recipe
+from nwise.recipes import ImageSource, recipe
 from nwise.report.charts import gantt
 from nwise.report.display import LiveDisplay, PlainDisplay, display_for
 from nwise.report.figures import Curve, compare_figure, flow_figure
+from nwise.report.forecast import Forecast
 from nwise.report.grid import Picture
 from nwise.schedule import Costs, best
-from nwise.training import Trainer
+from nwise.training import Score, Scores, Trainer
 
 
 def shown(terminal: bool, strategy: str) -> str:
@@ -47,6 +49,71 @@ def test_display_without_terminal_prints_plain_lines() -> None:
     assert re.match(r"step +22/22 .* s  test accuracy – – \d+\.\d+% \d+\.\d+%  training loss – – \d", lines[3])
     assert lines[-1] == "done"
     assert not any("\x1b" in line for line in lines)
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the first test of the paper's ResNet took six minutes without a word, and 40 hours of training followed."""
+    clock = Clock()
+    monkeypatch.setattr("nwise.report.forecast.time", clock)
+    monkeypatch.setattr("nwise.report.display.time", clock)
+    config = dataclasses.replace(recipe("digits"), epochs=100)
+    trainer = Trainer(config)
+    object.__setattr__(config, "data", ImageSource(source="cifar10"))  # which takes `--test-limit`
+    display = PlainDisplay(Console(file=io.StringIO(), width=100))
+    display.started(trainer)
+    for done in range(1, 11):
+        clock.now += 9
+        display.evaluating(done, 10)
+    losses = torch.tensor([0.5, 0.25])
+    display.evaluated(0, Scores((None, Score(1.0, 0.5))))
+    for step in range(1, 11):
+        clock.now += 20
+        display.stepped(step, losses)
+        display.logged(step, losses)
+    assert isinstance(display.console.file, io.StringIO)
+    assert display.console.file.getvalue().splitlines()[2:] == [
+        "A test takes about 90 seconds here, and the run has 101. For a trial, use a smaller recipe (`nwise recipes`), or "
+        "`--max-steps 100` and `--test-limit 500`.",
+        "step      0/2200     63.0 s  testing 7/10",
+        "step      0/2200     90.0 s  test accuracy – 50.00%",
+        "The other 2,198 steps and their tests take about 15 hours here. Ctrl-C stops with a checkpoint.",
+        "step      4/2200    170.0 s  training  training loss 0.500 0.250",
+        "step      8/2200    250.0 s  training  training loss 0.500 0.250",
+    ]
+
+
+def test_fast_run_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("nwise.report.forecast.time", clock)
+    forecast = Forecast(Trainer(recipe("digits")))
+    for done in range(1, 4):
+        clock.now += 4
+        assert forecast.evaluating(done, 3) is None
+    forecast.evaluated()
+    for step in range(1, 41):
+        clock.now += 0.2
+        assert forecast.stepped(step) is None
+
+
+def test_stop_is_shown_at_once_below_the_live_table() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    display = LiveDisplay(console)
+    display.started(Trainer(recipe("digits")))
+    display.stopping("stopping after this step; Ctrl-C again to end now")
+    display.live.refresh()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().rstrip().endswith("stopping after this step; Ctrl-C again to end now")
+    display.finished("stopped")
 
 
 def test_flow_figure_shows_credit(tmp_path: Path) -> None:

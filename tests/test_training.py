@@ -36,6 +36,7 @@ from nwise.training import (
     LearningRate,
     Run,
     Scores,
+    StoppedError,
     Trainer,
     compile_blocks,
     evaluate,
@@ -266,6 +267,54 @@ def test_interrupted_run_saves_usable_weights(tmp_path: Path) -> None:
         ValueError, match="tested after step 30, whose weights it has. Found the last test after step 22; resume"
     ):
         card_files(run, tmp_path / "net.safetensors")
+
+
+class StopsInTest(Callback):
+    """Asks for a stop after the first batch of the test of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def started(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.batches = 0
+
+    def evaluating(self, done: int, total: int) -> None:
+        if self.trainer.pipe.steps == self.step:
+            self.batches += 1
+            assert total > 2
+            self.trainer.stop()
+
+
+@pytest.mark.parametrize("step", [0, 22, 44])
+def test_stop_breaks_off_a_test_which_a_resumed_run_repeats(step: int, tmp_path: Path) -> None:
+    """Regression: a stop waited for the whole test, which took five minutes before the first step of the paper's ResNet."""
+    config = dataclasses.replace(SHORT, model=Mlp(num_stages=3), optimizer=Sgd(lr=0.05, plateau_epochs=1))
+    policy = CheckpointPolicy(keep_best=True)
+    whole = new_run(config, tmp_path)
+    trained = Trainer(config)
+    scores = trained.train(whole, policy=policy)
+    run, callback = new_run(config, tmp_path), StopsInTest(step)
+    with pytest.raises(StoppedError, match=f"Stopped at step {step}, before its test was done, as requested"):
+        Trainer(config).train(run, (callback,), policy)
+    assert callback.batches == 1
+    assert run.status == "stopped"
+    assert run.weights_step == step
+    trainer = Trainer(config)
+    assert trainer.train(run, policy=policy, resume=True) == scores
+    assert all(torch.equal(main_state(trainer.pipe)[name], value) for name, value in main_state(trained.pipe).items())
+    facts = [[{**record, "seconds": 0} for record in each.metrics()] for each in (run, whole)]
+    assert facts[0] == facts[1]
+
+
+def test_stop_at_a_switch_of_strategies_ends_the_test_first(tmp_path: Path) -> None:
+    """Else the resumed run would test without the heads of the strategy before."""
+    config = dataclasses.replace(SHORT, model=Mlp(num_stages=3), strategy="local@22,end-to-end", heads="live")
+    run, callback = new_run(config, tmp_path), StopsInTest(22)
+    with pytest.raises(StoppedError, match="Stopped at step 22, as requested"):
+        Trainer(config).train(run, (callback,), CheckpointPolicy())
+    assert callback.batches > 2
+    assert run.metrics()[-1]["kind"] == "test"
 
 
 class FailsAtFirst(Callback):

@@ -1,6 +1,6 @@
 """nwise: train networks in stages, each loss's gradient travelling through only N of them.
 
-Names are imported at their first use, so `nwise --help` need not wait for torch.
+Names and submodules are imported at their first use, so `nwise --help` need not wait for torch.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("losses", "models"):
-        return import_module(f"nwise.{name}")
-    if name not in __all__:
+    if name not in __all__ or name in ("losses", "models"):
         from nwise._renamed import deprecated_names
 
         return deprecated_names("nwise", {"flow_of": "find_flow"}, stacklevel=3)(name)
@@ -110,4 +108,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from nwise._lazy import submodule_names
+
+    return sorted({*__all__, *submodule_names(__path__), *(name for name in globals() if name.startswith("__"))})

@@ -86,7 +86,7 @@ def needed(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        package = (error.name or module).partition(".")[0]  # `module` may be there, and lack another one
         raise ImportError(
             f"{what} needs {package}, which is not installed. Install it with `pip install 'nwise[{extra}]'`."
         ) from error

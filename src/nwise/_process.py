@@ -7,6 +7,8 @@ A library should leave its process alone; these are the exceptions, and no other
     GLOO_SOCKET_IFNAME=lo, if not set   all ranks are on one machine         a host name may not resolve
     glibc keeps up to 1 GiB it freed    several processes, on Linux          fresh pages take half of a transfer
     threads = cores / processes         several, OMP_NUM_THREADS not set     ranks would compete for cores
+    one thread                          the command trains the digits,       more cost time on a busy machine
+                                        OMP_NUM_THREADS not set
     sys.excepthook tells all ranks too  several processes                    the others would wait for this one
     exit code 1 from an exit handler    an error while the last rank closes  Python would exit with 0
     os._exit(1) from a thread           another rank failed                  the main thread waits in a collective
@@ -78,6 +80,12 @@ def _share_cores(local_ranks: int) -> None:
     share = max(1, num_cores() // local_ranks)
     if chosen is not None or torch.get_num_threads() > share:
         torch.set_num_threads(share)
+
+
+def use_one_thread() -> None:
+    """Use one thread, unless the user chose a number."""
+    if "OMP_NUM_THREADS" not in os.environ or _chosen_by_torchrun():
+        torch.set_num_threads(1)
 
 
 def _chosen_by_torchrun() -> bool:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from nwise._lazy import submodule
+
 # Of orders of work, in calls and on the command line.
 _ORDERS = {"zero-bubble-lean": "zb-h1"}
 
 
 def deprecated_names(module: str, renamed: Mapping[str, str], *, stacklevel: int = 2) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that answers the keys of `renamed` with the values.
+    """Return a module's ``__getattr__`` that answers the keys of `renamed` with the values, and imports submodules.
 
     Args:
         module: name of the module.
@@ -22,7 +24,7 @@ def deprecated_names(module: str, renamed: Mapping[str, str], *, stacklevel: int
 
     def answer(name: str) -> Any:
         if name not in renamed:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            return submodule(module, name)
         _warn(f"{module}.{name}", f"{module}.{renamed[name]}", stacklevel + 1)
         return getattr(import_module(module), renamed[name])
 

@@ -14,6 +14,7 @@ import tyro
 
 import nwise
 from nwise._errors import hint
+from nwise._records import PARTIAL
 from nwise._renamed import current_name
 from nwise.cli import COMMANDS
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, heading, hide_output, note
@@ -55,8 +56,16 @@ def dispatch(name: str, arguments: list[str]) -> int:
         return CLOSED
     except (ValueError, TypeError, OSError, ImportError, RecursionError) as error:
         tell_all(error)
-        note(f"{heading(name)}: {error}", "red")
+        note(f"{heading(name)}: {_sentence(error)}", "red")
         return BAD_INPUT
+
+
+def _sentence(error: Exception) -> str:
+    """Return the text of an error; an error of the operating system itself only names a path."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno is None:
+        return str(error)
+    path = str(error.filename).removesuffix(PARTIAL)
+    return f"{path!r} should be a path that can be read and written. Found: {error.strerror}; give another path."
 
 
 def parse(name: str, arguments: list[str]) -> Any:
@@ -104,5 +113,6 @@ def _repository(name: str, place: str) -> Path:
             return root
     raise ImportError(
         f"`nwise {name}` should be run in a copy of the repository, which has the experiments and benchmarks with their "
-        "records. Found none here; clone it, and `pip install -e .` there."
+        f"records. Found none here; clone the repository, or unpack the source archive of version {nwise.__version__} "
+        "(nwise-VERSION.tar.gz beside the wheel), and run `pip install -e '.[app]'` there."
     )

@@ -37,7 +37,10 @@ _METHODS = f"Strategies, or {', '.join(BASELINES)}, separated by spaces."
 
 @dataclass(frozen=True, kw_only=True)
 class FlowCommand:
-    """Draw which loss trains which stage, and what crosses each boundary."""
+    """Draw which loss trains which stage, and what crosses each boundary.
+
+    Example: nwise flow --strategy local 2-wise --stages 6 --out flow.png
+    """
 
     strategy: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategies"])] = ("local", "2-wise", "end-to-end")
     """Strategies, a panel each, separated by spaces."""
@@ -63,7 +66,10 @@ class FlowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCommand:
-    """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace."""
+    """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace.
+
+    Example: nwise schedule --strategy 2-wise zero-bubble --stages 8 --microbatches 2
+    """
 
     strategy: Annotated[tuple[str, ...], tyro.conf.arg(help=_METHODS)] = ("2-wise",)
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (4,)
@@ -172,7 +178,10 @@ class ScheduleCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreCommand:
-    """Write a page on which to explore schedules: grid, period, bound and memory by strategy, A, M, costs and latency."""
+    """Write a page on which to explore schedules: grid, period, bound and memory by strategy, A, M, costs and latency.
+
+    Example: nwise explore --stages 4 8 --latency 0 0.5 1
+    """
 
     strategy: Annotated[tuple[str, ...], tyro.conf.arg(help=_METHODS)] = METHODS
     stages: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--devices"])] = (2, 4, 8)

@@ -34,7 +34,10 @@ _TIMED_SAMPLES = 1000  # of the test set, at most
 
 @dataclass(frozen=True, kw_only=True)
 class ExitsCommand:
-    """Let samples exit at the first confident head. Each half of the test set chooses the threshold of the other."""
+    """Let samples exit at the first confident head. Each half of the test set chooses the threshold of the other.
+
+    Example: nwise exits runs/digits-2-wise-001 --drop 0.5
+    """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
     """Folders of runs that classify images."""
@@ -90,8 +93,8 @@ class ExitsCommand:
         if self.export is not None:
             if not networks[0].thresholds:
                 note(f"{self.export}: exits would save no work at this accuracy, so the network has none.")
-            with replacing(self.export) as partial:
-                torch.save(networks[0].cpu(), partial)
+            with replacing(self.export) as partial, partial.open("wb") as file:
+                torch.save(networks[0].cpu(), file)
         return OK
 
     def _check(self) -> list[Run]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from nwise._errors import check_at_least, check_limits
 from nwise._progress import progress_bar
 from nwise._summary import milliseconds
-from nwise.cli.costs import parse_costs
+from nwise.cli.costs import PRESETS, parse_costs
 from nwise.cli.output import OK, Output, print_json
 from nwise.data import steps_per_epoch
 from nwise.flow import Flow
@@ -31,29 +31,35 @@ from nwise.strategies import strategy
 from nwise.training.build import measurable, pick_device
 
 _GIB = 2.0**30
-_LEGEND = """* recommended; speed: step of the best end-to-end pipeline divided by this one's
+_DEFAULT = "transformer"
+_LEGEND = """* recommended for its speed, whatever its quality; speed: step of the best end-to-end pipeline divided by this one's
 bound: distance from the shortest possible step; held: micro-batches in flight on a stage"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Find the fastest strategy and number of micro-batches; compare them with GPipe, 1F1B and zero-bubble at their best."""
+    """Find the fastest strategy and number of micro-batches; compare them with GPipe, 1F1B and zero-bubble at their best.
+
+    Example: nwise plan --recipe digits --devices 4
+    """
 
     recipe: str | None = None
     """Recipe to plan for: nwise measures its network on this machine and cuts it into balanced stages."""
     costs: str | None = None
-    """Or costs of a whole mini-batch in one stage: transformer (a head is half a forward), paper (free heads), a list like
-    forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (per stage: head=0:0.5:0.5:1), or a JSON file."""
+    """Or costs of a whole mini-batch in one stage: transformer (a head is half a forward; the default), paper (free heads), a
+    list like forward=1,head=0.5,input_grad=1,weight_grad=1,overhead=0.02 (per stage: head=0:0.5:0.5:1), or a JSON file."""
     devices: Annotated[int, tyro.conf.arg(aliases=["--stages"])] = 4
     """Accelerators, one stage each, A."""
     memory: float | None = None
     """Memory limit of a device, GiB."""
     latency: float | None = None
-    """Latency of every message: seconds; with `--costs`, in their unit of time."""
+    """Latency of every message: seconds; with `--costs`, in their unit of time (of transformer and paper: a stage's forward)."""
     bandwidth: float | None = None
-    """Bandwidth of every link: GB per second; with `--costs`, bytes per their unit of time."""
+    """Bandwidth of every link: GB per second; with `--costs`, `message_bytes` per unit of time. Without `message_bytes`, the
+    activations of a mini-batch count as 1: for 25 MB/s, 2 MiB and slots of 0.1 s it is 25e6 * 0.1 / 2**21 = 1.2."""
     strategies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--strategy"])] = methods.STRATEGIES
-    """Strategies to try, separated by spaces."""
+    """Strategies to try, separated by spaces. rotating-2: a stage learns from its own and the next loss in turn;
+    rotating-2-microbatch: by micro-batch."""
     microbatches: tuple[int, ...] = ()
     """Numbers of micro-batches M to try; default: powers of two up to 32 and the batch size."""
     batch_size: int | None = None
@@ -66,10 +72,9 @@ class PlanCommand:
     """Print only JSON: the plan."""
 
     def run(self, console: Output) -> int:
-        if (self.recipe is None) == (self.costs is None):
+        if self.recipe is not None and self.costs is not None:
             raise ValueError(
-                "One of `recipe` and `costs` should be given: nwise measures a recipe and takes costs literally. Found "
-                + ("neither." if self.recipe is None else "both.")
+                "One of `recipe` and `costs` should be given: nwise measures a recipe and takes costs literally. Found both."
             )
         check_at_least(1, devices=self.devices, rounds=self.rounds)
         check_limits(batch_size=self.batch_size)
@@ -92,6 +97,8 @@ class PlanCommand:
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
         lines = verdict(plan) if measured is None else verdict(plan, milliseconds)
+        if self.bandwidth is not None and measured is None:
+            lines += self._free_messages(costs, plan.recommended.period)
         if self.json:
             print_json(self._as_json(plan, measured, lines))
             return OK
@@ -122,10 +129,21 @@ class PlanCommand:
         return links
 
     def _parse_costs(self) -> tuple[methods.CostsOf, None, int | None]:
-        assert self.costs is not None
-        costs = parse_costs(self.costs, *(() if self.memory is None else ("activation_bytes",)))
+        costs = parse_costs(self.costs or _DEFAULT, *(() if self.memory is None else ("activation_bytes",)))
         costs = dataclasses.replace(costs, **self._links())
         return (lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // self.devices)), None, self.batch_size
+
+    def _free_messages(self, costs: methods.CostsOf, period: float) -> list[str]:
+        """Say so if a bandwidth, perhaps in another unit, limits nothing."""
+        assert self.bandwidth is not None
+        one = costs(method_flows("end-to-end", self.devices, 1)[0], 1)
+        time = max(one.per_stage("message_bytes", self.devices)) / self.bandwidth
+        if time > 1e-3 * period:
+            return []
+        return [
+            f"The bandwidth of {self.bandwidth:g} limits nothing: a message takes {time:.2g} of a step of {period:.4g}. With "
+            "`--costs` it counts `message_bytes`, or else messages of a whole mini-batch, per unit of time."
+        ]
 
     def _measure(self, name: str) -> tuple[methods.CostsOf, Profile, int]:
         config = recipe(name)
@@ -162,7 +180,7 @@ class PlanCommand:
         """Return a method's cells in the table, by heading."""
         row = {"M": str(option.num_microbatches)}
         if self.recipe is None:
-            row["time"] = f"{option.period:.4g}"
+            row["slots" if (self.costs or _DEFAULT) in PRESETS else "time"] = f"{option.period:.4g}"
         else:
             row["ms"] = f"{1e3 * option.period:.4g}"
         row["speed"] = "–" if math.isnan(speed) else f"{speed:.2f}"

@@ -21,7 +21,10 @@ from nwise.schedule.actions import describe
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Show runs on one page that opens offline (heads, timelines, credit, configuration), and measured times in tables."""
+    """Show runs on one page that opens offline (heads, timelines, credit, configuration), and measured times in tables.
+
+    Example: nwise report runs/digits-2-wise-001
+    """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Folders of runs."""

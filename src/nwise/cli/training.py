@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,14 @@ import torch
 import tyro
 from rich.table import Table
 
-from nwise._records import json_line, write_text
+from nwise._process import use_one_thread
+from nwise._records import json_line, replacing, write_text
 from nwise.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, heading, note, print_json
-from nwise.recipes import RECIPES, Recipe, to_json
+from nwise.recipes import RECIPES, Digits, Recipe, to_json
 from nwise.recipes.config import FLAT
 from nwise.report import compare as comparison
 from nwise.report.card import card_files
-from nwise.report.display import display_for, head_name, number, numbers_table, score_cells
+from nwise.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
 from nwise.report.figures import check_format
 from nwise.report.loggers import LoggerName, loggers
 from nwise.runtime.launch import variable
@@ -45,7 +46,10 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a recipe, showing loss and accuracy of every head. Training can be resumed from its run folder."""
+    """Train a recipe, showing loss and accuracy of every head. Training can be resumed from its run folder.
+
+    Example: nwise train digits --strategy 3-wise --epochs 5
+    """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
     """Name of a recipe (`nwise recipes` lists them)."""
@@ -59,7 +63,9 @@ class TrainCommand:
     """Print only JSON: the final scores."""
     resume: Path | None = None
     """Folder of a run to resume from its newest checkpoint; options change its settings."""
-    policy: Annotated[CheckpointPolicy, FLAT] = field(default_factory=CheckpointPolicy)
+    policy: Annotated[CheckpointPolicy, tyro.conf.arg(name="checkpoint"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=CheckpointPolicy
+    )
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Output) -> int:
@@ -68,15 +74,20 @@ class TrainCommand:
             raise ValueError("`timeline` should be set when a run starts. Found a run to resume.")
         # Errors in configuration or data are raised before a folder is made.
         trainer = Trainer(self.config, None if resumed is None else self.config.load(resumed.tokenizer()))
+        _choose_threads(self.config)
         trainer.record_timeline(self.timeline)
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
         is_first = trainer.pipe.processes.is_first
-        callbacks: list[Any] = [] if self.json or not is_first else [display_for(console)]
+        callbacks: list[Any] = []
+        display = display_for(console) if is_first and not self.json else None
+        if display is not None:
+            callbacks.append(display)
         if is_first:
             callbacks += loggers(self.log_to)
         run = (resumed or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
+        acknowledge = write_at_once if display is None else display.stopping
         try:
-            with stopping(trainer):
+            with stopping(trainer, acknowledge if is_first else None):
                 scores = trainer.train(
                     run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=self.resume is None
                 )
@@ -118,8 +129,13 @@ class TrainCommand:
 
 
 @contextmanager
-def stopping(trainer: Trainer) -> Iterator[None]:
-    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint."""
+def stopping(trainer: Trainer, acknowledge: Callable[[str], None] | None) -> Iterator[None]:
+    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint, and say so at once.
+
+    Args:
+        trainer: the trainer to stop.
+        acknowledge: function that shows a text from a signal handler; None to show none.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,6 +145,9 @@ def stopping(trainer: Trainer) -> Iterator[None]:
     def handler(number: int, frame: object) -> None:
         trainer.stop()
         signal.signal(number, before[number])  # a second signal ends the process at once
+        if acknowledge is not None:
+            again = "; Ctrl-C again to end now" if number == signal.SIGINT else ""
+            acknowledge(f"stopping after this step{again}")
 
     try:
         for number in before:
@@ -139,13 +158,22 @@ def stopping(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, former)
 
 
+def _choose_threads(config: Recipe) -> None:
+    """Take one thread for the smallest networks, which several make no faster, and six times slower beside other work."""
+    if isinstance(config.data, Digits):
+        use_one_thread()
+
+
 def _missing(unwritten: dict[str, str]) -> str:
     return "; ".join(f"{path} ({why})" for path, why in unwritten.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareCommand:
-    """Train several strategies from the same start: a table, and a figure of quality over steps and modelled time."""
+    """Train several strategies from the same start: a table, and a figure of quality over steps and modelled time.
+
+    Example: nwise compare digits --strategies local 2-wise end-to-end --epochs 5
+    """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
     """Name of a recipe (`nwise recipes` lists them)."""
@@ -164,6 +192,7 @@ class CompareCommand:
         callbacks = () if self.json else (display_for(console),)
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
+        _choose_threads(self.config)
         parent = numbered(self.runs, f"compare-{self.config.name}")
         figure = self.figure or parent / "compare.png"
         figure.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +227,10 @@ class CompareCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
-    """Score a run on its test set: the last head, every head, and ensembles of the top n heads."""
+    """Score a run on its test set: the last head, every head, and ensembles of the top n heads.
+
+    Example: nwise evaluate runs/digits-2-wise-001
+    """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
@@ -229,7 +261,10 @@ class EvaluateCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCommand:
-    """Write the main network without its heads, under the names of the unsplit network: safetensors, or torch's format."""
+    """Write the main network without its heads, under the names of the unsplit network: safetensors, or torch's format.
+
+    Example: nwise export runs/digits-2-wise-001 --out digits.safetensors
+    """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
@@ -256,7 +291,8 @@ class ExportCommand:
         files = card_files(run, out) if self.card else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix in _TORCH_SUFFIXES:
-            torch.save(main, out)
+            with replacing(out) as partial, partial.open("wb") as file:
+                torch.save(main, file)
         else:
             save_tensors(main, out)
         size = sum(tensor.numel() for tensor in main.values())
@@ -269,7 +305,10 @@ class ExportCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipesCommand:
-    """List the recipes."""
+    """List the recipes.
+
+    Example: nwise recipes --json
+    """
 
     json: bool = False
     """Print only JSON."""

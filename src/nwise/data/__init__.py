@@ -1,5 +1,8 @@
 """Data: images and text, embedded or through Hugging Face `datasets`, in an order that depends on seed, epoch and step alone."""
 
+from functools import partial
+
+from nwise._lazy import submodule
 from nwise.data.images import Images, digits, load_images
 from nwise.data.order import batch_indices, permutation, steps_per_epoch
 from nwise.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, make_streams
@@ -18,3 +21,5 @@ __all__ = [
     "steps_per_epoch",
     "make_streams",
 ]
+
+__getattr__ = partial(submodule, __name__)

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import glob
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from nwise._errors import needed
 
@@ -63,11 +68,14 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
         if name == _LM1B and split == "heldout":
             split = "test"
         try:
-            return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
+            with _cache_only_without_hub(datasets) as is_reached:
+                return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
         except Exception as error:
+            why = f"({type(error).__name__})" if is_reached else "and no connection to the hub"
             raise FileNotFoundError(
                 f"`source` should be a local folder, a name inside $NWISE_DATA, or a data set of the hub. Found {name!r} "
-                f"in none of them ({type(error).__name__}); check the name, or give the path of a local copy."
+                f"in none of them {why}; check the name, give a local copy with `--source FOLDER`, or put it at "
+                f"$NWISE_DATA/{source}. A copy holds {_layout(split)}."
             ) from error
     if files := _files(path, split):
         return [Table(str(file), _read(datasets, file)) for file in files]
@@ -77,9 +85,40 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
         folder = datasets.load_dataset("imagefolder", data_files=every, split="train", drop_labels=False)
         return [Table(str(path / split), folder)]
     raise FileNotFoundError(
-        f"{path} should hold {split}*.parquet, {split}*.txt or a folder {split}/ with one folder of images per class. "
+        f"{path} should hold {_layout(split)}. "
         f"Found {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}."
     )
+
+
+def _layout(split: str) -> str:
+    return f"{split}*.parquet, {split}*.txt or a folder {split}/ with one folder of images per class"
+
+
+@contextmanager
+def _cache_only_without_hub(datasets: Any) -> Iterator[bool]:
+    """Yield whether the hub can be reached. If not, its libraries use their caches alone; they would retry for half a minute."""
+    from huggingface_hub import constants
+
+    is_reached = bool(getproxies()) or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT)
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    try:
+        if not is_reached:
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        yield is_reached
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def _answers(url: str) -> bool:
+    """Return whether a server accepts connections."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection(
+            (parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)), timeout=5
+        ).close()
+    except OSError:
+        return False
+    return True
 
 
 def _files(path: Path, split: str) -> list[Path]:

@@ -66,7 +66,8 @@ class CallContext:
             if kind == "cross":
                 given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
             elif kind != "bidirectional":
-                given |= {"past_key_values": None, "position_ids": self.positions(x) if packed else None}
+                cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # before 5.24
+                given |= {cache: None, "position_ids": self.positions(x) if packed else None}
             if kind in self._overlays:
                 given["or_mask_function"] = self._overlays[kind]
             self._masks[kind] = make(**given)

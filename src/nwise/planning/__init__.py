@@ -1,1 +1,7 @@
 """Planning: a network, measured piece by piece and cut for the devices at hand."""
+
+from functools import partial
+
+from nwise._lazy import submodule
+
+__getattr__ = partial(submodule, __name__)

@@ -1,5 +1,8 @@
 """Named, complete configurations: the experiments of the paper, full size and small."""
 
+from functools import partial
+
+from nwise._lazy import submodule
 from nwise.recipes.book import RECIPES, recipe
 from nwise.recipes.config import (
     ConvNet,
@@ -33,3 +36,5 @@ __all__ = [
     "recipe",
     "to_json",
 ]
+
+__getattr__ = partial(submodule, __name__)

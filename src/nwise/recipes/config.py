@@ -224,8 +224,7 @@ class Recipe:
     clip_by: Literal["global", "stage", "loss"] = "global"
     """Gradients that share a norm: all, those of a stage and its head, or those of the stages that share a loss."""
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
-    """On a loss or gradient that is not finite: stop all processes, skip the update of all stages that share the loss, or
-    ignore it."""
+    """On a value that is not finite: stop all processes, skip the update of all stages that share the loss, or ignore it."""
     stage_lr: tuple[float, ...] = ()
     """Factors of the learning rates of the stages and their heads, separated by spaces; empty: all 1."""
     schedule: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ORDERS) + "}")] = "best"
@@ -243,8 +242,7 @@ class Recipe:
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
     channels_last: bool = False
-    """Store images and convolutions with channels innermost: faster on GPUs. On a CPU it is an error for strided 1x1 convolutions
-    with fewer than 16 input channels."""
+    """Store images and convolutions channels innermost, for GPUs; on a CPU not strided 1x1 convolutions of under 16 channels."""
     device: str = "auto"
     """Device to run on; auto is cuda if there is one, else cpu."""
     seed: int = 0

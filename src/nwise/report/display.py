@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 
 import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from nwise.recipes.config import Quality
+from nwise.report.forecast import Forecast
 from nwise.training import Callback, Score, Scores, Trainer
 
 # Redrawing more often would cost more than a small model's step.
 _REFRESH_PER_SECOND = 4
+_SECONDS_BETWEEN_LINES = 60
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -52,6 +57,12 @@ def numbers_table(title: str | None, *headings: str) -> Table:
     return table
 
 
+def write_at_once(text: str) -> None:
+    """Write a line to standard error from a signal handler, where Python's streams may be in use."""
+    with suppress(OSError):  # it may be closed
+        os.write(2, f"{text}\n".encode())
+
+
 class _Display(Callback):
     """Base class of both displays."""
 
@@ -62,6 +73,7 @@ class _Display(Callback):
         """Start the clock and describe the run in one line."""
         self.began = time.perf_counter()
         self.kind = trainer.recipe.quality
+        self.forecast = Forecast(trainer)
         recipe, pipe = trainer.recipe, trainer.pipe
         parameters, side = trainer.num_parameters
         threads = torch.get_num_threads()
@@ -71,6 +83,27 @@ class _Display(Callback):
             f"{'' if pipe.processes.size == 1 else f', {pipe.processes.size} processes'}"
             f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.processes.size == 1 else ' each'}"
         )
+
+    def say(self, text: str | None) -> None:
+        """Print a line, if there is one; a live table stays below it."""
+        if text is not None:
+            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        """Say once how long a slow run takes."""
+        self.say(self.forecast.stepped(step))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Say once how long a slow test takes."""
+        self.say(self.forecast.evaluating(done, total))
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        """Remember how long the test took."""
+        self.forecast.evaluated()
+
+    def stopping(self, text: str) -> None:
+        """Show at once, in a signal handler, that the run is about to stop."""
+        write_at_once(text)
 
     def resumed(self, step: int, changes: str) -> None:
         """Print where the run resumes and what has changed; a live table stays below the line."""
@@ -84,6 +117,7 @@ class LiveDisplay(_Display):
         """Show the empty table."""
         self.title = self.begin(trainer)
         self.losses: list[float] = [float("nan")] * trainer.pipe.num_stages
+        self.notice = ""
         self.scores: Scores | None = None
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -99,6 +133,7 @@ class LiveDisplay(_Display):
 
     def stepped(self, step: int, losses: Tensor) -> None:
         """Show the losses, a few times per second."""
+        super().stepped(step, losses)
         self.progress.update(self.task, completed=step, description="training")
         now = time.perf_counter()
         if now - self.drawn > 1 / _REFRESH_PER_SECOND:
@@ -109,11 +144,18 @@ class LiveDisplay(_Display):
 
     def evaluating(self, done: int, total: int) -> None:
         """Show the progress of the evaluation."""
+        super().evaluating(done, total)
         self.progress.update(self.task, description=f"testing {done}/{total}")
 
     def evaluated(self, step: int, scores: Scores) -> None:
         """Show the scores."""
+        super().evaluated(step, scores)
         self.scores = scores
+        self.live.update(self.draw())
+
+    def stopping(self, text: str) -> None:
+        """Show at once, in a signal handler, that the run is about to stop; the thread that draws does it."""
+        self.notice = text
         self.live.update(self.draw())
 
     def resumed(self, step: int, changes: str) -> None:
@@ -123,20 +165,21 @@ class LiveDisplay(_Display):
     def finished(self, status: str) -> None:
         """Leave the last table on the screen."""
         self.progress.update(self.task, description=status)
+        self.notice = ""
         self.live.update(self.draw(), refresh=True)
         self.live.stop()
 
     def draw(self) -> Group:
-        """Render the table and the bar."""
+        """Render the table, the bar and the notice."""
         table = numbers_table(self.title, "head", "training loss", "test loss", f"test {self.kind}")
         for k, loss in enumerate(self.losses):
             score = None if self.scores is None else self.scores.heads[k]
             table.add_row(head_name(k, len(self.losses)), number(loss), *score_cells(score, self.kind))
-        return Group(table, self.progress)
+        return Group(table, self.progress, *([Text(self.notice)] if self.notice else []))
 
 
 class PlainDisplay(_Display):
-    """One line for each evaluation."""
+    """One line for each evaluation, and one a minute between two evaluations."""
 
     def started(self, trainer: Trainer) -> None:
         """Describe the run and the columns."""
@@ -146,18 +189,40 @@ class PlainDisplay(_Display):
             soft_wrap=True,
         )
         self.total = trainer.num_steps
+        self.step = trainer.pipe.steps
         self.losses = ""
+        self.printed = self.began
 
     def stepped(self, step: int, losses: Tensor) -> None:
+        """Print a line if a minute has passed since the last."""
+        super().stepped(step, losses)
+        self.step = step
+        self._line_a_minute(f"training{self.losses}")
+
+    def logged(self, step: int, losses: Tensor) -> None:
         """Remember the losses for the next line."""
         self.losses = "  training loss " + " ".join(number(loss, 3) for loss in losses.tolist())
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Print a line if a minute has passed since the last."""
+        super().evaluating(done, total)
+        self._line_a_minute(f"testing {done}/{total}")
+
     def evaluated(self, step: int, scores: Scores) -> None:
         """Print the line."""
-        seconds = time.perf_counter() - self.began
+        super().evaluated(step, scores)
         values = " ".join(_quality(score, self.kind).replace(" ", "") for score in scores.heads)
+        self.step = step
+        self._print_line(f"test {self.kind} {values}{self.losses}")
+
+    def _line_a_minute(self, text: str) -> None:
+        if time.perf_counter() - self.printed > _SECONDS_BETWEEN_LINES:
+            self._print_line(text)
+
+    def _print_line(self, text: str) -> None:
+        self.printed = time.perf_counter()
         self.console.print(
-            f"step {step:>6}/{self.total}  {seconds:7.1f} s  test {self.kind} {values}{self.losses}", soft_wrap=True
+            f"step {self.step:>6}/{self.total}  {self.printed - self.began:7.1f} s  {text}", soft_wrap=True
         )
 
     def finished(self, status: str) -> None:

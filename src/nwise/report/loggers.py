@@ -32,7 +32,7 @@ class Logger(Callback):
         """Write the numbers of a step."""
         raise NotImplementedError
 
-    def stepped(self, step: int, losses: Tensor) -> None:
+    def logged(self, step: int, losses: Tensor) -> None:
         """Write the training losses of a step that is recorded."""
         if step % self._every == 0:
             values = {f"train_loss/stage_{k}": loss for k, loss in enumerate(losses.tolist())}

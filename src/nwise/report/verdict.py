@@ -61,10 +61,12 @@ def _worth(methods: Methods, option: Option) -> str:
 
 def _faster(speed: float) -> str:
     """Describe how a step compares, given the other's time over its own."""
-    percent = 100 * (max(speed, 1 / speed) - 1) if speed else math.inf
-    if percent < 0.5:
+    factor = max(speed, 1 / speed) if speed else math.inf
+    if factor < 1.005:
         return "as long as that of"
-    return f"{percent:.0f} % {'faster' if speed > 1 else 'slower'} than"
+    if factor >= 2:
+        return f"{factor:.2f} times as {'fast' if speed > 1 else 'slow'} as"
+    return f"{100 * (factor - 1):.0f} % {'faster' if speed > 1 else 'slower'} than"
 
 
 def _named(option: Option) -> str:

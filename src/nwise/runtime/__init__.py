@@ -1,1 +1,7 @@
 """The runtime, which executes schedules in one process or several."""
+
+from functools import partial
+
+from nwise._lazy import submodule
+
+__getattr__ = partial(submodule, __name__)

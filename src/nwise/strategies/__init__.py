@@ -4,6 +4,9 @@ To add one, write a class with `credit`, and with `pattern`, `examples` and `fro
 arguments, make it a frozen dataclass, as those here are.
 """
 
+from functools import partial
+
+from nwise._lazy import submodule
 from nwise.strategies.base import Heads, Strategy, strategy
 from nwise.strategies.matrices import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating
 from nwise.strategies.over_time import Delayed, Hogwild, Switch
@@ -24,3 +27,5 @@ __all__ = [
     "Switch",
     "strategy",
 ]
+
+__getattr__ = partial(submodule, __name__)

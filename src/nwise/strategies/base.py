@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -122,7 +122,15 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
         if match:
             return kind.from_match(match, **options)
     examples = example_names()
-    raise ValueError(f"`strategy` should be one like {', '.join(examples)}. Found {text!r}.{hint(text, examples)}")
+    numbers = re.findall(r"\d+(?:\.\d+)?", text)
+    close = hint(text, [_with_numbers(example, numbers) for example in examples])
+    raise ValueError(f"`strategy` should be one like {', '.join(examples)}. Found {text!r}.{close}")
+
+
+def _with_numbers(example: str, numbers: Sequence[str]) -> str:
+    """Put the numbers that were given into an example."""
+    given = iter(numbers)
+    return re.sub(r"\d+(?:\.\d+)?", lambda match: next(given, match[0]), example)
 
 
 def example_names() -> list[str]:

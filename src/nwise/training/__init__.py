@@ -2,6 +2,7 @@
 
 from nwise._renamed import deprecated_names
 from nwise.training.build import compile_blocks, make_pipeline
+from nwise.training.callback import Callback
 from nwise.training.checkpoint.files import DamagedError
 from nwise.training.checkpoint.policy import CheckpointPolicy, Checkpoints, Resumed
 from nwise.training.clip import Clip, clip_grad_norm_
@@ -9,7 +10,7 @@ from nwise.training.evaluate import Score, Scores, evaluate
 from nwise.training.nonfinite import NonFiniteGuard, NotFiniteError
 from nwise.training.optimizers import LearningRate, make_optimizer, rate_factor
 from nwise.training.run import Run, new_run
-from nwise.training.trainer import Callback, StoppedError, Trainer
+from nwise.training.trainer import StoppedError, Trainer
 from nwise.training.weights import gather_weights, load_main_state, main_state, save_tensors
 
 __all__ = [

@@ -82,7 +82,7 @@ class Run:
         """
         if not (folder / "run.json").is_file():
             raise FileNotFoundError(
-                f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {folder}."
+                f"A run should be a folder with a run.json, as `nwise train` makes. Found none in {str(folder)!r}."
             )
         return cls(folder)
 
@@ -158,12 +158,18 @@ class Run:
         history = [*state.get("resumed", []), {"step": step, "changes": changes, "versions": versions()}]
         self._write_state({**state, "config": to_json(recipe), "status": "running", "resumed": history})
 
-    def rewind(self, step: int) -> None:
-        """Remove the records after a step, and a last line that an interruption cut off."""
+    def rewind(self, step: int, *, is_untested: bool = False) -> None:
+        """Remove the records after a step, and a last line that an interruption cut off.
+
+        Args:
+            step: the last step to keep.
+            is_untested: whether a test after it comes again; default: no.
+        """
         kept = []
         for _, line, record in read_lines(self._metrics):
             with suppress(KeyError, TypeError):
-                if record["step"] <= step:
+                comes_again = is_untested and (record["step"], record["kind"]) == (step, "test")
+                if record["step"] <= step and not comes_again:
                     kept.append(line + "\n")
         write_text(self._metrics, "".join(kept))
 

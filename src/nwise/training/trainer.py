@@ -20,6 +20,7 @@ from nwise.randomness import generator
 from nwise.recipes import Recipe, to_json
 from nwise.training.agreement import Agreement
 from nwise.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
+from nwise.training.callback import Callback
 from nwise.training.checkpoint.policy import CheckpointInfo, CheckpointPolicy, Saver
 from nwise.training.evaluate import Scores, evaluate
 from nwise.training.log import StepLog
@@ -27,28 +28,6 @@ from nwise.training.phase import Phase, check_phases
 from nwise.training.run import Run, versions
 from nwise.training.timeline import TimelineRecorder
 from nwise.training.weights import gather_weights
-
-
-class Callback:
-    """Base class of callbacks, such as `nwise.report.display`; every method does nothing."""
-
-    def started(self, trainer: Trainer) -> None:
-        """Called before the first step."""
-
-    def stepped(self, step: int, losses: Tensor) -> None:
-        """Called after each step."""
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        """Called after each evaluation."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Called after each batch of an evaluation."""
-
-    def resumed(self, step: int, changes: str) -> None:
-        """Called after a checkpoint was loaded, with the differences from the saved state."""
-
-    def finished(self, status: str) -> None:
-        """Called after the last step, and after an interruption or an error."""
 
 
 class StoppedError(Exception):
@@ -96,6 +75,8 @@ class Trainer:
         self._saver: Saver | None = None
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
         self._resumed_at = 0, 0  # step and samples
+        self._is_untested = False  # whether a test of the present state was broken off
+        self._save_is_due = False  # whether a checkpoint was asked for during an evaluation
 
     def train(
         self,
@@ -226,7 +207,7 @@ class Trainer:
     def _all_phases(self, checkpoint: CheckpointInfo | None) -> Scores:
         if checkpoint is None:
             self._ready(-1)
-        scores = None if checkpoint is not None else self._evaluate(0)
+        scores = None
         for number, (first, last) in enumerate(self.pipe.strategy.phases(stop=self.num_steps)):
             begin = max(first, self.pipe.steps)
             if begin >= last:
@@ -237,25 +218,36 @@ class Trainer:
             self._phase = Phase(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
             if self._saver is not None:
                 self._saver.phase = self._phase
+            is_untested = checkpoint is None and begin == 0
             if checkpoint is not None:
-                self._restore(checkpoint, done=begin - first)
+                is_untested = self._restore(checkpoint, done=begin - first)
                 checkpoint = None
+            if is_untested:
+                scores = self._test(begin, first, last)
             for step in range(begin, last):
                 self._do_requests(step)
                 self._step(step)
                 if step + 1 == last:
                     self._phase.drain()
-                loss = None
                 if self._is_due(step + 1):
-                    scores = self._evaluate(step + 1)
-                    assert scores.heads[-1] is not None
-                    loss = scores.heads[-1].loss
-                    self._phase.rate.evaluated(loss)
-                if self._saver is not None:
-                    self._saver.stepped(loss, is_last=step + 1 == self.num_steps)
+                    scores = self._test(step + 1, first, last)
+                elif self._saver is not None:
+                    self._saver.stepped(None, is_last=False)
         if checkpoint is not None:
             self._restore(checkpoint, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores
+
+    def _test(self, step: int, first: int, last: int) -> Scores:
+        """Evaluate after a step of a phase (the steps from `first` to `last`), and tell its learning rate and the saver."""
+        # At a switch of strategies the next phase would resume without this one's heads.
+        scores = self._evaluate(step, can_stop=step < last or last == self.num_steps)
+        assert scores.heads[-1] is not None
+        loss = scores.heads[-1].loss
+        if step > first:
+            self._phase.rate.evaluated(loss)
+        if self._saver is not None and step:
+            self._saver.stepped(loss, is_last=step == self.num_steps)
+        return scores
 
     def _step(self, step: int) -> None:
         recipe, phase = self.recipe, self._phase
@@ -267,7 +259,7 @@ class Trainer:
         lr = phase.rate.value
         skipped = phase.update()
         phase.rate.step()
-        if (step + 1) % recipe.log_every == 0 or step + 1 == self.num_steps:
+        if self._is_logged(step + 1) or self._is_due(step + 1):  # a test shows the losses of its own step
             self._log.put(step + 1, losses, lr, self._seconds)
         if skipped:
             self._record("skipped", step + 1, stages=skipped)
@@ -281,13 +273,22 @@ class Trainer:
         """Save or stop before a step that all processes have agreed on."""
         if self._saver is not None and self.run is not None and self._saver.is_late:
             self._agreement.ask("save")
-        while (what := self._agreement.due(step)) is not None:
-            if what == "save" and self._saver is not None:
-                self._saver.save()
+        if self._save_is_due and self._saver is not None:
+            self._saver.save()
+        self._save_is_due = False
+        while (what := self._agreement.due()) is not None:
+            if self._saver is not None:
+                self._saver.save(wait=what == "stop")
             if what == "stop":
-                if self._saver is not None:
-                    self._saver.save(wait=True)
                 raise StoppedError(f"Stopped at step {step}, as requested.")
+
+    def _tested_batch(self, done: int, total: int) -> None:
+        """Break off an evaluation after a batch on which all processes have agreed."""
+        self._notify("evaluating", done, total)
+        while (what := self._agreement.due()) is not None:
+            if what == "stop":
+                raise StoppedError(f"Stopped at step {self.pipe.steps}, before its test was done, as requested.")
+            self._save_is_due = True  # before the next step
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the run for a checkpoint, after writing the records up to it."""
@@ -297,18 +298,22 @@ class Trainer:
             "samples": self._samples(self.pipe.steps),
             "config": to_json(self.recipe),
             "versions": versions(),
+            "untested": self._is_untested,
         }
 
-    def _restore(self, checkpoint: CheckpointInfo, done: int) -> None:
+    def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
+        """Load a checkpoint; return whether its state has to be tested, because a stop broke off the test."""
         assert self._saver is not None
         changes = self._saver.restore(checkpoint, done)
-        self._ready(self.pipe.steps, changes)
+        is_untested = bool(checkpoint.facts.get("untested"))
+        self._ready(self.pipe.steps, changes, is_untested=is_untested)
         self._notify("resumed", self.pipe.steps, changes)
+        return is_untested
 
-    def _ready(self, step: int, changes: str = "") -> None:
+    def _ready(self, step: int, changes: str = "", *, is_untested: bool = False) -> None:
         """Drop the records written after the checkpoint and log the resumption, if the run resumes."""
         if self.run is not None and not self._is_ready:
-            self.run.rewind(step)
+            self.run.rewind(step, is_untested=is_untested)
             self.run.resumed(self.recipe, max(0, step), changes)
         self._is_ready = True
 
@@ -323,20 +328,29 @@ class Trainer:
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
-            self._record("train", step, **values)
+            if self._is_logged(step):
+                self._record("train", step, **values)
             self._losses = torch.tensor(values["loss"])
+            self._notify("logged", step, self._losses)
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.recipe.log_every == 0 or step == self.num_steps
 
     def _is_due(self, step: int) -> bool:
         every = max(1, round(self.recipe.eval_every * self.steps_per_epoch))
         return step % every == 0 or step == self.num_steps
 
-    def _evaluate(self, step: int) -> Scores:
+    def _evaluate(self, step: int, *, can_stop: bool = True) -> Scores:
         self._write_log(wait=True)
-        if self.pipe.processes.size > 1 and step:  # the losses that arrived after their step was announced
-            self._notify("stepped", step, self._losses)
-        with autocast(self.recipe, self.device):
-            on_batch = partial(self._notify, "evaluating")
-            scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
+        on_batch = self._tested_batch if can_stop else partial(self._notify, "evaluating")
+        try:
+            with autocast(self.recipe, self.device):
+                scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
+        except StoppedError:
+            self._is_untested = True  # so a resumed run tests first
+            if self._saver is not None and self._saver.phase is not None:
+                self._saver.save(wait=True)
+            raise
         loss = [None if score is None else score.loss for score in scores.heads]
         accuracy = [None if score is None else score.accuracy for score in scores.heads]
         self._record("test", step, loss=loss, accuracy=accuracy)

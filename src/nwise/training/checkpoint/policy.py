@@ -168,7 +168,7 @@ class Checkpoints:
         except OSError as error:
             if self._processes.is_first:
                 warnings.warn(
-                    f"{error} This background write failed; nwise now writes the next checkpoint.", stacklevel=2
+                    f"{error}. This background write failed; nwise now writes the next checkpoint.", stacklevel=2
                 )
         with self._processes.telling():
             files.together(self._group, self._claim_folder)
@@ -336,7 +336,7 @@ class Saver:
         resumed = self._checkpoints.restore(info, settings=False)  # the configuration has them, perhaps others now
         if phase is not None:
             phase.rate.restore(info.facts["rate"], done)
-        self._written = self._pipe.steps
+        self._written = -1 if info.facts.get("untested") else self._pipe.steps
         return resumed.changes
 
     @property
@@ -371,7 +371,7 @@ class Saver:
             self._written = -1
             self.unwritten = str(error)
             if self._pipe.processes.is_first:
-                warnings.warn(f"{error} Training continues; the previous checkpoint stays.", stacklevel=2)
+                warnings.warn(f"{error}. Training continues; the previous checkpoint stays.", stacklevel=2)
         else:
             self.unwritten = ""
 
