@@ -18,13 +18,14 @@ from torch import Tensor
 from nwise._dtensor import check_unsharded, is_dtensor
 from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
-from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
+from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients
+from nwise.runtime.ledger import NOTHING, Exchanged, Key, Label, Window
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.script import Script, ScriptWriter, Specs, Step
-from nwise.runtime.shapes import carrying, check_names, packed, unpacked
+from nwise.runtime.script import Script, ScriptWriter, Step
+from nwise.runtime.shapes import make_specs, packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -48,7 +49,7 @@ class Engine:
 
     Attributes:
         recorder: None, or a function called with the start and end of every action.
-        bytes_of_last_step: bytes sent as activations and as gradients, measured and predicted.
+        sent: bytes that the last step sent as activations and as gradients.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Engine:
         compression: Compression | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
-        self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
+        self.sent = [0, 0]
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         for stage in stages:
@@ -70,17 +71,23 @@ class Engine:
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
         self._owned: set[int] = set()
         self._wire = Wire(compression)
-        self._scripts = ScriptWriter(processes, self._stages, self._wire.specs, device, replicated=group is not None)
+        self._scripts = ScriptWriter(processes, self._wire, replicated=group is not None)
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
         # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
         self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
-        self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
+        self._exchanged: dict[int, Exchanged] = {}
+        self._newest = Exchanged()
         self._due = DueGradients()
         self._first = self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step
         processes.before_close(self.close)
+
+    @property
+    def bytes_of_last_step(self) -> dict[str, list[int]]:
+        """Bytes of activations and of gradients: those that the last step sent, and those that its mini-batch should send."""
+        return {"measured": self.sent, "predicted": self._newest.num_bytes(self._stages, self._wire.specs)}
 
     def run(
         self,
@@ -114,6 +121,8 @@ class Engine:
         if 0 in tapes:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
                 tape.inputs = inputs
+        if not self._alone:
+            self._newest = self._exchanged[step] = Exchanged(schedule.flows[turn], self._labels(batch.inputs))
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
 
@@ -137,7 +146,7 @@ class Engine:
         """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
         if not self._tapes:
             return self._due.by_call()
-        call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
+        call, learns, sent = self._next, self._learns(), self.sent
         before = [p.grad for p in learns]
         recorder, self.recorder = self.recorder, None  # these passes belong to no step
         self._processes.count_drain()
@@ -154,7 +163,7 @@ class Engine:
             self.recorder = recorder
         # As at the start of a schedule, except for the gradients: no earlier mini-batch has messages on their way.
         self._first = self._next = call
-        self.bytes_of_last_step = sent
+        self.sent = sent
         self._drop_messages()
         return self._due.by_call()
 
@@ -195,14 +204,14 @@ class Engine:
         """Run only the forwards of all stages.
 
         Args:
-            inputs: inputs of the first stage; other ranks use their shapes.
+            inputs: inputs of the first stage.
             step: number of the previous mini-batch.
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched():
-            window = [] if self._alone else [(make_specs(inputs),)]
-            script = self._scripts.script(None, 0, window)
-            self._start(script, 0, [inputs])
+            # Every message has a header: in evaluation mode, say, a stage may return other shapes, or as many values as it likes.
+            script = self._scripts.script(None, 0)
+            self._start(script, 0, [inputs], (None,))
             hidden = inputs
             for entry in script.steps:
                 action, key = entry.action, entry.key
@@ -210,18 +219,17 @@ class Engine:
                 if key is None:
                     hidden = call(action.stage, hidden)
                 elif action.kind is Kind.RECEIVE_ACTIVATION:
-                    specs = script.inputs[action.stage, 0][0]
-                    hidden = with_names(self._receivers[entry.peer].take(key), spec_names(specs))
+                    tensors, form = self._receivers[entry.peer].take(key)
+                    hidden = with_names(tensors, form.names)
                 else:
-                    check_names(action.stage, hidden, script.outputs[action.stage, 0][0])
-                    self._senders[entry.peer].send(key, self._apart(tuple(y.detach() for y in hidden)))
+                    self._senders[entry.peer].send(key, hidden, self._apart(tuple(y.detach() for y in hidden)))
                     self._post()
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
         with self._processes.watched(closing=True):
             self.forget()
-            self._start(Script((), {}, {}, {}, {}, ()), 0, ())
+            self._start(Script((), {}, {}), 0, (), ())
 
     def _learns(self) -> list[Tensor]:
         """Return the trainable parameters of this rank."""
@@ -229,7 +237,7 @@ class Engine:
 
     def _drop_messages(self) -> None:
         """Drop the messages that are on their way."""
-        self._batch_shapes.clear()
+        self._exchanged.clear()
         for receiver in self._receivers.values():
             receiver.forget()
 
@@ -253,8 +261,9 @@ class Engine:
         try:
             with self._processes.watched(), torch.enable_grad():
                 turn = step % len(schedule.flows)
-                script = self._scripts.script(schedule, turn, self._window(schedule, step, inputs))
-                self._start(script, turn, inputs)
+                script = self._scripts.script(schedule, turn)
+                batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))
+                self._start(script, turn, inputs, tuple(None if one is None else one.labels for one in batches))
                 before = self._sent()
                 for replicas in self._replicas.values():
                     replicas.start()
@@ -268,23 +277,15 @@ class Engine:
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
             del self._tapes[number]
-        sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
-        self.bytes_of_last_step = {"measured": sent, "predicted": list(script.num_bytes)}
+            self._exchanged.pop(number, None)
+        self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
 
-    def _window(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> list[tuple[Specs, ...]]:
-        """Return the shapes of the newest mini-batch, and of the older ones that the call works on, by age."""
-        if self._alone:
-            return []
-        if inputs:
-            self._batch_shapes[step] = tuple(map(make_specs, inputs))
-        # A batch may have another size than the one before it. While the pipeline fills or drains, the messages of mini-batches
-        # that do not exist have the newest shapes: both ends must agree on the size of the zeros.
-        newest = max(self._batch_shapes)
-        for number in [n for n in self._batch_shapes if n < min(newest, step - schedule.oldest)]:
-            del self._batch_shapes[number]
-        return [self._batch_shapes.get(step - age, self._batch_shapes[newest]) for age in range(schedule.oldest + 1)]
+    def _labels(self, inputs: Sequence[Tensors]) -> tuple[Label, ...]:
+        """Return what the forms of each micro-batch's messages follow from."""
+        labels, known = tuple((make_specs(one), str(self._autocast or "")) for one in inputs), self._newest.labels
+        return known if labels == known else labels  # the same object is quickly compared
 
-    def _start(self, script: Script, turn: int, inputs: Sequence[Tensors]) -> None:
+    def _start(self, script: Script, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
         """Begin a call on all channels."""
         if self._alone:
             return
@@ -292,7 +293,7 @@ class Engine:
             self._senders, self._receivers = self._processes.channels(self.device)
         incoming = [(receiver, script.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
         outgoing = [(sender, script.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
-        start_all(outgoing, incoming, turn)
+        start_all(outgoing, incoming, window, turn)
         # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch. A send returns
         # before its message has left.
         tensors = [x for microbatch in inputs for x in microbatch]
@@ -328,7 +329,7 @@ class Engine:
         # no such mini-batch: then nothing is computed, and its messages are zeros.
         processes, placement, wire = self._processes, self._processes.placement, self._wire
         compressed = wire.compression is not None
-        outbox: dict[tuple[object, ...], Tensors] = {}
+        outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]] = {}
         for entry in script.steps:
             action = entry.action
             kind, k, m, q, _, age = action
@@ -336,7 +337,7 @@ class Engine:
             processes.doing = Doing(step, action, begin)
             tapes = self._tapes.get(step - age)
             if entry.key is not None:
-                self._exchange(entry, step, tapes, script, outbox)
+                self._exchange(entry, step, tapes, outbox)
             elif kind is Kind.UPDATE:
                 if k in self._replicas:
                     self._replicas[k].finish()
@@ -349,8 +350,8 @@ class Engine:
                     if k + 1 in tapes:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
-                        check_names(k, made, script.outputs[k, age][m])
-                        outbox[action[1:]] = self._apart(wire.compress(None, cast(Tensors, made)))
+                        activation = cast(Tensors, made)
+                        outbox[action[1:]] = activation, self._apart(wire.compress(None, activation))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
@@ -358,9 +359,9 @@ class Engine:
                         # No name for the message here: it would keep the message beyond its last pass.
                         tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
                     else:
-                        specs = script.inputs[k, age][m]
+                        specs = self._exchanged[step - age].forms[k, m].specs
                         gradients, absent = packed(made, specs, self.device)
-                        outbox[action[1:]] = wire.compress(action, gradients, absent)
+                        outbox[action[1:]] = gradients, wire.compress(action, gradients, absent)
             if tapes is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
@@ -374,8 +375,7 @@ class Engine:
         entry: Step,
         step: int,
         tapes: Mapping[int, Sequence[Tape]] | None,
-        script: Script,
-        outbox: dict[tuple[object, ...], Tensors],
+        outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]],
     ) -> None:
         """Send or receive a message."""
         kind, k, m, q, _, age = action = entry.action
@@ -385,15 +385,18 @@ class Engine:
             if tapes is None:
                 sender.send_nothing()
             else:
-                sender.send(key, outbox.pop(action[1:]))  # its computation differs only in the kind
+                form = sender.send(key, *outbox.pop(action[1:]))  # its computation differs only in the kind
+                if kind is Kind.SEND_ACTIVATION:
+                    self._exchanged[step - age].forms[k + 1, m] = form
             self._post()  # now that the other rank has its message
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
-            tensors = self._receivers[entry.peer].take(key)
-            if tapes is not None and kind is Kind.RECEIVE_ACTIVATION:
-                specs = script.inputs[k, age][m]
-                tapes[k][m].inputs = with_names(self._wire.restore(tensors, specs), spec_names(specs))
-            elif tapes is not None:
+            tensors, form = self._receivers[entry.peer].take(key)
+            if tapes is None:
+                return
+            tensors, forms = self._wire.restore(tensors, form.specs), self._exchanged[step - age].forms
+            if kind is Kind.RECEIVE_ACTIVATION:
+                forms[k, m] = form
+                tapes[k][m].inputs = with_names(tensors, form.names)
+            else:
                 assert q is not None
-                outputs = script.outputs[k, age][m]
-                gradients = self._wire.restore(tensors, carrying(outputs))
-                tapes[k][m].messages[q] = unpacked(gradients, outputs)
+                tapes[k][m].messages[q] = unpacked(tensors, forms[k + 1, m].specs)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +32,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from nwise._dtensor import is_dtensor
 from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
-from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
+from nwise.runtime.channel import Link, Receiver, Sender, introduce
 from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Processes
+from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
@@ -195,13 +195,6 @@ class World(Processes):
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         return exchange(self.store, self._key(name), self.rank, self.size, value)
-
-    def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
-        pipeline = next(i for i, column in enumerate(self._columns()) if self.rank in column)
-        key = f"{self._key(name)}/{pipeline}"
-        for k in stages:
-            before = json.loads(self.store.get(f"{key}/{k - 1}")) if k else None
-            self.store.set(f"{key}/{k}", json.dumps(make(k, before)))
 
     def _key(self, name: str) -> str:
         # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.
