@@ -1,4 +1,7 @@
-"""What ranks need, imported before they are forked; scikit-learn for the digits alone takes a second."""
+"""What ranks need, imported before they are forked: torch's compiler, which the first optimizer imports, alone takes two seconds.
+
+Where there is a GPU, that may make CUDA unusable in forks, so every rank imports it.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +17,5 @@ from nwise.recipes import recipe
 
 torch.set_num_threads(1)
 if not torch.cuda.device_count():
-    nwise.pipeline.Pipeline([nn.Linear(1, 1)], strategy="end-to-end")
+    torch.optim.SGD(nwise.pipeline.Pipeline([nn.Linear(1, 1)], strategy="end-to-end").parameters())
 recipe("digits").load()

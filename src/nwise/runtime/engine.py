@@ -21,11 +21,11 @@ from nwise.microbatch import Batch
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients
-from nwise.runtime.ledger import NOTHING, Exchanged, Key, Label, Window
+from nwise.runtime.ledger import NOTHING, Exchanged, Key, Window, make_labels
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Step
-from nwise.runtime.shapes import make_specs, packed, unpacked
+from nwise.runtime.shapes import packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -122,7 +122,8 @@ class Engine:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
                 tape.inputs = inputs
         if not self._alone:
-            self._newest = self._exchanged[step] = Exchanged(schedule.flows[turn], self._labels(batch.inputs))
+            labels = make_labels(batch.inputs, self._autocast, self._newest.labels)
+            self._newest = self._exchanged[step] = Exchanged(schedule.flows[turn], labels)
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
 
@@ -280,11 +281,6 @@ class Engine:
             self._exchanged.pop(number, None)
         self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
 
-    def _labels(self, inputs: Sequence[Tensors]) -> tuple[Label, ...]:
-        """Return what the forms of each micro-batch's messages follow from."""
-        labels, known = tuple((make_specs(one), str(self._autocast or "")) for one in inputs), self._newest.labels
-        return known if labels == known else labels  # the same object is quickly compared
-
     def _start(self, script: Script, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
         """Begin a call on all channels."""
         if self._alone:
@@ -391,12 +387,10 @@ class Engine:
             self._post()  # now that the other rank has its message
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
             tensors, form = self._receivers[entry.peer].take(key)
-            if tapes is None:
-                return
-            tensors, forms = self._wire.restore(tensors, form.specs), self._exchanged[step - age].forms
-            if kind is Kind.RECEIVE_ACTIVATION:
-                forms[k, m] = form
-                tapes[k][m].inputs = with_names(tensors, form.names)
-            else:
+            if tapes is not None and kind is Kind.RECEIVE_ACTIVATION:
+                self._exchanged[step - age].forms[k, m] = form
+                tapes[k][m].inputs = with_names(self._wire.restore(tensors, form.specs), form.names)
+            elif tapes is not None:
                 assert q is not None
-                tapes[k][m].messages[q] = unpacked(tensors, forms[k + 1, m].specs)
+                outputs = self._exchanged[step - age].forms[k + 1, m].specs
+                tapes[k][m].messages[q] = unpacked(self._wire.restore(tensors, form.specs), outputs)

@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from nwise.flow import Flow
-from nwise.runtime.shapes import Form, Specs, carrying, describe, from_json, to_json
+from nwise.runtime.shapes import Form, Specs, carrying, describe, from_json, make_specs, to_json
 from nwise.schedule.actions import Action, Kind
+from nwise.tensors import Tensors
 
 # The name of a message: the action that receives it, without its age.
 Key = Action
@@ -29,6 +32,18 @@ Label = tuple[Specs, str]
 Window = tuple[tuple[Label, ...] | None, ...]
 
 _MOST_FORMS = 2**16  # that a ledger keeps
+
+
+def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: tuple[Label, ...]) -> tuple[Label, ...]:
+    """Return the labels of a mini-batch's micro-batches, as the same object as `known` if they are equal.
+
+    Args:
+        inputs: the model's inputs, per micro-batch.
+        autocast: dtype of autocast, if it is on.
+        known: labels of an earlier mini-batch; one object is compared with itself at once.
+    """
+    labels = tuple((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
+    return known if labels == known else labels
 
 
 def _same(specs: Specs) -> Specs:
