@@ -102,6 +102,32 @@ def test_ranks_whose_schedules_differ_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """Regression: shapes came from a run on fake tensors, which refused such stages on one rank, with torch's words, while the
+    others waited."""
+    script = tmp_path / "picks.py"
+    script.write_text(
+        "import nwise, torch\nfrom torch import nn\n"
+        "class Picks(nn.Module):\n    def forward(self, x):\n        return x[x[:, 0] > 0]\n"
+        "stages = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Picks()), nn.Identity()]\n"
+        "pipe = nwise.Pipeline(stages, None, lambda y, _: y.sum(), 'end-to-end')\n"
+        "stages[1][0].weight.data, stages[1][0].bias.data = torch.eye(2), torch.zeros(2)\n"
+        "stages[0].weight.data, stages[0].bias.data = torch.eye(2), torch.zeros(2)\n"
+        "for x in ([[1, 1], [1, 1]], [[1, 1], [2, 2]], [[1, 1], [-1, 1]]):\n    pipe.step(torch.tensor(x).float())\n"
+    )
+    began = time.monotonic()
+    done = forked(3, [str(script)], tmp_path)
+    said = re.findall(r"^nwise: rank \d .* stops: (.*)$", done.stderr, re.MULTILINE)
+    assert time.monotonic() - began < 100, "and not the time limit"
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    assert re.fullmatch(
+        r"Rank 1 \(stage 1\) failed at SX1\(0\) .* of step 2: ValueError: The output of stage 1 should have the same shapes, "
+        r"dtypes and names .*\. Found float32 \[1, 2\], after float32 \[2, 2\] earlier; pad an output whose size depends on values, .*",
+        said[0],
+    )
+
+
 def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
     """Regression: local training showed the difference only at its end, and the exit code was 0."""
     script = tmp_path / "fewer.py"

@@ -23,6 +23,7 @@ from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
+from ranks import shapes
 from ranks.common import RANK, batches, closed, digests, make_optimizer, network, pipeline, trained, write
 
 A = 3
@@ -430,6 +431,7 @@ CASES: dict[str, Case] = {
     "late and evaluated": late_and_evaluated,
     "answered early": answered_early,
     "leaves nothing": leaves_nothing,
+    **shapes.CASES,
 }
 
 if __name__ == "__main__":

@@ -125,14 +125,7 @@ class Sender:
 
     def send_nothing(self) -> None:
         """Send the next message of the plan, which belongs to no mini-batch."""
-        self._send_nothing(next(self._next))
-
-    def _send_nothing(self, message: Message) -> None:
-        form, device = self._ledger.form(message), self._link.device
-        if form is None:
-            self._send(self._header(message, None))
-        else:
-            self._send(tuple(torch.zeros(s.shape, dtype=s.dtype, device=device) for s in form.parts))
+        self._send(self._header(next(self._next), None))
 
     def _header(self, message: Message, specs: Specs | None) -> Tensors:
         return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
@@ -151,8 +144,10 @@ class Sender:
         """Fill the receives that the other end has posted, and wait until the transport has taken all messages."""
         if self._ledger.steady and self._link.early:
             for message in itertools.islice(self._ledger.ahead(), _AHEAD):
-                self._send_nothing(message)
-                if message.form is None:
+                form = self._ledger.form(message)
+                specs = (HEADER,) if form is None else form.parts
+                self._send(tuple(torch.zeros(s.shape, dtype=s.dtype) for s in specs))
+                if form is None:
                     break
         for _, works in self._on_the_way:
             _wait(works, self._link.peer)
@@ -268,14 +263,10 @@ class Receiver:
         self.post()
 
     def flush(self) -> None:
-        """Wait for the posted receives, which the other end fills with nothing, and discard them."""
+        """Wait for the posted receives, which the other end fills with zeros, and discard them."""
         self.catch_up()
         while self._posted:
-            message, tensors, works = self._posted.popleft()
-            if message.form is None:
-                self._read(message, tensors, works)
-            else:
-                _wait(works, self._link.peer)
+            _wait(self._posted.popleft().works, self._link.peer)
         self._ahead = iter(())
 
 
