@@ -43,7 +43,6 @@ from nwise.tensors import Tensors
 
 _TAG = 0x6E77  # separates these messages from others of the same gloo group; nccl has no tags
 _AHEAD = 2  # receives posted in advance
-_NO_FORM = Form((), ())  # of a message that belongs to no mini-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +124,9 @@ class Sender:
 
     def send_nothing(self) -> None:
         """Send the next message of the plan, which belongs to no mini-batch."""
-        self._send(self._header(next(self._next), None))
+        self._send(self._header(next(self._next), ()))
 
-    def _header(self, message: Message, specs: Specs | None) -> Tensors:
+    def _header(self, message: Message, specs: Specs) -> Tensors:
         return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
 
     def _send(self, tensors: Tensors) -> None:
@@ -233,16 +232,15 @@ class Receiver:
         message, tensors, works = self._posted.popleft()
         form = message.form
         if form is None:
-            specs = self._read(message, tensors, works)
-            form = _NO_FORM if specs is None else self._ledger.enter(message, specs)
+            form = self._ledger.enter(message, self._read(message, tensors, works))
             tensors, works = self._receive(form.parts)
         self._missing -= 1
         self.post(1)
         _wait(works, self._link.peer)
         self._arrived[message.key].append((tensors, form))
 
-    def _read(self, message: Message, header: Tensors, works: list[Any]) -> Specs | None:
-        """Wait for the header of a message; return the specs in it, None for no mini-batch."""
+    def _read(self, message: Message, header: Tensors, works: list[Any]) -> Specs:
+        """Wait for the header of a message; return the specs in it, none for no mini-batch."""
         _wait(works, self._link.peer)
         content = read_header(header[0])
         if isinstance(content, int):

@@ -156,11 +156,11 @@ class Ledger:
                 del self._forms[next(iter(self._forms))]
         return form
 
-    def header(self, message: Message, specs: Specs | None) -> Any:
-        """Return the content of a header, serialisable as JSON: the specs of the tensors, None for no mini-batch."""
-        return [*self._facts(message), None if specs is None else to_json(specs)]
+    def header(self, message: Message, specs: Specs) -> Any:
+        """Return the content of the header of tensors with these specs, serialisable as JSON."""
+        return [*self._facts(message), to_json(specs)]
 
-    def specs(self, message: Message, header: Any, peer: int) -> Specs | None:
+    def specs(self, message: Message, header: Any, peer: int) -> Specs:
         """Return the specs in the header of a message.
 
         Args:
@@ -183,7 +183,7 @@ class Ledger:
                 f"Every rank should get the whole mini-batch, under the same autocast. Found micro-batches of {_words(mine[1])} "
                 f"here and of {_words(theirs[1])} on rank {peer}; load the same data on all ranks."
             )
-        return None if specs is None else from_json(specs)
+        return from_json(specs)
 
     def _facts(self, message: Message) -> list[Any]:
         """Return what both ends should have alike."""
