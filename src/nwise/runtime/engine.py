@@ -322,7 +322,7 @@ class Engine:
         #     RG(m.q)        "  -> tape.messages[q]          I(m.q)  -> previous stage's messages, or outbox -> SG(m.q)
         #
         # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
-        # no such mini-batch: then nothing is computed, and its messages are zeros.
+        # no such mini-batch: then nothing is computed, and its messages are headers alone.
         processes, placement, wire = self._processes, self._processes.placement, self._wire
         compressed = wire.compression is not None
         outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]] = {}
