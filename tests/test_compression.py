@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import nwise
 from nwise.recipes import recipe
-from nwise.runtime.channel import Spec, make_spec
 from nwise.runtime.compression import TopK, Wire, parse_compression
+from nwise.runtime.shapes import Spec, make_spec
 from nwise.training import Checkpoints
 from nwise.training.checkpoint import state
 

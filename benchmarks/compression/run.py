@@ -30,8 +30,8 @@ import nwise
 from nwise._machine import processor
 from nwise.data import batch_indices
 from nwise.recipes import recipe
-from nwise.runtime.channel import Spec
 from nwise.runtime.compression import Cast, Compression, Int8, TopK
+from nwise.runtime.shapes import Spec
 from nwise.training import evaluate
 from nwise.training.build import make_loss
 from nwise.training.optimizers import make_optimizer, parameter_groups

@@ -158,7 +158,7 @@ def measure(world: World, case: Case) -> Measured:
         moments = [0.0]
         for _ in range(settle + count):
             engine.run(timed.schedule, step, batch)
-            sent = [total + now for total, now in zip(sent, engine.bytes_of_last_step["measured"], strict=True)]
+            sent = [total + now for total, now in zip(sent, engine.sent, strict=True)]
             moments.append(time.perf_counter())
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import nwise
 from nets import ZOO
@@ -24,6 +23,7 @@ from nwise.recipes import recipe
 from nwise.training import evaluate
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
+from ranks import shapes
 from ranks.common import RANK, batches, closed, digests, make_optimizer, network, pipeline, trained, write
 
 A = 3
@@ -101,7 +101,7 @@ def evaluation_between() -> Any:
 
 
 def untouched_by_shapes() -> Any:
-    """Shapes are found without running a module: every batch is counted once, however many shapes there are."""
+    """A stage runs once for every batch, however many shapes there are."""
     torch.manual_seed(0)
     stages: list[nn.Module] = [nn.BatchNorm1d(4) for _ in range(A)]
     pipe = nwise.Pipeline(stages, [nn.Linear(4, 4) for _ in range(A - 1)], nn.functional.mse_loss, "local", seed=0)
@@ -187,7 +187,7 @@ def built_where_held() -> Any:
 
 
 def kept_in_the_module() -> Any:
-    """A stage that keeps what it computes, as rotary embeddings do: shapes are found without it."""
+    """A stage that keeps what it computes, as rotary embeddings do."""
 
     class Keeps(nn.Module):
         def __init__(self) -> None:
@@ -257,9 +257,7 @@ def large_and_kept() -> Any:
     for k, found in kept.items():
         pipe.stages[k].register_forward_pre_hook(lambda _, x, found=found: found.append(x[0][::2]))
     trained(pipe, "sgd", batches(6, sizes=(16384,)))
-    # Shapes are found on a copy, whose hooks see tensors without values.
-    real = {k: [part.detach() for part in found if not isinstance(part, FakeTensor)] for k, found in kept.items()}
-    digest = {f"kept.{k}": [part.double().sum().item() for part in found] for k, found in real.items()}
+    digest = {f"kept.{k}": [part.detach().double().sum().item() for part in found] for k, found in kept.items()}
     assert all(len(set(found)) == 12 for found in digest.values())
     return closed(pipe, {**state(pipe), **digest})
 
@@ -433,6 +431,7 @@ CASES: dict[str, Case] = {
     "late and evaluated": late_and_evaluated,
     "answered early": answered_early,
     "leaves nothing": leaves_nothing,
+    **shapes.CASES,
 }
 
 if __name__ == "__main__":

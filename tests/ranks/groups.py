@@ -8,24 +8,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nwise.runtime.channel import MessagePlan, Spec
+from nwise.runtime.ledger import MessagePlan
 from nwise.runtime.world import World
 from nwise.schedule.actions import Action, Kind
 from ranks.common import write
 
 KEY = Action(Kind.RECEIVE_ACTIVATION, 1, 0)
-ONE = MessagePlan((KEY,), (0,), ((Spec((1,), torch.float32),),))
+ONE = MessagePlan((((KEY, 0),),))
 
 
 def first_message(world: World, value: float) -> float:
     """Check a forward channel that is not closed: its receives stay posted."""
     senders, receivers = world.channels(torch.device("cpu"))
     if world.place == 0:
-        senders[1].start(ONE, 0)
-        senders[1].send(KEY, [torch.tensor([value])])
+        senders[1].start(ONE, (None,), 0)
+        senders[1].send(KEY, sent := (torch.tensor([value]),), sent)
         return value
-    receivers[0].start(ONE, 0)
-    return receivers[0].take(KEY)[0].item()
+    receivers[0].start(ONE, (None,), 0)
+    (received,), _ = receivers[0].take(KEY)
+    return received.item()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""What ranks need, imported before they are forked; the first fake tensor alone takes seconds, scikit-learn for digits one.
+"""What ranks need, imported before they are forked: torch's compiler, which the first optimizer imports, alone takes two seconds.
 
-Where there is a GPU, the first fake tensor makes CUDA unusable in forks, so every rank makes its own.
+Where there is a GPU, that may make CUDA unusable in forks, so every rank imports it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import nwise.pipeline
 import nwise.training
 import nwise.training.checkpoint
 from nwise.recipes import recipe
-from nwise.runtime.channel import Spec
-from nwise.runtime.shapes import output_specs
 
 torch.set_num_threads(1)
 if not torch.cuda.device_count():
-    output_specs(nn.Linear(1, 1), (Spec((1, 1), torch.float32),), torch.device("cpu"), 0)
-    nwise.pipeline.Pipeline([nn.Linear(1, 1)], strategy="end-to-end")
+    torch.optim.SGD(nwise.pipeline.Pipeline([nn.Linear(1, 1)], strategy="end-to-end").parameters())
 recipe("digits").load()

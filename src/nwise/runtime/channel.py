@@ -1,10 +1,10 @@
 """Channels: one direction between two ranks, for activations and gradients.
 
 There is one channel from every rank to every rank that it sends to. In every call it carries the messages of its plan in the
-order of their sends. So messages need no tags, which nccl does not have. A message of a mini-batch that does not exist, as in the
-first calls under a delay, is zeros. On CPUs the receiver always has its next receive posted, also across calls, so a
-message travels at once while both sides compute. Posting takes as long as a small message. Two receives are therefore
-posted right after a send, when no rank waits, and a message that has arrived is taken without another post:
+order of their sends. So messages need no tags, which nccl does not have. The first message of a shape follows a header
+(`nwise.runtime.ledger`). On CPUs the receiver has its next receive posted, so a message travels at once while both sides compute.
+Posting takes as long as a small message. Two receives are therefore posted right after a send, when no rank waits, and a message
+that has arrived is taken without another post:
 
     receiver              posted receives
     start                 0  1
@@ -13,111 +13,36 @@ posted right after a send, when no rank waits, and a message that has arrived is
     take message 1              2
     take message 2                 3       posted before the wait, because none was left
 
+After the receive of a header none is posted until the header has been read. From the second call with the same plan and shapes
+on, receives are also posted beyond the call, as if the next one was equal. If it is not, they are completed with dummy messages
+and discarded:
+
+    receiver    posts up to 2 (old shapes)                     takes 2, discards them, posts 2 (new shapes)
+    sender                                   sends 2 zeros, waits for all sends
+
 A sender waits only until the same message of the previous cycle of calls has arrived, so it keeps at most one cycle of
 messages. Under a delay it keeps one more cycle for every call that may lie between a send and its receive.
-
-When the plan changes (another batch size, another strategy), the receives already posted for the old plan are completed with
-dummy messages and discarded:
-
-    receiver    posts up to 2 (old plan)                     takes 2, discards them, posts 2 (new plan)
-    sender                                 sends 2 zeros, waits for all sends
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nwise.schedule.actions import SENDS, Action, Kind
-from nwise.tensors import Tensors, names
-
-# The name of a message: the action that receives it, without its age.
-Key = Action
+from nwise.runtime.ledger import Key, Ledger, Message, MessagePlan, Window
+from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
+from nwise.schedule.actions import SENDS, Kind
+from nwise.tensors import Tensors
 
 _TAG = 0x6E77  # separates these messages from others of the same gloo group; nccl has no tags
 _AHEAD = 2  # receives posted in advance
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Shape and dtype of a tensor, and its name if it has one."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    name: str = ""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the values, in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def carries(self) -> bool:
-        """Whether a gradient can travel through the tensor."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Allocate the tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def make_spec(tensor: Tensor, name: str = "") -> Spec:
-    """Return the spec of a tensor."""
-    return Spec(tuple(tensor.shape), tensor.dtype, name)
-
-
-def make_specs(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
-    """Return the specs of tensors, with their names."""
-    return tuple(map(make_spec, tensors, names(tensors) or ("",) * len(tensors)))
-
-
-def spec_names(specs: Sequence[Spec]) -> tuple[str, ...]:
-    """Return the names of tensors with these specs; none if they are given by position."""
-    return tuple(spec.name for spec in specs if spec.name)
-
-
-@dataclass(frozen=True)
-class MessagePlan:
-    """The messages of a channel in one pass through the lists, in the order of their sends.
-
-    Args:
-        keys: name of every message.
-        calls: call of the cycle that sends it, in order.
-        specs: shapes and dtypes of its tensors.
-        travel: largest number of calls between a send and its receive; default: 0.
-    """
-
-    keys: tuple[Key, ...] = ()
-    calls: tuple[int, ...] = ()
-    specs: tuple[tuple[Spec, ...], ...] = ()
-    travel: int = 0
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Size of every message, in bytes."""
-        return tuple(sum(spec.num_bytes for spec in specs) for specs in self.specs)
-
-    def num_bytes(self, call: int, kind: Kind) -> int:
-        """Return the bytes that are sent in a call by messages of one kind of receive."""
-        messages = zip(self.keys, self.calls, self.sizes, strict=True)
-        return sum(size for key, one, size in messages if one == call and key.kind is kind)
-
-    def first_place(self, call: int) -> int:
-        """Return the place of the first message of a call, or of a later one."""
-        place = bisect_left(self.calls, call)
-        return place if place < len(self.calls) else 0
-
-
-NOTHING = MessagePlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,122 +79,175 @@ class Sender:
     """The end that sends.
 
     Attributes:
-        num_bytes: number of bytes sent so far, by kind of the receive.
+        num_bytes: number of bytes sent so far without headers, by kind of the receive.
     """
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._plan, self._place = NOTHING, 0  # the plan, and the place of the next message in it
+        self._link, self._ledger = link, Ledger()
+        self._next: Iterator[Message] = iter(())
         self.num_bytes = dict.fromkeys(SENDS.values(), 0)
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
 
-    def start(self, plan: MessagePlan, call: int) -> None:
+    def start(self, plan: MessagePlan, window: Window, call: int) -> None:
         """Begin a call."""
-        if (self._plan, self._place) != (plan, plan.first_place(call)):
+        if self._ledger.breaks(plan, window, call):
             self.flush()
-            self._plan, self._place = plan, plan.first_place(call)
+        self._next = iter(self._ledger.begin(plan, window, call))
 
-    def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Send the next message of the plan, and wait for the same one of an earlier cycle."""
-        place = self._place
-        expected, specs = self._plan.keys[place], self._plan.specs[place]
-        # Compare without making specs of the tensors: the other end is waiting.
-        fits = len(tensors) == len(specs) and all(
-            t.shape == s.shape and t.dtype is s.dtype for t, s in zip(tensors, specs, strict=True)
-        )
-        if expected != key or not fits:
-            raise RuntimeError(
-                f"A channel should send {expected} of {specs} next. Found {key} of {tuple(map(make_spec, tensors))}; does the "
-                "stage's output depend on more than the shapes of its input, or was a stage cast or replaced by one of another "
-                "shape? That needs a new pipeline."
-            )
-        self._send(tensors)
-        self.num_bytes[key.kind] += sum(t.nbytes for t in tensors)
+    def send(self, key: Key, tensors: Sequence[Tensor], parts: Tensors) -> Form:
+        """Send the next message of the plan, and wait for the same one of an earlier cycle.
+
+        Args:
+            key: its name.
+            tensors: the tensors that it is about.
+            parts: the tensors that travel instead; the same without compression.
+
+        Returns:
+            The form of the message.
+
+        Raises:
+            ValueError: the tensors have another form than those of an earlier message for equal shapes.
+        """
+        message = next(self._next, None)
+        if message is None or message.key != key:
+            raise RuntimeError(f"A channel should send {message and message.key} next. Found {key}.")
+        form = message.form or self._ledger.form(message)
+        if form is not None:
+            _check(key, form, tensors, parts)
+            self._send(parts)
+        else:
+            form = self._ledger.enter(message, make_specs(tensors))
+            _check(key, form, tensors, parts)
+            self._send((*self._header(message, form.specs), *parts))
+        self.num_bytes[key.kind] += form.num_bytes
+        return form
 
     def send_nothing(self) -> None:
-        """Send zeros as the next message of the plan, which belongs to no mini-batch."""
-        self._send(
-            [torch.zeros(s.shape, dtype=s.dtype, device=self._link.device) for s in self._plan.specs[self._place]]
-        )
+        """Send the next message of the plan, which belongs to no mini-batch."""
+        self._send(self._header(next(self._next), ()))
 
-    def _send(self, tensors: Sequence[Tensor]) -> None:
-        link = self._link
+    def _header(self, message: Message, specs: Specs) -> Tensors:
+        return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
+
+    def _send(self, tensors: Tensors) -> None:
+        link, plan = self._link, self._ledger.plan
         kept = tuple(t.contiguous() for t in tensors if t.numel())
         # The group's own call, because `dist.isend` would look up the group and the peer again.
         works = [_transport(link.peer, link.group.send, [t], link.peer, _TAG) for t in kept]
         self._on_the_way.append((kept, works))
-        self._place = (self._place + 1) % len(self._plan.keys)
         # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one.
-        if len(self._on_the_way) > (1 + self._plan.travel) * len(self._plan.keys):
+        if len(self._on_the_way) > (1 + plan.travel) * plan.size:
             _wait(self._on_the_way.popleft()[1], link.peer)
 
     def flush(self) -> None:
         """Fill the receives that the other end has posted, and wait until the transport has taken all messages."""
-        for _ in range(_AHEAD if self._plan.keys and self._link.early else 0):
-            self.send_nothing()
+        if self._ledger.steady and self._link.early:
+            for message in itertools.islice(self._ledger.ahead(), _AHEAD):
+                form = self._ledger.form(message)
+                specs = (HEADER,) if form is None else form.parts
+                self._send(tuple(torch.zeros(s.shape, dtype=s.dtype) for s in specs))
+                if form is None:
+                    break
         for _, works in self._on_the_way:
             _wait(works, self._link.peer)
         self._on_the_way.clear()
-        self._plan, self._place = NOTHING, 0
+
+
+class Posted(NamedTuple):
+    """A receive that the transport knows of.
+
+    Args:
+        message: the message.
+        tensors: memory for what travels; for the header if its form is not known.
+        works: the receives.
+    """
+
+    message: Message
+    tensors: Tensors
+    works: list[Any]
 
 
 class Receiver:
     """The end that receives."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._plan, self._place = NOTHING, 0  # the plan, and the place of the next message in it
-        self._posted: deque[tuple[Tensors, list[Any]]] = deque()
-        self._arrived: defaultdict[Key, deque[Tensors]] = defaultdict(deque)
+        self._link, self._ledger = link, Ledger()
+        self._due: deque[Message] = deque()  # messages of the calls so far that are not posted
+        self._ahead: Iterator[Message] = iter(())  # those of the calls to come, if these are foreseen
+        self._posted: deque[Posted] = deque()
+        self._arrived: defaultdict[Key, deque[tuple[Tensors, Form]]] = defaultdict(deque)
         self._missing = 0  # number of messages of the calls so far that are still to be taken from the transport
 
-    def follows(self, plan: MessagePlan, call: int) -> bool:
-        """Tell whether this end is at the beginning of a call of a plan."""
-        return self._plan == plan and (not plan.keys or self._sent == plan.first_place(call))
+    def breaks(self, plan: MessagePlan, window: Window, call: int) -> bool:
+        """Tell whether all messages up to a call must have been taken before it."""
+        return self._ledger.breaks(plan, window, call)
 
-    @property
-    def _sent(self) -> int:
-        """Place in the plan after everything that the calls so far have sent."""
-        # Under a delay a call sends messages that a later call takes:
-        #
-        #     plan    0   1   2   3   4   5
-        #                     |_______|
-        #               `_place`     `_sent`      2 messages are `_missing`
-        return (self._place + self._missing) % len(self._plan.keys)
-
-    def start(self, plan: MessagePlan, call: int) -> None:
+    def start(self, plan: MessagePlan, window: Window, call: int) -> None:
         """Begin a call."""
-        if not self.follows(plan, call):
+        if self.breaks(plan, window, call):
             self.flush()
-            self._plan, self._place = plan, plan.first_place(call)
-            self.post()
-        self._missing += plan.calls.count(call)
+        foreseen = self._ledger.steady
+        messages = self._ledger.begin(plan, window, call)
+        self._missing += len(messages)
+        if foreseen and self._ledger.steady:
+            return  # `_ahead` has these messages
+        self._due += messages
+        if self._ledger.steady:
+            self._ahead = self._ledger.ahead()
+        self.post()
 
     def post(self, count: int = _AHEAD) -> None:
         """Post the next receives until `count` are posted."""
-        while len(self._posted) < count and self._plan.keys and self._link.early:
-            self._posted.append(self._post())
+        posted = self._posted
+        while len(posted) < count and self._link.early and not (posted and posted[-1].message.form is None):
+            message = self._upcoming()
+            if message is None:
+                break
+            posted.append(self._post(message))
 
-    def _post(self) -> tuple[Tensors, list[Any]]:
-        link, specs = self._link, self._plan.specs
-        tensors = tuple(spec.empty(link.device) for spec in specs[(self._place + len(self._posted)) % len(specs)])
+    def _upcoming(self) -> Message | None:
+        return self._due.popleft() if self._due else next(self._ahead, None)
+
+    def _post(self, message: Message) -> Posted:
+        form = self._ledger.form(message)
+        return Posted(message, *self._receive((HEADER,) if form is None else form.parts))
+
+    def _receive(self, specs: Specs) -> tuple[Tensors, list[Any]]:
+        link = self._link
+        tensors = tuple(spec.empty(link.device) for spec in specs)
         return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, _TAG) for t in tensors if t.numel()]
 
-    def take(self, key: Key) -> Tensors:
-        """Wait for a message and return it; those that were sent before it are kept for later."""
+    def take(self, key: Key) -> tuple[Tensors, Form]:
+        """Wait for a message and return it with its form; those that were sent before it are kept for later."""
         while not self._arrived[key]:
-            self._next()
+            self._take_next()
         return self._arrived[key].popleft()
 
-    def _next(self) -> None:
+    def _take_next(self) -> None:
         """Wait for the next message of the plan and keep it."""
-        tensors, works = self._posted.popleft() if self._posted else self._post()
-        due = self._plan.keys[self._place]
-        self._place = (self._place + 1) % len(self._plan.keys)
+        if not self._posted:
+            message = self._upcoming()
+            assert message is not None, "a message is taken in the call that sends it, or later"
+            self._posted.append(self._post(message))
+        message, tensors, works = self._posted.popleft()
+        form = message.form
+        if form is None:
+            form = self._ledger.enter(message, self._read(message, tensors, works))
+            tensors, works = self._receive(form.parts)
         self._missing -= 1
         self.post(1)
         _wait(works, self._link.peer)
-        self._arrived[due].append(tensors)
+        self._arrived[message.key].append((tensors, form))
+
+    def _read(self, message: Message, header: Tensors, works: list[Any]) -> Specs:
+        """Wait for the header of a message; return the specs in it, none for no mini-batch."""
+        _wait(works, self._link.peer)
+        content = read_header(header[0])
+        if isinstance(content, int):
+            rest, works = self._receive((Spec((content,), HEADER.dtype),))
+            _wait(works, self._link.peer)
+            content = read_header(rest[0])
+        return self._ledger.specs(message, content, self._link.peer)
 
     def forget(self) -> None:
         """Take all messages that were sent for a schedule that is over, and drop them."""
@@ -279,30 +257,51 @@ class Receiver:
     def catch_up(self) -> None:
         """Take all messages that were sent, and post the next receives."""
         while self._missing:
-            self._next()
+            self._take_next()
         self.post()
 
     def flush(self) -> None:
         """Wait for the posted receives, which the other end fills with zeros, and discard them."""
         self.catch_up()
         while self._posted:
-            _wait(self._posted.popleft()[1], self._link.peer)
-        self._plan, self._place = NOTHING, 0
+            _wait(self._posted.popleft().works, self._link.peer)
+        self._ahead = iter(())
 
 
 def start_all(
-    outgoing: Iterable[tuple[Sender, MessagePlan]], incoming: Sequence[tuple[Receiver, MessagePlan]], call: int
+    outgoing: Iterable[tuple[Sender, MessagePlan]],
+    incoming: Sequence[tuple[Receiver, MessagePlan]],
+    window: Window,
+    call: int,
 ) -> None:
     """Begin a call on all channels of a rank."""
     # If plans change, every rank takes the messages sent so far and posts its receives, then fills its peers' receives, then
     # waits for its own. So every receive is posted before any rank waits.
     for receiver, plan in incoming:
-        if not receiver.follows(plan, call):
+        if receiver.breaks(plan, window, call):
             receiver.catch_up()
     for sender, plan in outgoing:
-        sender.start(plan, call)
+        sender.start(plan, window, call)
     for receiver, plan in incoming:
-        receiver.start(plan, call)
+        receiver.start(plan, window, call)
+
+
+def _check(key: Key, form: Form, tensors: Sequence[Tensor], parts: Tensors) -> None:
+    """Raise ValueError unless a message has its form."""
+    if not form.fits(tensors):
+        forward = key.kind is Kind.RECEIVE_ACTIVATION
+        what = f"output of stage {key.stage - 1}" if forward else f"gradient that stage {key.stage + 1} returns"
+        raise ValueError(
+            f"The {what} should have the same shapes, dtypes and names in every step whose micro-batch has the same shapes, "
+            f"because another process relies on them. Found {describe(make_specs(tensors))}, after {describe(form.specs)} "
+            "earlier; pad an output whose size depends on values, and make a new pipeline if you cast or replaced the stage, or "
+            "switched its mode."
+        )
+    if not form.carries(parts):
+        raise ValueError(
+            f"`compress` should return tensors like those that its `specs` names. Found {describe(make_specs(parts))} instead of "
+            f"{describe(form.parts)}."
+        )
 
 
 def introduce(group: ProcessGroup, links: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from nwise.runtime.channel import Spec, make_spec
+from nwise.runtime.shapes import Spec, make_spec
 from nwise.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 

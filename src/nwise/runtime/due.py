@@ -11,6 +11,7 @@ can: the passes need no further input. A delay of 2, saved after call 2; the dig
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -60,3 +61,12 @@ class DueGradients:
 def _copied(calls: Iterable[Gradients]) -> list[Gradients]:
     # A gradient becomes a parameter's `.grad`, which clipping and optimizers change in place.
     return [{p: gradient.clone() for p, gradient in call.items()} for call in calls]
+
+
+def warn_of_loss(lost: int, because: str, stacklevel: int) -> None:
+    """Warn that mini-batches were dropped before their gradients; `stacklevel` counts from the caller of this function."""
+    warnings.warn(
+        f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients still due, "
+        f"lost now because {because}; update while `pipe.drain()` returns True, or call `pipe.forget_pending()`.",
+        stacklevel=1 + stacklevel,
+    )

@@ -6,7 +6,6 @@ One process is one rank with all stages. A rank waits only for messages: it begi
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,13 +17,14 @@ from torch import Tensor
 from nwise._dtensor import is_dtensor
 from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
-from nwise.runtime.channel import NOTHING, Key, Receiver, Sender, make_specs, spec_names, start_all
+from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Compression, Wire
-from nwise.runtime.due import DueGradients, Gradients
+from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
+from nwise.runtime.ledger import NOTHING, Exchanged, Key, Window, make_labels
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.script import Script, ScriptWriter, Specs, Step
-from nwise.runtime.shapes import carrying, check_names, packed, unpacked
+from nwise.runtime.script import Script, ScriptWriter, Step
+from nwise.runtime.shapes import packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
 from nwise.schedule.actions import SENDS, Action, Kind
@@ -50,7 +50,7 @@ class Engine:
 
     Attributes:
         recorder: None, or a function called with the start and end of every action.
-        bytes_of_last_step: bytes sent as activations and as gradients, measured and predicted.
+        sent: bytes that the last step sent as activations and as gradients.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
         compression: Compression | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
-        self.bytes_of_last_step: dict[str, list[int]] = {"measured": [0, 0], "predicted": [0, 0]}
+        self.sent = [0, 0]
         self.device = device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         self._alone = processes.num_ranks == 1
@@ -69,17 +69,23 @@ class Engine:
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
         self._owned: set[int] = set()
         self._wire = Wire(compression)
-        self._scripts = ScriptWriter(processes, self._stages, self._wire.specs, device, replicated=group is not None)
+        self._scripts = ScriptWriter(processes, self._wire, replicated=group is not None)
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
         # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
         self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
-        self._batch_shapes: dict[int, tuple[Specs, ...]] = {}
+        self._exchanged: dict[int, Exchanged] = {}
+        self._newest = Exchanged()
         self._due, self._written = DueGradients(), Written()
         self._first = self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step
         processes.before_close(self.close)
+
+    @property
+    def bytes_of_last_step(self) -> dict[str, list[int]]:
+        """Bytes of activations and of gradients: those that the last step sent, and those that its mini-batch should send."""
+        return {"measured": self.sent, "predicted": self._newest.num_bytes(self._stages, self._wire.specs)}
 
     def run(
         self,
@@ -101,7 +107,7 @@ class Engine:
         """
         if step != self._next or (self._schedule is not None and schedule != self._schedule):
             self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
-        self._check_written()
+        self._look_for_writes()
         if self._schedule is None:
             self._schedule, self._first = schedule, step
         kind = self.device.type
@@ -114,10 +120,13 @@ class Engine:
         if 0 in tapes:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
                 tape.inputs = inputs
+        if not self._alone:
+            labels = make_labels(batch.inputs, self._autocast, self._newest.labels)
+            self._newest = self._exchanged[step] = Exchanged(schedule.flows[turn], labels)
         self._call(schedule, step, batch.inputs, on_action)
         self._due.leave(step)
         if self._tapes or self._due:
-            self._written.watch(p for stage in self._stages.values() for p in stage.learns)
+            self._written.watch(self._mains())
         self._processes.progress.steps += 1
 
     def drain(self) -> bool:
@@ -127,7 +136,7 @@ class Engine:
         """
         if not self._tapes and not self._due:
             return False
-        self._check_written()
+        self._look_for_writes()
         call = self._next
         self._processes.begin("`drain`")
         with restored_on_error((), self._learns()):
@@ -141,7 +150,7 @@ class Engine:
         """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
         if not self._tapes:
             return self._due.by_call()
-        call, learns, sent = self._next, self._learns(), self.bytes_of_last_step
+        call, learns, sent = self._next, self._learns(), self.sent
         before = [p.grad for p in learns]
         recorder, self.recorder = self.recorder, None  # these passes belong to no step
         self._processes.begin("`pending_gradients`")
@@ -158,7 +167,7 @@ class Engine:
             self.recorder = recorder
         # As at the start of a schedule, except for the gradients: no earlier mini-batch has messages on their way.
         self._first = self._next = call
-        self.bytes_of_last_step = sent
+        self.sent = sent
         self._drop_messages()
         return self._due.by_call()
 
@@ -182,12 +191,7 @@ class Engine:
         """
         lost = len(self._tapes) + len(self._due)
         if lost and because:
-            warnings.warn(
-                f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
-                f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
-                "`pipe.forget_pending()`.",
-                stacklevel=4,
-            )
+            warn_of_loss(lost, because, stacklevel=4)
         self._written.stop()
         self._tapes.clear()
         self._due.clear()
@@ -200,14 +204,14 @@ class Engine:
         """Run only the forwards of all stages.
 
         Args:
-            inputs: inputs of the first stage; other ranks use their shapes.
+            inputs: inputs of the first stage.
             step: number of the previous mini-batch.
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched("a forward"):
-            window = [] if self._alone else [(make_specs(inputs),)]
-            script = self._scripts.script(None, 0, window)
-            self._start(script, 0, [inputs])
+            # Every message has a header: in evaluation mode, say, a stage may return other shapes, or as many values as it likes.
+            script = self._scripts.script(None, 0)
+            self._start(script, 0, [inputs], (None,))
             hidden = inputs
             for entry in script.steps:
                 action, key = entry.action, entry.key
@@ -215,39 +219,33 @@ class Engine:
                 if key is None:
                     hidden = call(action.stage, hidden)
                 elif action.kind is Kind.RECEIVE_ACTIVATION:
-                    specs = script.inputs[action.stage, 0][0]
-                    hidden = with_names(self._receivers[entry.peer].take(key), spec_names(specs))
+                    tensors, form = self._receivers[entry.peer].take(key)
+                    hidden = with_names(tensors, form.names)
                 else:
-                    check_names(action.stage, hidden, script.outputs[action.stage, 0][0])
-                    self._senders[entry.peer].send(key, self._apart(tuple(y.detach() for y in hidden)))
+                    self._senders[entry.peer].send(key, hidden, self._apart(tuple(y.detach() for y in hidden)))
                     self._post()
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
         with self._processes.watched(None):
             self.forget()
-            self._start(Script((), {}, {}, {}, {}, ()), 0, ())
+            self._start(Script((), {}, {}), 0, (), ())
 
     def _learns(self) -> list[Tensor]:
         """Return the trainable parameters of this rank."""
         return [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
 
-    def _check_written(self) -> None:
-        """Drop the mini-batches that wait for their delay if their weights were written by something other than an optimizer."""
-        if self._written.found(p for stage in self._stages.values() for p in stage.learns):
-            because = (
-                "the weights were written outside `optimizer.step()`, as by loading (hooks of an optimizer may write)"
-            )
-            if self._processes.size > 1:
-                raise ValueError(
-                    f"All gradients should be applied before a change. Found that {because}; load on all ranks, and call "
-                    "`pipe.forget_pending()` on all of them."
-                )
+    def _look_for_writes(self) -> None:
+        """Drop the mini-batches that wait for their delay if something but an optimizer has written to the weights."""
+        if because := self._written.found(self._mains(), several=self._processes.size > 1):
             self.forget(because)
+
+    def _mains(self) -> list[Tensor]:
+        return [p for stage in self._stages.values() for p in stage.learns]
 
     def _drop_messages(self) -> None:
         """Drop the messages that are on their way."""
-        self._batch_shapes.clear()
+        self._exchanged.clear()
         for receiver in self._receivers.values():
             receiver.forget()
 
@@ -271,8 +269,9 @@ class Engine:
         try:
             with self._processes.watched(f"step {step}"), torch.enable_grad():
                 turn = step % len(schedule.flows)
-                script = self._scripts.script(schedule, turn, self._window(schedule, step, inputs))
-                self._start(script, turn, inputs)
+                script = self._scripts.script(schedule, turn)
+                batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))
+                self._start(script, turn, inputs, tuple(None if one is None else one.labels for one in batches))
                 before = self._sent()
                 for replicas in self._replicas.values():
                     replicas.start()
@@ -286,23 +285,10 @@ class Engine:
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
             del self._tapes[number]
-        sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
-        self.bytes_of_last_step = {"measured": sent, "predicted": list(script.num_bytes)}
+            self._exchanged.pop(number, None)
+        self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
 
-    def _window(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> list[tuple[Specs, ...]]:
-        """Return the shapes of the newest mini-batch, and of the older ones that the call works on, by age."""
-        if self._alone:
-            return []
-        if inputs:
-            self._batch_shapes[step] = tuple(map(make_specs, inputs))
-        # A batch may have another size than the one before it. While the pipeline fills or drains, the messages of mini-batches
-        # that do not exist have the newest shapes: both ends must agree on the size of the zeros.
-        newest = max(self._batch_shapes)
-        for number in [n for n in self._batch_shapes if n < min(newest, step - schedule.oldest)]:
-            del self._batch_shapes[number]
-        return [self._batch_shapes.get(step - age, self._batch_shapes[newest]) for age in range(schedule.oldest + 1)]
-
-    def _start(self, script: Script, turn: int, inputs: Sequence[Tensors]) -> None:
+    def _start(self, script: Script, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
         """Begin a call on all channels."""
         if self._alone:
             return
@@ -310,7 +296,7 @@ class Engine:
             self._senders, self._receivers = self._processes.channels(self.device)
         incoming = [(receiver, script.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
         outgoing = [(sender, script.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
-        start_all(outgoing, incoming, turn)
+        start_all(outgoing, incoming, window, turn)
         # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch. A send returns
         # before its message has left.
         tensors = [x for microbatch in inputs for x in microbatch]
@@ -343,10 +329,10 @@ class Engine:
         #     RG(m.q)        "  -> tape.messages[q]          I(m.q)  -> previous stage's messages, or outbox -> SG(m.q)
         #
         # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
-        # no such mini-batch: then nothing is computed, and its messages are zeros.
+        # no such mini-batch: then nothing is computed, and its messages are headers alone.
         processes, placement, wire = self._processes, self._processes.placement, self._wire
         compressed = wire.compression is not None
-        outbox: dict[tuple[object, ...], Tensors] = {}
+        outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]] = {}
         for entry in script.steps:
             action = entry.action
             kind, k, m, q, _, age = action
@@ -354,7 +340,7 @@ class Engine:
             processes.doing = Doing(step, action, begin)
             tapes = self._tapes.get(step - age)
             if entry.key is not None:
-                self._exchange(entry, step, tapes, script, outbox)
+                self._exchange(entry, step, tapes, outbox)
             elif kind is Kind.UPDATE:
                 if k in self._replicas:
                     self._replicas[k].finish()
@@ -367,8 +353,8 @@ class Engine:
                     if k + 1 in tapes:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
-                        check_names(k, made, script.outputs[k, age][m])
-                        outbox[action[1:]] = self._apart(wire.compress(None, cast(Tensors, made)))
+                        activation = cast(Tensors, made)
+                        outbox[action[1:]] = activation, self._apart(wire.compress(None, activation))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
@@ -376,9 +362,9 @@ class Engine:
                         # No name for the message here: it would keep the message beyond its last pass.
                         tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
                     else:
-                        specs = script.inputs[k, age][m]
+                        specs = self._exchanged[step - age].forms[k, m].specs
                         gradients, absent = packed(made, specs, self.device)
-                        outbox[action[1:]] = wire.compress(action, gradients, absent)
+                        outbox[action[1:]] = gradients, wire.compress(action, gradients, absent)
             if tapes is None and kind is not Kind.UPDATE:
                 continue
             if self.recorder is not None:
@@ -392,8 +378,7 @@ class Engine:
         entry: Step,
         step: int,
         tapes: Mapping[int, Sequence[Tape]] | None,
-        script: Script,
-        outbox: dict[tuple[object, ...], Tensors],
+        outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]],
     ) -> None:
         """Send or receive a message."""
         kind, k, m, q, _, age = action = entry.action
@@ -403,15 +388,16 @@ class Engine:
             if tapes is None:
                 sender.send_nothing()
             else:
-                sender.send(key, outbox.pop(action[1:]))  # its computation differs only in the kind
+                form = sender.send(key, *outbox.pop(action[1:]))  # its computation differs only in the kind
+                if kind is Kind.SEND_ACTIVATION:
+                    self._exchanged[step - age].forms[k + 1, m] = form
             self._post()  # now that the other rank has its message
         elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
-            tensors = self._receivers[entry.peer].take(key)
+            tensors, form = self._receivers[entry.peer].take(key)
             if tapes is not None and kind is Kind.RECEIVE_ACTIVATION:
-                specs = script.inputs[k, age][m]
-                tapes[k][m].inputs = with_names(self._wire.restore(tensors, specs), spec_names(specs))
+                self._exchanged[step - age].forms[k, m] = form
+                tapes[k][m].inputs = with_names(self._wire.restore(tensors, form.specs), form.names)
             elif tapes is not None:
                 assert q is not None
-                outputs = script.outputs[k, age][m]
-                gradients = self._wire.restore(tensors, carrying(outputs))
-                tapes[k][m].messages[q] = unpacked(gradients, outputs)
+                outputs = self._exchanged[step - age].forms[k + 1, m].specs
+                tapes[k][m].messages[q] = unpacked(self._wire.restore(tensors, form.specs), outputs)

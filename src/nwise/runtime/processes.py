@@ -107,17 +107,6 @@ class Processes:
         all_values = {k: value for part in parts for k, value in part}
         return [all_values[k] for k in range(len(self.placement))]
 
-    def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
-        """Pass a value from stage to stage; each stage computes its own from the one before.
-
-        Args:
-            name: name of the value; may be used again.
-            stages: stages of this process, in order.
-            make: function from a stage and the value of the stage before (None at stage 0) to its own; the values are
-                serialisable as JSON.
-        """
-        raise AssertionError("one process has no other to hand a value to")
-
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
         """Gather the values of all stages, ``[A, ...]``; all ranks call it together and wait for each other.
 

@@ -1,26 +1,19 @@
-"""Scripts: the actions of a rank in one call, with the messages and shapes that belong to them."""
+"""Scripts: the actions of a rank in one call, and the messages that belong to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
-
-from nwise.runtime.channel import Key, MessagePlan, Spec
+from nwise.runtime.compression import Wire
+from nwise.runtime.ledger import Key, MessagePlan
 from nwise.runtime.processes import Processes
-from nwise.runtime.shapes import carrying, from_json, output_specs, to_json
 from nwise.schedule.actions import SENDS, Action, Kind, counterpart
 from nwise.schedule.schedule import Schedule, Word
-from nwise.stage import Stage
 
-Specs = tuple[Spec, ...]
-# Shapes of the inputs or outputs of a rank's stages by (stage, age), for every micro-batch.
-StageShapes = Mapping[tuple[int, int], Sequence[Specs]]
-
-_MOST_SCRIPTS = 256  # every shape of a batch needs a script
 _LEARNING = (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH)
+
+Plans = Mapping[int, MessagePlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +44,11 @@ class Script:
     Args:
         steps: the rank's actions, in order.
         outgoing, incoming: plans of the channels to and from other ranks.
-        inputs, outputs: shapes of the inputs and outputs of this rank's stages, by (stage, age), per micro-batch.
-        num_bytes: bytes that the rank sends, as activations and as gradients.
     """
 
     steps: tuple[Step, ...]
-    outgoing: Mapping[int, MessagePlan]
-    incoming: Mapping[int, MessagePlan]
-    inputs: StageShapes
-    outputs: StageShapes
-    num_bytes: Sequence[int]
+    outgoing: Plans
+    incoming: Plans
 
 
 class ScriptWriter:
@@ -68,81 +56,54 @@ class ScriptWriter:
 
     Args:
         processes: the processes.
-        stages: this rank's stages, by index.
-        wire: function from the shapes of a training step's message to those of the tensors that travel instead.
-        device: device of the stages' tensors.
+        wire: the form in which the messages of training steps travel.
         replicated: whether gradients are summed over replicas.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        stages: Mapping[int, Stage],
-        wire: Callable[[Specs], Specs],
-        device: torch.device,
-        *,
-        replicated: bool,
-    ) -> None:
-        self._processes, self._stages, self._wire = processes, stages, wire
-        self._device, self._replicated = device, replicated
-        self._known: dict[Hashable, Script] = {}
+    def __init__(self, processes: Processes, wire: Wire, *, replicated: bool) -> None:
+        self._processes, self._wire, self._replicated = processes, wire, replicated
+        self._known: dict[str, list[Script]] = {}
 
-    def script(self, schedule: Schedule | None, turn: int, window: Sequence[tuple[Specs, ...]]) -> Script:
-        """Return the script of a call, made once per schedule, turn, shapes and autocast, on all ranks at the same step.
+    def script(self, schedule: Schedule | None, turn: int) -> Script:
+        """Return the script of a call; those of a schedule are made once.
 
         Args:
             schedule: None for forwards alone.
             turn: index of the call in the cycle.
-            window: shapes of the model's inputs per micro-batch, for every age.
         """
-        device = self._device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (None if schedule is None else schedule.digest, turn, tuple(window), autocast)
-        if key not in self._known:
-            if len(self._known) == _MOST_SCRIPTS:  # on all ranks at the same step
-                self._known.clear()
-            self._known[key] = self._new_script(schedule, turn, window)
-        return self._known[key]
+        digest = "" if schedule is None else schedule.digest
+        if digest not in self._known:
+            self._known[digest] = self._new_scripts(schedule)
+        return self._known[digest][turn]
 
-    def _new_script(self, schedule: Schedule | None, turn: int, window: Sequence[tuple[Specs, ...]]) -> Script:
-        rank, placement = self._processes.place, self._processes.placement
-        lists = _forwards(placement) if schedule is None else schedule.lists
-        turns = 1 if schedule is None else len(schedule.flows)
-        inputs, outputs = self._all_shapes("" if schedule is None else schedule.digest, window)
+    def _new_scripts(self, schedule: Schedule | None) -> list[Script]:
+        processes = self._processes
+        lists = _forwards(processes.placement) if schedule is None else schedule.lists
+        others = [r for r in range(processes.num_ranks) if r != processes.place]
+        outgoing = {other: self._plan(schedule, lists, processes.place, other) for other in others}
+        incoming = {other: self._plan(schedule, lists, other, processes.place) for other in others}
+        words = lists[processes.place : processes.place + 1] if schedule is None else schedule.calls[processes.place]
+        return [Script(self._steps(schedule, word), outgoing, incoming) for word in words]
 
-        def plan(sender: int, receiver: int) -> MessagePlan:
-            sends = [a for a in lists[sender] if a.kind in SENDS and placement[counterpart(a).stage] == receiver]
-            specs = []
-            for a in sends:
-                # This rank knows the shapes of its own stage, at one of the ends:
-                #
-                #     stage k    outputs -- activation --> inputs     stage k + 1
-                #                outputs <-- gradient ---- inputs
-                forward = a.kind is Kind.SEND_ACTIVATION
-                stage = a.stage if sender == rank else counterpart(a).stage
-                shapes = outputs if forward == (sender == rank) else inputs
-                one = shapes[stage, a.age][a.microbatch]
-                specs.append(one if forward else carrying(one))
-            return MessagePlan(
-                tuple(counterpart(a)._replace(age=0) for a in sends),
-                tuple((a.turn + a.age) % turns for a in sends),
-                tuple(specs if schedule is None else map(self._wire, specs)),
-                travel=max((a.age for a in lists[receiver]), default=0),
-            )
-
-        peers = [r for r in range(self._processes.num_ranks) if r != rank] if window else []
-        outgoing = {r: p for r in peers if (p := plan(rank, r)).keys}
-        incoming = {r: p for r in peers if (p := plan(r, rank)).keys}
-        word = lists[rank] if schedule is None else schedule.calls[rank][turn]
+    def _steps(self, schedule: Schedule | None, word: Word) -> tuple[Step, ...]:
         # The last head action and the last W or B of every stage: later places replace earlier ones.
         final = {(a.stage, a.kind is Kind.HEAD): i for i, a in enumerate(word) if a.kind in _LEARNING}
         last = set(final.values()) if self._replicated else ()
         alone = self._processes.num_ranks == 1 and not self._replicated
-        steps = [
+        return tuple(
             self._step(a, schedule, last=i in last) for i, a in enumerate(word) if not (alone and a.kind is Kind.UPDATE)
-        ]
-        num_bytes = [sum(p.num_bytes(turn, kind) for p in outgoing.values()) for kind in SENDS.values()]
-        return Script(tuple(steps), outgoing, incoming, inputs, outputs, num_bytes)
+        )
+
+    def _plan(self, schedule: Schedule | None, lists: Sequence[Word], sender: int, receiver: int) -> MessagePlan:
+        """Return the messages from one rank to another."""
+        placement, turns = self._processes.placement, 1 if schedule is None else len(schedule.flows)
+        calls: list[list[tuple[Key, int]]] = [[] for _ in range(turns)]
+        for a in lists[sender]:
+            if a.kind in SENDS and placement[counterpart(a).stage] == receiver:
+                calls[(a.turn + a.age) % turns].append((counterpart(a)._replace(age=0), a.age))
+        travel = max((a.age for a in lists[receiver]), default=0)
+        plan = MessagePlan(tuple(map(tuple, calls)), travel)
+        return plan if schedule is None else replace(plan, digest=schedule.digest, parts=self._wire.specs)
 
     def _step(self, action: Action, schedule: Schedule | None, *, last: bool) -> Step:
         placement = self._processes.placement
@@ -154,29 +115,6 @@ class ScriptWriter:
             travel = 0 if schedule is None else schedule.travel[action]
             return Step(action, action._replace(age=0), placement[other], travel)
         return Step(action, last=last, continued=schedule is None or action in schedule.continued)
-
-    def _all_shapes(self, digest: str, window: Sequence[tuple[Specs, ...]]) -> tuple[StageShapes, StageShapes]:
-        """Return the shapes of all inputs and outputs of this rank's stages; every stage gets its own from the one before."""
-        inputs: dict[tuple[int, int], Sequence[Specs]] = {}
-        outputs: dict[tuple[int, int], Sequence[Specs]] = {}
-
-        def known(k: int, before: Any) -> Any:
-            if before is not None and before["lists"] != digest:
-                raise ValueError(
-                    "Every rank should have the same schedule. Found lists that differ from those of the rank before; make the "
-                    "schedule from the same costs on all ranks, not from costs that each rank measures."
-                )
-            given = window if before is None else [list(map(from_json, shapes)) for shapes in before["shapes"]]
-            for age, shapes in enumerate(given):
-                inputs[k, age] = shapes
-                module = self._stages[k].module
-                made = {specs: output_specs(module, specs, self._device, k) for specs in dict.fromkeys(shapes)}
-                outputs[k, age] = [made[specs] for specs in shapes]
-            return {"lists": digest, "shapes": [[to_json(s) for s in outputs[k, age]] for age in range(len(given))]}
-
-        if window:
-            self._processes.hand_on("shapes", sorted(self._stages), known)
-        return inputs, outputs
 
 
 def _forwards(placement: Sequence[int]) -> list[Word]:

@@ -1,62 +1,160 @@
-"""Shapes of messages: of a stage's outputs, inferred on fake tensors without computing, and of the gradients that come back."""
+"""Shapes of messages: they come with the data, because only a stage that runs knows the shape of its output.
+
+The first message of a shape follows a header that describes it. Later ones travel without: both ends then know their form.
+"""
 
 from __future__ import annotations
 
-import copy
-from typing import Any, cast
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
-from nwise.randomness import seeded
-from nwise.runtime.channel import Spec, make_specs, spec_names
 from nwise.tape import Cotangents
-from nwise.tensors import Tensors, names, run_module, with_names
+from nwise.tensors import Tensors, names
 
 
-def output_specs(module: nn.Module, inputs: tuple[Spec, ...], device: torch.device, index: int) -> tuple[Spec, ...]:
-    """Infer the shapes of a stage's outputs from the shapes of its inputs, for one micro-batch.
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape and dtype of a tensor, and its name if it has one."""
 
-    Raises:
-        ValueError: the shape of the stage's output depends on the values of its input.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""
 
-    >>> from nwise.runtime.channel import Spec
-    >>> output_specs(nn.Linear(4, 2), (Spec((8, 4), torch.float32),), torch.device("cpu"), 0)[0].shape
-    (8, 2)
+    @property
+    def num_bytes(self) -> int:
+        """Size of the values, in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def carries(self) -> bool:
+        """Whether a gradient can travel through the tensor."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Allocate the tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        name = f"{self.name}: " if self.name else ""
+        return f"{name}{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+Specs = tuple[Spec, ...]
+
+
+def make_spec(tensor: Tensor, name: str = "") -> Spec:
+    """Return the spec of a tensor."""
+    return Spec(tuple(tensor.shape), tensor.dtype, name)
+
+
+def make_specs(tensors: Sequence[Tensor]) -> Specs:
+    """Return the specs of tensors, with their names."""
+    return tuple(map(make_spec, tensors, names(tensors) or ("",) * len(tensors)))
+
+
+def spec_names(specs: Sequence[Spec]) -> tuple[str, ...]:
+    """Return the names of tensors with these specs; none if they are given by position."""
+    return tuple(spec.name for spec in specs if spec.name)
+
+
+def describe(specs: Sequence[Spec]) -> str:
+    """Describe specs in words.
+
+    >>> describe([Spec((4, 2), torch.float32, "x"), Spec((), torch.int64)])
+    'x: float32 [4, 2]; int64 []'
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Run a copy, because a module may store results; it takes no memory, because fakes replace its tensors.
-    tensors = [*module.parameters(), *module.buffers()]
-    double = copy.deepcopy(module, {id(t): mode.from_tensor(t) for t in tensors})
-    try:
-        with mode, torch.no_grad(), seeded(0, device), torch.compiler.set_stance("force_eager"):
-            given = with_names((s.empty(device) for s in inputs), spec_names(inputs))
-            outputs = run_module(double, given, f"The output of stage {index}")
-    except Exception as error:
-        shapes = ", ".join(f"{list(s.shape)} {s.dtype}" for s in inputs)
-        raise ValueError(
-            f"Stage {index} should take {shapes} and give an output whose shape follows from that. Found {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    return make_specs(outputs)
+    return "; ".join(map(str, specs)) or "nothing"
 
 
-def carrying(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+@dataclass(frozen=True)
+class Form:
+    """What the tensors of a message look like.
+
+    Args:
+        specs: their specs.
+        parts: specs of the tensors that travel instead of them; the same without compression.
+    """
+
+    specs: Specs
+    parts: Specs
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors; none if they are given by position."""
+        return spec_names(self.specs)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of what travels, in bytes."""
+        return sum(spec.num_bytes for spec in self.parts)
+
+    # Compare without making specs of the tensors: the other end is waiting.
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether tensors look like those of the message."""
+        return names(tensors) == self.names and _equal(tensors, self.specs)
+
+    def carries(self, parts: Sequence[Tensor]) -> bool:
+        """Tell whether tensors look like those that travel, after `fits`."""
+        return self.parts is self.specs or _equal(parts, self.parts)
+
+
+def _equal(tensors: Sequence[Tensor], specs: Specs) -> bool:
+    return len(tensors) == len(specs) and all(
+        t.shape == s.shape and t.dtype is s.dtype for t, s in zip(tensors, specs, strict=True)
+    )
+
+
+HEADER = Spec((1024,), torch.uint8)
+
+
+def write_header(value: Any) -> Tensors:
+    """Return tensors that say a value, serialisable as JSON: one like `HEADER`, and a second one if that is too short.
+
+    >>> read_header(write_header({"shape": [4, 2]})[0])
+    {'shape': [4, 2]}
+    >>> first, second = write_header("long " * 1000)
+    >>> read_header(first), len(second)
+    (5002, 5002)
+    """
+    text, (size,) = json.dumps(value).encode(), HEADER.shape
+    if len(text) <= size:
+        return (_bytes(text.ljust(size)),)
+    return _bytes(str(len(text)).encode().ljust(size)), _bytes(text)
+
+
+def read_header(tensor: Tensor) -> Any:
+    """Return the value of a tensor of `write_header`; of the first of two the length of the second."""
+    return json.loads(bytes(tensor.tolist()))
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def to_json(specs: Sequence[Spec]) -> Any:
+    """Convert specs to JSON values."""
+    return [[list(s.shape), str(s.dtype).removeprefix("torch."), s.name] for s in specs]
+
+
+def from_json(value: Any) -> Specs:
+    """Convert the result of `to_json` back to specs."""
+    return tuple(Spec(tuple(shape), getattr(torch, dtype), name) for shape, dtype, name in value)
+
+
+def carrying(specs: Specs) -> Specs:
     """Select the tensors of an activation that can have a gradient; a message back has exactly these."""
     return tuple(s for s in specs if s.carries)
 
 
-def check_names(stage: int, made: Cotangents, specs: tuple[Spec, ...]) -> None:
-    """Raise ValueError unless a stage's outputs have the names that the next process expects."""
-    if names(cast(Tensors, made)) != spec_names(specs):
-        raise ValueError(
-            f"Stage {stage} should return the same names for equal shapes. Found {names(cast(Tensors, made))} after "
-            f"{spec_names(specs)}."
-        )
-
-
-def packed(message: Cotangents, inputs: tuple[Spec, ...], device: torch.device) -> tuple[Tensors, list[int]]:
+def packed(message: Cotangents, inputs: Specs, device: torch.device) -> tuple[Tensors, list[int]]:
     """Return the tensors to send back, with zeros where there is no gradient, and the indices of these zeros."""
     gradients = [g for g, s in zip(message, inputs, strict=True) if s.carries]
     absent = [i for i, g in enumerate(gradients) if g is None]
@@ -64,17 +162,7 @@ def packed(message: Cotangents, inputs: tuple[Spec, ...], device: torch.device) 
     return tuple(torch.zeros(s.shape, dtype=s.dtype, device=device) if g is None else g for g, s in pairs), absent
 
 
-def unpacked(tensors: Tensors, outputs: tuple[Spec, ...]) -> Cotangents:
+def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:
     """Return the received gradient of each output, None for outputs that carry none."""
     parts = iter(tensors)
     return tuple(next(parts) if spec.carries else None for spec in outputs)
-
-
-def to_json(specs: tuple[Spec, ...]) -> Any:
-    """Convert specs to JSON values."""
-    return [[list(s.shape), str(s.dtype).removeprefix("torch."), s.name] for s in specs]
-
-
-def from_json(value: Any) -> tuple[Spec, ...]:
-    """Convert the result of `to_json` back to specs."""
-    return tuple(Spec(tuple(shape), getattr(torch, dtype), name) for shape, dtype, name in value)

@@ -35,9 +35,10 @@ from nwise._process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
-from nwise.runtime.channel import Link, Receiver, Sender, introduce, make_specs, spec_names
+from nwise.runtime.channel import Link, Receiver, Sender, introduce
 from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Copied, Processes
+from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
@@ -210,13 +211,6 @@ class World(Processes):
     def posted(self, name: str) -> list[Any] | None:
         keys = [f"posted/{name}/{rank}" for rank in range(self.size)]
         return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
-
-    def hand_on(self, name: str, stages: Sequence[int], make: Callable[[int, Any], Any]) -> None:
-        pipeline = next(i for i, column in enumerate(self._columns()) if self.rank in column)
-        key = f"{self._key(name)}/{pipeline}"
-        for k in stages:
-            before = json.loads(self.store.get(f"{key}/{k - 1}")) if k else None
-            self.store.set(f"{key}/{k}", json.dumps(make(k, before)))
 
     def _key(self, name: str) -> str:
         # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.

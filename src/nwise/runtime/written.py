@@ -11,11 +11,13 @@ read after each step and around each update:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_BECAUSE = "the weights were written outside `optimizer.step()`, as by loading (hooks of an optimizer may write)"
 
 
 class Written:
@@ -50,21 +52,34 @@ class Written:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def found(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether something has written to the watched parameters, or has put others into their place.
+    def found(self, parameters: Sequence[Tensor], *, several: bool) -> str:
+        """Return what has happened if something has written to the parameters, or has put others into their place.
 
         A loop that writes between its first steps with gradients, without an optimizer of torch, is taken to update by hand. Its
         updates cannot be told from other writes, so they are trusted.
+
+        Args:
+            parameters: the parameters that were watched.
+            several: whether there are other processes, which cannot know of it.
+
+        Raises:
+            ValueError: it has, and there are other processes.
         """
         if not self._counters:
-            return False
-        present = list(parameters)
-        if len(present) == len(self._counters) and any(p not in self._counters for p in present):
-            return True  # replaced one by one, as by loading with assign=True
+            return ""
+        # Replaced one by one, as by loading with assign=True.
+        replaced = len(parameters) == len(self._counters) and any(p not in self._counters for p in parameters)
         written = self._written or self._differ()
         if self._by_hand is None and self._graded:
             self._by_hand = written and not self._updated
-        return written and not self._by_hand
+        if not replaced and (self._by_hand or not written):
+            return ""
+        if several:
+            raise ValueError(
+                f"All gradients should be applied before a change. Found that {_BECAUSE}; load on all ranks, and call "
+                "`pipe.forget_pending()` on all of them."
+            )
+        return _BECAUSE
 
     def _before_update(self) -> None:
         self._written |= self._differ()

@@ -1,0 +1,228 @@
+"""The ledger of a channel: what both its ends know alike, so that a message needs no tag and rarely a description.
+
+Only a stage that runs knows the shape of its output. But every rank knows the shapes of the model's inputs, from which the others
+follow. So both ends keep a table of forms, by what a message is and by the shapes of its micro-batch. A message whose form is not
+in the table follows a header, which both ends enter into their tables at the same place in the order. A message of a mini-batch
+that does not exist, as in the first calls under a delay, is a header alone::
+
+    sender      header + activation    activation    header that says: nothing
+    receiver    enters the form        knows it      enters no form
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nwise.flow import Flow
+from nwise.runtime.shapes import Form, Specs, carrying, describe, from_json, make_specs, to_json
+from nwise.schedule.actions import Action, Kind
+from nwise.tensors import Tensors
+
+# The name of a message: the action that receives it, without its age.
+Key = Action
+# What the form of a micro-batch's messages follows from: the specs of the model's inputs, and the dtype of autocast, if any.
+Label = tuple[Specs, str]
+# For every age the labels of the mini-batch's micro-batches; None for one that does not exist, or whose forms may change.
+Window = tuple[tuple[Label, ...] | None, ...]
+
+_MOST_FORMS = 2**16  # that a ledger keeps
+
+
+def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: tuple[Label, ...]) -> tuple[Label, ...]:
+    """Return the labels of a mini-batch's micro-batches, as the same object as `known` if they are equal.
+
+    Args:
+        inputs: the model's inputs, per micro-batch.
+        autocast: dtype of autocast, if it is on.
+        known: labels of an earlier mini-batch; one object is compared with itself at once.
+    """
+    labels = tuple((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
+    return known if labels == known else labels
+
+
+def _same(specs: Specs) -> Specs:
+    return specs
+
+
+@dataclass(frozen=True)
+class MessagePlan:
+    """The messages of a channel in one pass through the lists.
+
+    Args:
+        calls: for every call of the cycle its messages in the order of their sends: name, and age of the mini-batch.
+        travel: largest number of calls between a send and its receive; default: 0.
+        digest: hash of the lists; default: none.
+        parts: function from the specs of a message's tensors to those of the tensors that travel; default: the same.
+    """
+
+    calls: tuple[tuple[tuple[Key, int], ...], ...] = ((),)
+    travel: int = 0
+    digest: str = ""
+    parts: Callable[[Specs], Specs] = _same
+
+    @cached_property
+    def size(self) -> int:
+        """Number of messages."""
+        return sum(map(len, self.calls))
+
+
+NOTHING = MessagePlan()
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message that is to come.
+
+    Args:
+        key: its name.
+        label: what its form follows from; None if it always follows a header.
+        form: its form; None until both ends know it.
+    """
+
+    key: Key
+    label: tuple[Kind, int, Label] | None
+    form: Form | None = None
+
+
+class Ledger:
+    """The messages of a channel in their order, and the forms of those that have had a header.
+
+    Attributes:
+        plan: the present plan.
+        steady: whether the present call has the plan and the shapes of the one before it.
+    """
+
+    def __init__(self) -> None:
+        self.plan, self.steady = NOTHING, False
+        self._window: Window = ()
+        self._call = 0  # the next one
+        self._messages: dict[int, list[Message]] = {}
+        self._forms: dict[Hashable, Form] = {}
+
+    def follows(self, plan: MessagePlan, window: Window, call: int) -> bool:
+        """Tell whether a call goes on with the plan and the shapes of the present one."""
+        return (plan, window, call) == (self.plan, self._window, self._call)
+
+    def breaks(self, plan: MessagePlan, window: Window, call: int) -> bool:
+        """Tell whether a call is one for which all messages before it must have been taken."""
+        return (self.steady or plan != self.plan) and not self.follows(plan, window, call)
+
+    def begin(self, plan: MessagePlan, window: Window, call: int) -> list[Message]:
+        """Begin a call; return its messages.
+
+        Args:
+            plan: the plan.
+            window: the labels of the mini-batches.
+            call: index of the call in the cycle.
+        """
+        self.steady = self.follows(plan, window, call)
+        if not self.steady:
+            self.plan, self._window, self._messages = plan, window, {}
+        self._call = (call + 1) % len(plan.calls)
+        return self._of(call)
+
+    def ahead(self) -> Iterator[Message]:
+        """Iterate over the messages of the next calls, without end, if these follow the present one."""
+        calls = len(self.plan.calls)
+        return itertools.cycle([m for i in range(calls) for m in self._of((self._call + i) % calls)])
+
+    def _of(self, call: int) -> list[Message]:
+        if call not in self._messages:
+            self._messages[call] = [Message(key, self._label(key, age)) for key, age in self.plan.calls[call]]
+        return self._messages[call]
+
+    def _label(self, key: Key, age: int) -> tuple[Kind, int, Label] | None:
+        labels = self._window[age]
+        return None if labels is None else (key.kind, key.stage, labels[key.microbatch])
+
+    def form(self, message: Message) -> Form | None:
+        """Return the form of a message; None if it follows a header."""
+        if message.form is None and message.label is not None:
+            message.form = self._forms.get(message.label)
+        return message.form
+
+    def enter(self, message: Message, specs: Specs) -> Form:
+        """Note the form of a message that has a header."""
+        form = Form(specs, self.plan.parts(specs))
+        if message.label is not None:
+            message.form = self._forms[message.label] = form
+            if len(self._forms) > _MOST_FORMS:
+                del self._forms[next(iter(self._forms))]
+        return form
+
+    def header(self, message: Message, specs: Specs) -> Any:
+        """Return the content of the header of tensors with these specs, serialisable as JSON."""
+        return [*self._facts(message), to_json(specs)]
+
+    def specs(self, message: Message, header: Any, peer: int) -> Specs:
+        """Return the specs in the header of a message.
+
+        Args:
+            message: the message.
+            header: content of the header.
+            peer: rank that wrote it.
+
+        Raises:
+            ValueError: that rank has another schedule, or another mini-batch.
+        """
+        *theirs, specs = header
+        mine = self._facts(message)
+        if theirs[0] != mine[0]:
+            raise ValueError(
+                f"Every rank should have the same schedule. Found lists that differ from those of rank {peer}; make the same "
+                "calls on all ranks, and the schedule from the same costs, not from costs that each rank measures."
+            )
+        if theirs != mine:
+            raise ValueError(
+                f"Every rank should get the whole mini-batch, under the same autocast. Found micro-batches of {_words(mine[1])} "
+                f"here and of {_words(theirs[1])} on rank {peer}; load the same data on all ranks."
+            )
+        return from_json(specs)
+
+    def _facts(self, message: Message) -> list[Any]:
+        """Return what both ends should have alike."""
+        if message.label is None:
+            return [self.plan.digest, None]
+        inputs, autocast = message.label[2]
+        return [self.plan.digest, [to_json(inputs), autocast]]
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """What a rank knows of a mini-batch that it exchanges with others.
+
+    Args:
+        flows: flow of each micro-batch.
+        labels: what the forms of each micro-batch's messages follow from.
+        forms: forms of the activations that its stages have got from other ranks or given to them, by (receiving stage,
+            micro-batch).
+    """
+
+    flows: Sequence[Flow] = ()
+    labels: tuple[Label, ...] = ()
+    forms: dict[tuple[int, int], Form] = field(default_factory=dict)
+
+    def num_bytes(self, here: Container[int], parts: Callable[[Specs], Specs]) -> list[int]:
+        """Return the bytes of the activations and of the gradients that the stages `here` send, as the flows say."""
+        total = [0, 0]
+        for (k, m), form in self.forms.items():
+            if k - 1 in here:
+                total[0] += form.num_bytes
+            else:
+                gradient = Form((), parts(carrying(form.specs)))
+                total[1] += len(self.flows[m].stages[k].messages) * gradient.num_bytes
+        return total
+
+
+def _words(batch: Any) -> str:
+    """Describe what the inputs of a micro-batch look like in a header."""
+    if batch is None:
+        return "nothing"
+    inputs, autocast = batch
+    return describe(from_json(inputs)) + (f" under autocast to {autocast}" if autocast else "")
