@@ -77,7 +77,10 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     >>> each(Named({"x": torch.zeros(2)}), torch.exp).names
     ('x',)
     """
-    return like(tensors, map(function, tensors))
+    # Without names, the usual case, in one call: a step comes here several times for each stage and micro-batch.
+    return (
+        like(tensors, map(function, tensors)) if isinstance(tensors, Named) else type(tensors)(map(function, tensors))
+    )
 
 
 def scatter(tensors: Tensors, num_parts: int, dims: Sequence[int | None]) -> list[Tensors]:
