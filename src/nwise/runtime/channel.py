@@ -41,7 +41,10 @@ from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs
 from nwise.schedule.actions import SENDS, Kind
 from nwise.tensors import Tensors
 
-_TAG = 0x6E77  # separates these messages from others of the same gloo group; nccl has no tags
+# These separate messages of known labels, messages without (those of forwards alone), and others in a gloo group: if one rank
+# trains and another only infers, a message must not land in memory of another size, which ends a process without a word. nccl has
+# no tags.
+_TAG, _FORWARD_TAG = 0x6E77, 0x6E78
 _AHEAD = 2  # receives posted in advance
 
 
@@ -118,22 +121,23 @@ class Sender:
         else:
             form = self._ledger.enter(message, make_specs(tensors))
             _check(key, form, tensors, parts)
-            self._send((*self._header(message, form.specs), *parts))
+            self._send((*self._header(message, form.specs), *parts), _tag(message))
         self.num_bytes[key.kind] += form.num_bytes
         return form
 
     def send_nothing(self) -> None:
         """Send the next message of the plan, which belongs to no mini-batch."""
-        self._send(self._header(next(self._next), ()))
+        message = next(self._next)
+        self._send(self._header(message, ()), _tag(message))
 
     def _header(self, message: Message, specs: Specs) -> Tensors:
         return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
 
-    def _send(self, tensors: Tensors) -> None:
+    def _send(self, tensors: Tensors, tag: int = _TAG) -> None:
         link, plan = self._link, self._ledger.plan
         kept = tuple(t.contiguous() for t in tensors if t.numel())
         # The group's own call, because `dist.isend` would look up the group and the peer again.
-        works = [_transport(link.peer, link.group.send, [t], link.peer, _TAG) for t in kept]
+        works = [_transport(link.peer, link.group.send, [t], link.peer, tag) for t in kept]
         self._on_the_way.append((kept, works))
         # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one.
         if len(self._on_the_way) > (1 + plan.travel) * plan.size:
@@ -145,7 +149,7 @@ class Sender:
             for message in itertools.islice(self._ledger.ahead(), _AHEAD):
                 form = self._ledger.form(message)
                 specs = (HEADER,) if form is None else form.parts
-                self._send(tuple(torch.zeros(s.shape, dtype=s.dtype) for s in specs))
+                self._send(tuple(torch.zeros(s.shape, dtype=s.dtype) for s in specs), _tag(message))
                 if form is None:
                     break
         for _, works in self._on_the_way:
@@ -210,12 +214,12 @@ class Receiver:
 
     def _post(self, message: Message) -> Posted:
         form = self._ledger.form(message)
-        return Posted(message, *self._receive((HEADER,) if form is None else form.parts))
+        return Posted(message, *self._receive((HEADER,) if form is None else form.parts, _tag(message)))
 
-    def _receive(self, specs: Specs) -> tuple[Tensors, list[Any]]:
+    def _receive(self, specs: Specs, tag: int) -> tuple[Tensors, list[Any]]:
         link = self._link
         tensors = tuple(spec.empty(link.device) for spec in specs)
-        return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, _TAG) for t in tensors if t.numel()]
+        return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, tag) for t in tensors if t.numel()]
 
     def take(self, key: Key) -> tuple[Tensors, Form]:
         """Wait for a message and return it with its form; those that were sent before it are kept for later."""
@@ -233,7 +237,7 @@ class Receiver:
         form = message.form
         if form is None:
             form = self._ledger.enter(message, self._read(message, tensors, works))
-            tensors, works = self._receive(form.parts)
+            tensors, works = self._receive(form.parts, _tag(message))
         self._missing -= 1
         self.post(1)
         _wait(works, self._link.peer)
@@ -244,7 +248,7 @@ class Receiver:
         _wait(works, self._link.peer)
         content = read_header(header[0])
         if isinstance(content, int):
-            rest, works = self._receive((Spec((content,), HEADER.dtype),))
+            rest, works = self._receive((Spec((content,), HEADER.dtype),), _tag(message))
             _wait(works, self._link.peer)
             content = read_header(rest[0])
         return self._ledger.specs(message, content, self._link.peer)
@@ -284,6 +288,10 @@ def start_all(
         sender.start(plan, window, call)
     for receiver, plan in incoming:
         receiver.start(plan, window, call)
+
+
+def _tag(message: Message) -> int:
+    return _TAG if message.label is not None else _FORWARD_TAG
 
 
 def _check(key: Key, form: Form, tensors: Sequence[Tensor], parts: Tensors) -> None:
