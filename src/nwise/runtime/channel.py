@@ -314,8 +314,8 @@ def _check(key: Key, form: Form, tensors: Sequence[Tensor], parts: Tensors) -> N
     """Raise ValueError unless a message has its form."""
     if not form.fits(tensors):
         raise ValueError(
-            f"The {_what(key)} should have the same shapes, dtypes and names in every step whose micro-batch has the same shapes, "
-            f"because another process relies on them. Found {describe(make_specs(tensors))}, after {describe(form.specs)} "
+            f"The {_what(key)} should have the same shapes, dtypes and names in every step whose micro-batch has the same "
+            f"shapes, because another process relies on them. Found {describe(make_specs(tensors))}, after {describe(form.specs)} "
             "earlier; pad an output whose size depends on values, and make a new pipeline if you cast or replaced the stage, or "
             "switched its mode."
         )
