@@ -112,7 +112,7 @@ def test_optimizers_of_heads_that_step_at_other_times_are_not_blamed() -> None:
     """Regression: heads that an optimizer updates less often, later, or by `data` were said to have no optimizer."""
     for period, kind in ((4, torch.optim.Adam), (1, Adds)):
         pipe = made()
-        main, heads = torch.optim.Adam(pipe.main_parameters()), kind(pipe.head_parameters(), lr=0.1)  # type: ignore[operator]
+        main, heads = torch.optim.Adam(pipe.main_parameters()), kind(pipe.head_parameters(), lr=0.1)
         for step in range(6):
             trained_once(pipe)
             main.step()
