@@ -316,8 +316,8 @@ def _check(key: Key, form: Form, tensors: Sequence[Tensor], parts: Tensors) -> N
         raise ValueError(
             f"The {_what(key)} should have the same shapes, dtypes and names in every step whose micro-batch has the same "
             f"shapes, because another process relies on them. Found {describe(make_specs(tensors))}, after "
-            f"{describe(form.specs)} earlier; pad an output whose size depends on values, and make a new pipeline if you cast or replaced the stage, or "
-            "switched its mode."
+            f"{describe(form.specs)} earlier; pad an output whose size depends on values, and make a new pipeline if you cast or "
+            "replaced the stage, or switched its mode."
         )
     if not form.carries(parts):
         raise ValueError(
