@@ -437,6 +437,17 @@ def test_message_of_another_form_is_refused_before_it_is_sent() -> None:
         carry(sender, receiver, one, window(4), right)
 
 
+def test_message_changed_in_place_after_it_was_sent_is_refused() -> None:
+    """Regression: a stage wrote its next output into the same memory, and the other rank read that in silence."""
+    _, sender, receiver = channel()
+    begin(sender, receiver, plan(2), window(2, 2))
+    workspace = row(2)
+    sender.send(name(0), workspace, workspace)
+    workspace[0].zero_()
+    with pytest.raises(ValueError, match="output of stage 0 should stay as it is.*changed in place.*return a clone"):
+        sender.send(name(1), workspace, workspace)
+
+
 def test_message_out_of_order_raises() -> None:
     """A mistake of the engine."""
     _, sender, receiver = channel()

@@ -68,10 +68,14 @@ class Adds(torch.optim.SGD):
 
 def trained(pipe: nwise.Pipeline, *optimizers: torch.optim.Optimizer, every: int = 1) -> None:
     for step in range(6):
-        pipe.step(torch.ones(3, 4), target=torch.zeros(3, dtype=torch.long))
+        trained_once(pipe)
         for optimizer in optimizers if (step + 1) % every == 0 else ():
             optimizer.step()
             optimizer.zero_grad()
+
+
+def trained_once(pipe: nwise.Pipeline) -> None:
+    pipe.step(torch.ones(3, 4), target=torch.zeros(3, dtype=torch.long))
 
 
 def made(strategy: str = "2-wise-mean") -> nwise.Pipeline:
@@ -102,6 +106,27 @@ def test_other_optimizers_are_not_blamed() -> None:
     pipe.heads.requires_grad_(False)
     trained(pipe, torch.optim.Adam(pipe.main_parameters()))
     trained(made())  # nobody updates
+
+
+def test_optimizers_of_heads_that_step_at_other_times_are_not_blamed() -> None:
+    """Regression: heads that an optimizer updates less often, later, or by `data` were said to have no optimizer."""
+    for period, kind in ((4, torch.optim.Adam), (1, Adds)):
+        pipe = made()
+        main, heads = torch.optim.Adam(pipe.main_parameters()), kind(pipe.head_parameters(), lr=0.1)
+        for step in range(6):
+            trained_once(pipe)
+            main.step()
+            if step % period == period - 1:
+                heads.step()
+            pipe.zero_grad()
+    pipe = made()
+    optimizer = torch.optim.Adam(pipe.parameters())
+    for _ in range(4):
+        trained_once(pipe)
+        with torch.no_grad():
+            for p in pipe.main_parameters():
+                p.clamp_(-1, 1)  # while gradients accumulate
+    optimizer.step()
 
 
 def test_clipping_returns_the_norms_of_torch() -> None:

@@ -9,12 +9,14 @@ A look compares a few tensors with copies of them; it costs something at the ste
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from nwise._dtensor import is_dtensor
 from nwise.runtime.processes import Processes
@@ -79,6 +81,9 @@ class Habits:
                 if heads and not moved.intersection(heads):
                     self._left_out[stage.index] = self._left_out.get(stage.index, 0) + 1
             stays = sorted(k for k, updates in self._left_out.items() if updates == _UPDATES)
+            # An optimizer may update the heads less often, in another phase, or by their `data`, which counts as no change.
+            held = _held() if self._updates == _UPDATES and stays else set()
+            stays = [k for k in stays if not held.intersection(self._heads_of(k))]
             if self._updates == _UPDATES and stays:
                 warnings.warn(
                     f"Heads should be trained with their stages. Found gradients of the heads of stages {stays} that no "
@@ -87,6 +92,9 @@ class Habits:
                     stacklevel=4,  # at the caller of `step`
                 )
         self._versions = {}
+
+    def _heads_of(self, index: int) -> list[Tensor]:
+        return [p for stage in self._stages if stage.index == index for p in stage.head_learns]
 
     def look_at_factors(self) -> None:
         """Compare by which factor each process has scaled its gradients, once all have said so; wait for none."""
@@ -106,6 +114,12 @@ class Habits:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without the tensors of a comparison."""
         return {**self.__dict__, "_versions": {}, "_gradient": None}
+
+
+def _held() -> set[Tensor]:
+    """Return the parameters of all optimizers of this process."""
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    return {p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]}
 
 
 def _sample(gradients: Iterable[Tensor | None]) -> tuple[Tensor, Tensor] | None:

@@ -90,6 +90,7 @@ class Sender:
         self._next: Iterator[Message] = iter(())
         self.num_bytes = dict.fromkeys(SENDS.values(), 0)
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
+        self._last: tuple[Key, Tensors, list[int]] | None = None  # the message before, with the version of each tensor
 
     def start(self, plan: MessagePlan, window: Window, call: int) -> None:
         """Begin a call."""
@@ -109,8 +110,11 @@ class Sender:
             The form of the message.
 
         Raises:
-            ValueError: the tensors have another form than those of an earlier message for equal shapes.
+            ValueError: the tensors have another form than those of an earlier message for equal shapes, or something has changed
+                the message before, which may still be read.
         """
+        if self._last is not None:
+            _check_unchanged(*self._last)
         message = next(self._next, None)
         if message is None or message.key != key:
             raise RuntimeError(f"A channel should send {message and message.key} next. Found {key}.")
@@ -123,6 +127,7 @@ class Sender:
             _check(key, form, tensors, parts)
             self._send((*self._header(message, form.specs), *parts), _tag(message))
         self.num_bytes[key.kind] += form.num_bytes
+        self._last = key, parts, _versions(parts)
         return form
 
     def send_nothing(self) -> None:
@@ -155,6 +160,7 @@ class Sender:
         for _, works in self._on_the_way:
             _wait(works, self._link.peer)
         self._on_the_way.clear()
+        self._last = None
 
 
 class Posted(NamedTuple):
@@ -294,16 +300,32 @@ def _tag(message: Message) -> int:
     return _TAG if message.label is not None else _FORWARD_TAG
 
 
+def _what(key: Key) -> str:
+    forward = key.kind is Kind.RECEIVE_ACTIVATION
+    return f"output of stage {key.stage - 1}" if forward else f"gradient that stage {key.stage + 1} returns"
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _check_unchanged(key: Key, tensors: Tensors, versions: list[int]) -> None:
+    """Raise ValueError if a message has been changed in place since it was sent."""
+    if _versions(tensors) != versions:
+        raise ValueError(
+            f"The {_what(key)} should stay as it is, because another process reads it. Found that it was changed in place after "
+            "the call that made it; let the stage return a clone of memory that it writes again."
+        )
+
+
 def _check(key: Key, form: Form, tensors: Sequence[Tensor], parts: Tensors) -> None:
     """Raise ValueError unless a message has its form."""
     if not form.fits(tensors):
-        forward = key.kind is Kind.RECEIVE_ACTIVATION
-        what = f"output of stage {key.stage - 1}" if forward else f"gradient that stage {key.stage + 1} returns"
         raise ValueError(
-            f"The {what} should have the same shapes, dtypes and names in every step whose micro-batch has the same shapes, "
-            f"because another process relies on them. Found {describe(make_specs(tensors))}, after {describe(form.specs)} "
-            "earlier; pad an output whose size depends on values, and make a new pipeline if you cast or replaced the stage, or "
-            "switched its mode."
+            f"The {_what(key)} should have the same shapes, dtypes and names in every step whose micro-batch has the same "
+            f"shapes, because another process relies on them. Found {describe(make_specs(tensors))}, after "
+            f"{describe(form.specs)} earlier; pad an output whose size depends on values, and make a new pipeline if you cast or "
+            "replaced the stage, or switched its mode."
         )
     if not form.carries(parts):
         raise ValueError(

@@ -258,11 +258,7 @@ class Engine:
             self._call(self._schedule, self._next, (), None)
 
     def _call(
-        self,
-        schedule: Schedule,
-        step: int,
-        inputs: Sequence[Tensors],
-        on_action: Callable[[Action], None] | None,
+        self, schedule: Schedule, step: int, inputs: Sequence[Tensors], on_action: Callable[[Action], None] | None
     ) -> None:
         """Run the list of one call."""
         self._next, errors = step + 1, dict(self._wire.errors)
