@@ -188,6 +188,17 @@ def test_tied_embeddings_in_one_stage_stay_tied() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+def test_copied_heads_follow_the_models_attention() -> None:
+    """Regression: a head's mask came from the model's configuration, and its blocks had a copy: causal in neither."""
+    model, ids = made("LlamaForCausalLM", attn_implementation="eager"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    stages = nwise.split(model, at=2)
+    pipe = nwise.Pipeline(stages, nwise.heads.copied(stages, blocks=1), own_loss(model), "2-wise-mean")
+    with torch.no_grad():
+        before = pipe.head_outputs(ids)[0]
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(pipe.head_outputs(ids)[0], before)
+
+
 def test_copied_heads_repeat_last_blocks_and_output() -> None:
     model = made("LlamaForCausalLM")
     stages = nwise.split(model, at=["model.layers.2", "model.layers.3"])
@@ -274,6 +285,8 @@ def test_unsupported_models_and_arguments_raise() -> None:
         nwise.split(unknown, at=2)
     with pytest.raises(ValueError, match=r"at most input_ids, attention_mask, position_ids. Found 1 more"):
         nwise.split(gpt2(), at=2)[0](*[torch.zeros(1, 2, dtype=torch.long)] * 4)
+    with pytest.raises(TypeError, match="should get decoder_input_ids, which it does not make from labels. Found"):
+        nwise.split(made("T5ForConditionalGeneration"), at=["lm_head"])[0](torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="from 1 to the network's 5 GPT2Block modules.*Found 6"):
         nwise.split(gpt2(), at=6)
     with pytest.raises(ValueError, match="`blocks` should be an integer from 0 to the network's 5 blocks. Found 6"):
@@ -404,6 +417,32 @@ def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
         ValueError, match=f"{re.escape(repr(name))}.* split.* Found .*change the network first, then split"
     ):
         pipe.step(ids, target=ids)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_classes_and_forwards_that_only_have_a_known_name_are_refused(
+    inner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a class of a known name was cut like that of transformers, whatever its own forward computes."""
+    whole, body = transformers.LlamaForCausalLM, transformers.LlamaModel
+
+    class LlamaForCausalLM(whole):  # type: ignore[misc, valid-type]
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            output = super().forward(*inputs, **named)
+            output.logits = output.logits / 2
+            return output
+
+    model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    if inner:
+        monkeypatch.setattr(body, "forward", lambda self, *inputs, **named: None)
+    else:
+        model = LlamaForCausalLM(model.config)
+    with pytest.raises(ValueError, match=f"a {'LlamaModel' if inner else 'LlamaForCausalLM'} with a custom forward"):
+        nwise.split(model, at=2)
+    if not inner:
+        with pytest.raises(ValueError, match="The stages should compute what the model's own forward does"):
+            nwise.split(model, at=2, example=ids)
+        assert nwise.split(model, at=2, unchecked=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
