@@ -19,6 +19,7 @@ import settings
 from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
+from nwise.exits import confidence
 from nwise.models.families import FAMILIES
 from nwise.models.huggingface import family_for, run_model
 from nwise.tensors import Named, Tensors, run_module
@@ -186,6 +187,17 @@ def test_tied_embeddings_in_one_stage_stay_tied() -> None:
     [stage] = nwise.split(model, at=1)
     assert stage.pieces()["lm_head"] is model.lm_head
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_exits_know_masks_by_position() -> None:
+    """Regression: padding could be the least certain position unless all inputs came by name."""
+    model = made("BertForMaskedLM")
+    stages = nwise.split(model, at=2)
+    pipe = nwise.Pipeline(stages, nwise.heads.copied(stages), own_loss(model), "2-wise-mean").double()
+    ids, mask = torch.randint(1, VOCABULARY, (6, LENGTH)), torch.arange(LENGTH) < torch.arange(3, 9)[:, None]
+    by_name = pipe.exit(input_ids=ids, attention_mask=mask.long(), threshold=0.0).confidence
+    assert torch.equal(pipe.exit(ids, mask.long(), threshold=0.0).confidence, by_name)
+    assert not torch.allclose(pipe.exit(ids, mask.long(), threshold=0.0, confidence=confidence).confidence, by_name)
 
 
 def test_copied_heads_follow_the_models_attention() -> None:

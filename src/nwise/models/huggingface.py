@@ -52,6 +52,7 @@ class HuggingFaceStage(Chain):
         self.config = config
         self.begins = begins
         self.ends = ends
+        self.input_names = family.inputs if begins else (HIDDEN_STATES, *family.carried)
         self._calls = {name: family.call_for(name) for name in pieces}
         self._shared = tuple(shared)
         self._restored: dict[str, Tensor] = {}  # values of buffers to set before the next forward
@@ -82,7 +83,7 @@ class HuggingFaceStage(Chain):
         self.check_origin()
         if self._restored:
             self._restore()
-        wanted = self.family.inputs if self.begins else (HIDDEN_STATES, *self.family.carried)
+        wanted = self.input_names
         if len(inputs) > len(wanted):
             raise ValueError(
                 f"The network should get at most {', '.join(wanted)}. Found {len(inputs) - len(wanted)} more."

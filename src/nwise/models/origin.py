@@ -41,7 +41,7 @@ class Origin:
         ]
 
     def check(self) -> None:
-        """Raise ValueError if the network has other modules or another forward than when it was split, or hooks that the stages never call."""
+        """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
         for name, parent, key, child in self._links:
             owner = parent()
             if owner is not None and owner._modules.get(key) is not child():

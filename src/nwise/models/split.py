@@ -92,8 +92,8 @@ def split(
         )
     if hasattr(model, "get_base_model"):
         raise ValueError(
-            "`model` should be the network inside a PEFT model, `model.get_base_model()`, which has the adapters, but not what PEFT "
-            f"adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
+            "`model` should be the network inside a PEFT model, `model.get_base_model()`, which has the adapters, but not what "
+            f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
         )
     compiled = is_compiled(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
