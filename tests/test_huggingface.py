@@ -488,11 +488,14 @@ def test_model_without_values_gets_its_buffers_back(name: str) -> None:
 
 
 def test_multi_process_matches_single_process(tmp_path: Path) -> None:
-    from ranks.huggingface import train
+    from ranks.huggingface import routed, train
 
-    first = results(3, "huggingface.py", tmp_path)[0]
+    first, *others = results(3, "huggingface.py", tmp_path)
     assert first["loaded"], "the class itself should take the weights of all stages"
     assert first["weights"] == train()["weights"]
+    for name, gradients_of_all in routed().items():
+        parts = [rank["routed"][name] for rank in (first, *others)]
+        assert {n: bits for part in parts for n, bits in part.items()} == gradients_of_all, name
 
 
 def test_mask_functions_of_version_5_24_are_called_without_deprecated_names(monkeypatch: pytest.MonkeyPatch) -> None:
