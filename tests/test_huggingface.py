@@ -366,6 +366,15 @@ def test_balance_loss_of_routers_is_refused(name: str) -> None:
     assert nwise.split(made(name, output_router_logits=True, router_aux_loss_coef=0.0), at=2)
 
 
+def test_balance_loss_switched_on_after_the_split_is_refused() -> None:
+    model, ids = made("MixtralForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
+    pipe.step(ids, target=ids)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="`config.output_router_logits` should be False"):
+        pipe.step(ids, target=ids)
+
+
 def test_masked_features_and_left_out_blocks_are_refused() -> None:
     name = "WhisperForConditionalGeneration"
     with pytest.raises(

@@ -290,7 +290,7 @@ class Branches(nn.ModuleDict):
         return torch.stack([branch(x) for branch in self.values()]).sum(0)
 
 
-class Residual(nn.ModuleList):
+class ResidualList(nn.ModuleList):
     def forward(self, x: Tensor) -> Tensor:
         for block in self:
             x = x + block(x)
@@ -305,7 +305,7 @@ def test_lists_with_a_forward_are_modules(at: Any) -> None:
         return nn.Linear(4, 4)
 
     model, x = (
-        nn.Sequential(linear(), Residual([linear(), linear()]), Branches({"a": linear(), "b": linear()}), linear()),
+        nn.Sequential(linear(), ResidualList([linear(), linear()]), Branches({"a": linear(), "b": linear()}), linear()),
         torch.randn(3, 4),
     )
     first, second = nwise.split(model, at=at)
@@ -313,10 +313,11 @@ def test_lists_with_a_forward_are_modules(at: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "at"), [(Residual([nn.Tanh(), nn.Tanh()]), 2), (nn.Sequential(Residual([nn.Tanh(), nn.Tanh()])), ["0.1"])]
+    ("model", "at"),
+    [(ResidualList([nn.Tanh(), nn.Tanh()]), 2), (nn.Sequential(ResidualList([nn.Tanh(), nn.Tanh()])), ["0.1"])],
 )
 def test_cuts_through_lists_with_a_forward_are_refused(model: nn.Module, at: Any) -> None:
-    with pytest.raises(ValueError, match="a Residual with a custom forward"):
+    with pytest.raises(ValueError, match="a ResidualList with a custom forward"):
         nwise.split(model, at=at)
 
 
