@@ -19,6 +19,7 @@ import settings
 from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
+from nwise.exits import confidence
 from nwise.models.families import FAMILIES
 from nwise.models.huggingface import family_for, run_model
 from nwise.tensors import Named, Tensors, run_module
@@ -188,6 +189,28 @@ def test_tied_embeddings_in_one_stage_stay_tied() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+def test_exits_know_masks_by_position() -> None:
+    """Regression: padding could be the least certain position unless all inputs came by name."""
+    model = made("BertForMaskedLM")
+    stages = nwise.split(model, at=2)
+    pipe = nwise.Pipeline(stages, nwise.heads.copied(stages), own_loss(model), "2-wise-mean").double()
+    ids, mask = torch.randint(1, VOCABULARY, (6, LENGTH)), torch.arange(LENGTH) < torch.arange(3, 9)[:, None]
+    by_name = pipe.exit(input_ids=ids, attention_mask=mask.long(), threshold=0.0).confidence
+    assert torch.equal(pipe.exit(ids, mask.long(), threshold=0.0).confidence, by_name)
+    assert not torch.allclose(pipe.exit(ids, mask.long(), threshold=0.0, confidence=confidence).confidence, by_name)
+
+
+def test_copied_heads_follow_the_models_attention() -> None:
+    """Regression: a head's mask came from the model's configuration, and its blocks had a copy: causal in neither."""
+    model, ids = made("LlamaForCausalLM", attn_implementation="eager"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    stages = nwise.split(model, at=2)
+    pipe = nwise.Pipeline(stages, nwise.heads.copied(stages, blocks=1), own_loss(model), "2-wise-mean")
+    with torch.no_grad():
+        before = pipe.head_outputs(ids)[0]
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(pipe.head_outputs(ids)[0], before)
+
+
 def test_copied_heads_repeat_last_blocks_and_output() -> None:
     model = made("LlamaForCausalLM")
     stages = nwise.split(model, at=["model.layers.2", "model.layers.3"])
@@ -274,6 +297,8 @@ def test_unsupported_models_and_arguments_raise() -> None:
         nwise.split(unknown, at=2)
     with pytest.raises(ValueError, match=r"at most input_ids, attention_mask, position_ids. Found 1 more"):
         nwise.split(gpt2(), at=2)[0](*[torch.zeros(1, 2, dtype=torch.long)] * 4)
+    with pytest.raises(TypeError, match="should get decoder_input_ids, which it does not make from labels. Found"):
+        nwise.split(made("T5ForConditionalGeneration"), at=["lm_head"])[0](torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="from 1 to the network's 5 GPT2Block modules.*Found 6"):
         nwise.split(gpt2(), at=6)
     with pytest.raises(ValueError, match="`blocks` should be an integer from 0 to the network's 5 blocks. Found 6"):
@@ -341,6 +366,15 @@ def test_balance_loss_of_routers_is_refused(name: str) -> None:
     assert nwise.split(made(name, output_router_logits=True, router_aux_loss_coef=0.0), at=2)
 
 
+def test_balance_loss_switched_on_after_the_split_is_refused() -> None:
+    model, ids = made("MixtralForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
+    pipe.step(ids, target=ids)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="`config.output_router_logits` should be False"):
+        pipe.step(ids, target=ids)
+
+
 def test_masked_features_and_left_out_blocks_are_refused() -> None:
     name = "WhisperForConditionalGeneration"
     with pytest.raises(
@@ -406,6 +440,32 @@ def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
         pipe.step(ids, target=ids)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_classes_and_forwards_that_only_have_a_known_name_are_refused(
+    inner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a class of a known name was cut like that of transformers, whatever its own forward computes."""
+    whole, body = transformers.LlamaForCausalLM, transformers.LlamaModel
+
+    class LlamaForCausalLM(whole):  # type: ignore[misc, valid-type]
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            output = super().forward(*inputs, **named)
+            output.logits = output.logits / 2
+            return output
+
+    model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
+    if inner:
+        monkeypatch.setattr(body, "forward", lambda self, *inputs, **named: None)
+    else:
+        model = LlamaForCausalLM(model.config)
+    with pytest.raises(ValueError, match=f"a {'LlamaModel' if inner else 'LlamaForCausalLM'} with a custom forward"):
+        nwise.split(model, at=2)
+    if not inner:
+        with pytest.raises(ValueError, match="The stages should compute what the model's own forward does"):
+            nwise.split(model, at=2, example=ids)
+        assert nwise.split(model, at=2, unchecked=True)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
 def test_adapters_inside_blocks_take_effect_after_the_split() -> None:
     peft = pytest.importorskip("peft", reason="needs the group 'trainers'", exc_type=ImportError)
@@ -437,11 +497,14 @@ def test_model_without_values_gets_its_buffers_back(name: str) -> None:
 
 
 def test_multi_process_matches_single_process(tmp_path: Path) -> None:
-    from ranks.huggingface import train
+    from ranks.huggingface import routed, train
 
-    first = results(3, "huggingface.py", tmp_path)[0]
+    first, *others = results(3, "huggingface.py", tmp_path)
     assert first["loaded"], "the class itself should take the weights of all stages"
     assert first["weights"] == train()["weights"]
+    for name, gradients_of_all in routed().items():
+        parts = [rank["routed"][name] for rank in (first, *others)]
+        assert {n: bits for part in parts for n, bits in part.items()} == gradients_of_all, name
 
 
 def test_mask_functions_of_version_5_24_are_called_without_deprecated_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,14 @@ def test_example_in_training_mode_leaves_no_traces() -> None:
     nwise.split(model, at=["b"], example=x[:1])  # batch norm does not train on one sample: nothing to compare with
 
 
+def test_example_leaves_statistics_of_batch_norm() -> None:
+    """Regression: the pass in training mode moved them, because batch norm gives them no new version."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), torch.randn(3, 4)
+    before = copy.deepcopy(model.state_dict())
+    nwise.split(model, at=["2"], example=x)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
 class StochasticDepth(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if random.random() < 0.5 or np.random.rand() < 0.5 else x  # noqa: NPY002
@@ -210,6 +218,10 @@ def hooked_inside(model: Any) -> None:
     model[2].register_forward_pre_hook(lambda module, inputs: None)
 
 
+def forward_replaced(model: Any) -> None:
+    model[2].forward = lambda x: 2 * x
+
+
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
 
@@ -224,6 +236,7 @@ def small() -> nn.Sequential:
         (deleted, "'2' should have the 2 modules that were split. Found 1; change the network first"),
         (hooked, "The network should have no hooks.*register it on those modules"),
         (hooked_inside, "'2' should have no hooks"),
+        (forward_replaced, "'2' should have the forward that it had when it was split.*replace it before the split"),
     ],
 )
 def test_later_changes_of_the_network_are_refused(change: Callable[[Any], None], message: str) -> None:
@@ -270,6 +283,42 @@ def test_hooks_and_forwards_of_the_network_are_refused_at_split() -> None:
     model.forward = lambda x: 2 * x
     with pytest.raises(ValueError, match="a Sequential with a custom forward"):
         nwise.split(model, at=2)
+
+
+class Branches(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([branch(x) for branch in self.values()]).sum(0)
+
+
+class ResidualList(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("at", [["3"], 2, ["2"]])
+def test_lists_with_a_forward_are_modules(at: Any) -> None:
+    """Regression: `split` unrolled every list and dictionary, and lost the sums of their own forwards without a word."""
+
+    def linear() -> nn.Linear:
+        return nn.Linear(4, 4)
+
+    model, x = (
+        nn.Sequential(linear(), ResidualList([linear(), linear()]), Branches({"a": linear(), "b": linear()}), linear()),
+        torch.randn(3, 4),
+    )
+    first, second = nwise.split(model, at=at)
+    assert torch.equal(second(first(x)), model(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "at"),
+    [(ResidualList([nn.Tanh(), nn.Tanh()]), 2), (nn.Sequential(ResidualList([nn.Tanh(), nn.Tanh()])), ["0.1"])],
+)
+def test_cuts_through_lists_with_a_forward_are_refused(model: nn.Module, at: Any) -> None:
+    with pytest.raises(ValueError, match="a ResidualList with a custom forward"):
+        nwise.split(model, at=at)
 
 
 class Positions(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nwise._arguments import check_target
-from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given
+from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.randomness import seeded
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
@@ -87,6 +87,14 @@ class Cutter:
         whole = as_inputs(inputs, named, "The input of `step`")
         check_target(whole, target, self._stages[0].module)
         return cut(whole, target, num_microbatches, num_replicas, self._batch_dim)
+
+    def check_samples_first(self, what: str) -> None:
+        """Raise ValueError if the samples lie in another dimension than the first."""
+        if any(dim for dim in leaves(self._batch_dim)):
+            raise ValueError(
+                f"{what} should have samples along dimension 0. Found `batch_dim={self._batch_dim!r}`; let the network take them "
+                "there, and change the dimensions inside it."
+            )
 
     def looking(self, parts: Parts, batch: Batch, schedule: Schedule, step: int) -> AbstractContextManager[None]:
         """Return a context for a step that looks at it if it is the first of its kind.

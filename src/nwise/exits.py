@@ -38,6 +38,10 @@ Confidence = Rule | None
 Bounds = float | Mapping[int, float]  # one for all exits, or one by stage
 CONFIDENCES = ("classes", "tokens", "label", "labels")
 _MASK = "attention_mask"
+_ROWS = (
+    "Stage {stage}'s head or output should have {count} samples along dimension 0 to exit, as its input has. Found shape "
+    "{shape}; keep positions in another dimension."
+)
 _BY_LOSS: dict[Any, str] = {
     nn.CrossEntropyLoss: "classes",
     functional.cross_entropy: "classes",
@@ -141,7 +145,9 @@ def confidences(losses: Sequence[Callable[..., Tensor]], exits: Collection[int],
     return {k: default_confidence(losses[k], k) for k in stages}
 
 
-def confidence_of(rule: Rule, output: Any, seen: Tensors, stage: int) -> tuple[Tensor, Tensor]:
+def confidence_of(
+    rule: Rule, output: Any, seen: Tensors, stage: int, called: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
     """Return an output as a tensor, and its confidence, ``[B]``.
 
     Args:
@@ -153,6 +159,7 @@ def confidence_of(rule: Rule, output: Any, seen: Tensors, stage: int) -> tuple[T
         output: output of a head, or of the last stage.
         seen: the inputs of the stage.
         stage: index of the stage.
+        called: names of inputs by position, if the stage has any. Default: none.
 
     Raises:
         ValueError: the output or the function's result does not have the shape that the rule needs.
@@ -165,7 +172,8 @@ def confidence_of(rule: Rule, output: Any, seen: Tensors, stage: int) -> tuple[T
             found = f"shape {list(sure.shape)}" if isinstance(sure, Tensor) else type(sure).__name__
             raise ValueError(f"`confidence` should return one number per sample, [{len(logits)}]. Found {found}.")
         return logits, sure
-    mask = dict(zip(names(seen), seen, strict=False)).get(_MASK)
+    known = dict(zip(names(seen) or called, seen, strict=False))
+    mask = known.get("decoder_attention_mask" if "encoder_hidden_states" in known else _MASK)
     if rule in ("label", "labels"):
         if rule == "label" and logits[0].numel() > 1:
             raise ValueError(
@@ -257,7 +265,9 @@ def answer(
             seen, hidden = hidden, run_module(stages[k], hidden, f"The output of stage {k}")
             if k == last or k in thresholds:
                 output = hidden if k == last else head_output(heads, k, hidden, None)
-                logits, sure = confidence_of(rules[k], output, seen, k)
+                logits, sure = confidence_of(rules[k], output, seen, k, getattr(stages[k], "input_names", ()))
+                if len(logits) != len(rows):
+                    raise ValueError(_ROWS.format(stage=k, count=len(rows), shape=list(logits.shape)))
                 leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
                 here = leaves.cpu()
                 if here.any():  # else the tensors stay as they are, without a copy

@@ -237,7 +237,7 @@ def _listed(values: Any, name: str, num_parts: int) -> Sequence[Any]:
 
 def check_batch_dim(batch_dim: Any) -> None:
     """Raise TypeError unless this is a dimension, or a sequence or mapping of dimensions."""
-    found = _leaves(batch_dim)
+    found = leaves(batch_dim)
     if batch_dim is None or any(not (d is None or (isinstance(d, int) and not isinstance(d, bool))) for d in found):
         raise TypeError(
             "`batch_dim` should be a dimension, or a list or dictionary of dimensions, with None for a tensor that is not cut. "
@@ -245,10 +245,11 @@ def check_batch_dim(batch_dim: Any) -> None:
         )
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
+    """Return the dimensions in a `batch_dim`."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, tuple | list) else [value]
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, tuple | list) else [value]
 
 
 def _dims(inputs: Tensors, targets: Tensors, batch_dim: BatchDim) -> tuple[list[Dim], list[Dim]]:

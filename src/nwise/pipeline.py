@@ -202,6 +202,7 @@ class Pipeline(Settings):
             threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
             confidence: a name or function (`nwise.exits.confidence_of`); default: that of the loss, ValueError if it has none.
         """
+        self._cutter.check_samples_first("The input of `exit`")
         thresholds = check_threshold(threshold, self.needed_heads(later=False))
         rules = confidences(self.loss_fns, thresholds, confidence)
         with evaluating(self), self.processes.watched("`exit`"):

@@ -90,7 +90,12 @@ def trained(pipe: nwise.Pipeline, optimizer: str, data: Sequence[tuple[Tensor, T
 
 def digests(pipe: nwise.Pipeline) -> dict[str, str]:
     """Every bit of every parameter that this process holds, by name."""
-    return {name: hashlib.sha256(p.detach().cpu().numpy().tobytes()).hexdigest() for name, p in pipe.named_parameters()}
+    return {name: digest(p) for name, p in pipe.named_parameters()}
+
+
+def digest(tensor: Tensor) -> str:
+    """Every bit of a tensor."""
+    return hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest()
 
 
 def closed(pipe: nwise.Pipeline, value: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Llama in three stages, masks and positions given; writes the weights of the whole network, which its own class takes back."""
+"""Llama in three stages, masks and positions given; writes the weights of the whole network, which its own class takes back.
+
+Before that, the gradients of networks whose work depends on values: routers of experts, and blocks that are left out at random.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 import torch
 
 import nwise
+from architectures import VOCABULARY, tiny
 from nwise.training import gather_weights
 from nwise.training.weights import under
-from ranks.common import RANK, closed, write
+from ranks.common import RANK, closed, digest, write
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -49,6 +53,28 @@ def train() -> dict[str, Any]:
     return closed(pipe, {"weights": {name: w.tolist() for name, w in weights.items()}, "loaded": loaded})
 
 
+ROUTED = (
+    *((f"{name}ForCausalLM", {}) for name in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")),
+    ("WhisperForConditionalGeneration", {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}),
+)
+
+
+def routed() -> dict[str, dict[str, str]]:
+    """The bits of every gradient of this process after steps of two lengths, by class and name."""
+    found = {}
+    for name, options in ROUTED:
+        sound = [torch.ones(4, 4, 16)] if "Whisper" in name else []
+        at = ["model.decoder.embed_tokens", "model.decoder.layers.1"] if sound else 3
+        stages = nwise.split(tiny(name, **options).train(), at=at)
+        pipe = nwise.Pipeline(stages, None, nwise.losses.TokenCrossEntropy(), "end-to-end", 2, seed=1)
+        for length in (9, 5):
+            ids = torch.randint(0, VOCABULARY, (4, length), generator=torch.Generator().manual_seed(length))
+            pipe.step(*sound, ids, target=ids)
+        weights = [(n, p) for k in pipe.processes.here for n, p in pipe.stages[k].named_parameters()]
+        found[name] = closed(pipe, {n: "" if p.grad is None else digest(p.grad) for n, p in weights})
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write(train())
+    write({**train(), "routed": routed()})

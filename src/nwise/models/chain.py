@@ -27,6 +27,9 @@ class Chain(nn.Module):
     ['blocks.3.weight']
     """
 
+    # Names of the inputs that come by position, if they have any.
+    input_names: Sequence[str] = ()
+
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
         super().__init__()
         if not pieces:

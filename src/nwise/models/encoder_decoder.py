@@ -24,6 +24,10 @@ def _begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     """Keep the encoder's output for the blocks that follow, and embed the decoder's tokens."""
     context.given[_ENCODED] = x
     context.given.pop(_BIAS, None)
+    if "decoder_input_ids" not in context.given:
+        raise TypeError(
+            f"The network should get decoder_input_ids, which it does not make from labels. Found {', '.join(context.given)}."
+        )
     return piece(context.given.pop("decoder_input_ids"))
 
 

@@ -122,7 +122,10 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
     [['3', '4'], ['3', '4']]
     """
     end = _end(stages, blocks)
-    return [stages[-1].like({name: copy.deepcopy(piece) for name, piece in end.items()}) for _ in stages[:-1]]
+    # The copies of a Hugging Face network follow its configuration, as the masks that their head makes do.
+    config = getattr(stages[-1], "config", None)
+    copies = [{name: copy.deepcopy(piece, {id(config): config}) for name, piece in end.items()} for _ in stages[:-1]]
+    return [stages[-1].like(pieces) for pieces in copies]
 
 
 def shared(stages: Sequence[Chain]) -> list[Chain]:

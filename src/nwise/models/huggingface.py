@@ -52,6 +52,7 @@ class HuggingFaceStage(Chain):
         self.config = config
         self.begins = begins
         self.ends = ends
+        self.input_names = family.inputs if begins else (HIDDEN_STATES, *family.carried)
         self._calls = {name: family.call_for(name) for name in pieces}
         self._shared = tuple(shared)
         self._restored: dict[str, Tensor] = {}  # values of buffers to set before the next forward
@@ -72,6 +73,11 @@ class HuggingFaceStage(Chain):
         refuse_buffers(name for name in buffers if name not in values)
         self._restored = {name: values[name] for name in buffers}
 
+    def check_origin(self) -> None:
+        super().check_origin()
+        if not torch.compiler.is_compiling():
+            refuse_settings(self.config)
+
     def _restore(self) -> None:
         with torch.no_grad():
             for name, value in self._restored.items():
@@ -82,7 +88,7 @@ class HuggingFaceStage(Chain):
         self.check_origin()
         if self._restored:
             self._restore()
-        wanted = self.family.inputs if self.begins else (HIDDEN_STATES, *self.family.carried)
+        wanted = self.input_names
         if len(inputs) > len(wanted):
             raise ValueError(
                 f"The network should get at most {', '.join(wanted)}. Found {len(inputs) - len(wanted)} more."
@@ -144,19 +150,16 @@ _OUTSIDE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def refuse_settings(config: Any, blocks: int) -> None:
-    """Raise ValueError for a setting that the stages would drop.
-
-    Args:
-        config: the model's configuration.
-        blocks: number of the model's blocks.
-    """
+def refuse_settings(config: Any) -> None:
+    """Raise ValueError for a setting of the model's configuration that the stages would drop."""
     for name, (is_on, remedy) in _OUTSIDE.items():
         if getattr(config, name, False) and is_on(config):
             raise ValueError(f"`config.{name}` should be False. Found {getattr(config, name)}, {remedy}.")
-    if (
-        getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks
-    ):  # a decoder may leave out the last ones
+
+
+def refuse_left_out_blocks(config: Any, blocks: int) -> None:
+    """Raise ValueError if a decoder runs fewer than all of its blocks."""
+    if getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks:
         raise ValueError(
             f"`config.num_hidden_layers` should be the network's {blocks} blocks, because stages run all of them. Found "
             f"{config.num_hidden_layers}; delete the other blocks, or correct the setting."
@@ -182,7 +185,7 @@ def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
 def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
     family = family_for(model)
-    refuse_settings(model.config, sum(name.split(".")[-1].isdecimal() for group in groups for name in group))
+    refuse_left_out_blocks(model.config, sum(name.split(".")[-1].isdecimal() for group in groups for name in group))
     shared = {name: model.get_submodule(name) for name in family.shared}
     last = len(groups) - 1
     return [

@@ -32,14 +32,16 @@ class Origin:
         places = dict.fromkeys(piece[:end] for piece in pieces for end in _ends(piece))
         modules = {"": model, **{name: model.get_submodule(name) for name in places}}
         around = dict.fromkeys(name.rpartition(".")[0] for name in places)
-        self._around = [(name, ref(modules[name]), len(modules[name]._modules)) for name in around]
+        self._around = [
+            (name, ref(modules[name]), len(modules[name]._modules), "forward" in vars(modules[name])) for name in around
+        ]
         self._links = [
             (name, ref(modules[name.rpartition(".")[0]]), name.rpartition(".")[2], ref(modules[name]))
             for name in places
         ]
 
     def check(self) -> None:
-        """Raise ValueError if the network has other modules than when it was split, or hooks that the stages never call."""
+        """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
         for name, parent, key, child in self._links:
             owner = parent()
             if owner is not None and owner._modules.get(key) is not child():
@@ -49,7 +51,7 @@ class Origin:
                     f"{'none' if found is None else f'another one, {type(found).__name__}'}, in its place; change the network "
                     "first, then split it."
                 )
-        for name, around, size in self._around:
+        for name, around, size, patched in self._around:
             module = around()
             if module is None:
                 continue
@@ -58,6 +60,11 @@ class Origin:
                 raise ValueError(
                     f"{who} should have the {size} modules that were split. Found {len(module._modules)}; change the network "
                     "first, then split it."
+                )
+            if ("forward" in vars(module)) != patched:
+                raise ValueError(
+                    f"{who} should have the forward that it had when it was split, because its stages call the modules inside it "
+                    "and never itself. Found another one; replace it before the split."
                 )
             if any(getattr(module, hooks) for hooks in _HOOKS):
                 raise ValueError(

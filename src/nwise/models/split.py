@@ -92,7 +92,8 @@ def split(
         )
     if hasattr(model, "get_base_model"):
         raise ValueError(
-            f"`model` should be the network inside a PEFT model, `model.get_base_model()`. Found {type(model).__name__}."
+            "`model` should be the network inside a PEFT model, `model.get_base_model()`, which has the adapters, but not what "
+            f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
         )
     compiled = is_compiled(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -262,12 +263,17 @@ def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: s
         if child is None:
             continue
         path = prefix + name
-        sequence = isinstance(child, nn.Sequential | Chain)
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) or (sequence and opens(path, child)):
+        sequence = isinstance(child, nn.Sequential | Chain | nn.ModuleList | nn.ModuleDict)
+        if _is_list(child) or (sequence and opens(path, child)):
             pieces.update(_unroll(child, opens, path + "."))
         else:
             pieces[path] = child
     return pieces
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether a module only holds others: a list or a dictionary without a forward."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
@@ -280,9 +286,10 @@ def _refuse_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
     opened = {name[:i] for name in at for i, character in enumerate(name) if character == "."}
     for path in ["", *sorted(opened)]:
         module = model.get_submodule(path)
-        runs_children = type(module).forward in _RUNS_CHILDREN or isinstance(module, nn.ModuleList | nn.ModuleDict)
-        # The classes of Hugging Face are known, but not a forward that an instance has been given.
-        if "forward" in vars(module) or not (runs_children or is_hugging_face(model)):
+        forward = type(module).forward
+        # The classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
+        known = is_hugging_face(model) and forward.__module__.startswith("transformers.")
+        if "forward" in vars(module) or not (known or forward in _RUNS_CHILDREN or _is_list(module)):
             raise ValueError(
                 f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
                 f"else, as its stages will. Found a {type(module).__name__} with a custom forward, whose sums, reshapes and "
@@ -354,7 +361,7 @@ def _refuse_difference(rule: str, found: Tensors, expected: Tensors, mode: str) 
 @contextmanager
 def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
     """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
     random.seed(0), np.random.seed(0)  # noqa: NPY002
     try:
@@ -363,7 +370,8 @@ def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
     finally:
         random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
         for buffer, values in buffers:
-            if not torch.equal(buffer, values):  # batch norm raises no version counter
+            # Batch norm changes its statistics without a new version. One that is equal may be expanded and refuse a copy.
+            if not buffer.is_meta and not torch.equal(buffer, values):
                 buffer.copy_(values)
 
 
