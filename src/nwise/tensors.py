@@ -157,7 +157,7 @@ def as_inputs(inputs: Sequence[Any], named: Mapping[str, Any], what: str) -> Ten
         )
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return as_tuple(inputs[0], what)
-    return as_tuple(named or inputs, what)
+    return as_tuple(named, what) if named else tuple(as_tuple(inputs, what))
 
 
 def call(function: Callable[..., Any], inputs: Tensors) -> Any:
