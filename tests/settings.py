@@ -250,8 +250,8 @@ settings of the configuration one at a time, in a tiny network. It runs the mode
 with all inputs and with the required ones only. Outputs are equal bit for bit, and gradients up to rounding. With the usual
 settings the test also pads on the left, packs two texts into one row, and gives a mask of four dimensions.
 
-The table leaves out sizes, settings that no forward reads, and settings that change nothing in a class. If stages cannot do what a
-setting asks, `nwise.split` refuses it by name. `python tests/settings.py` writes this page; transformers 5.23 was tested.
+The table leaves out sizes, settings that no forward reads, and settings that change nothing in a class. If stages cannot do what
+a setting asks, `nwise.split` refuses it by name. `python tests/settings.py` writes this page; transformers 5.23 was tested.
 
 | class | followed | refused |
 |---|---|---|
