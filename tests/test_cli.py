@@ -433,6 +433,20 @@ def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytes
     assert torch.isfinite(load_file(metrics.parent / "weights.safetensors")["model.output.1.weight"]).all()
 
 
+def test_ctrl_c_while_a_command_is_imported_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: in its first two seconds a command answered Ctrl-C with a traceback of Python's imports."""
+
+    def interrupt(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupt)
+    with pytest.raises(SystemExit, match="^130$"):
+        cli.main(["evaluate", "runs/digits-2-wise-001"])
+    assert capsys.readouterr() == ("", "nwise: interrupted\n")
+
+
 @pytest.mark.parametrize("command", ["train", "recipes"])
 def test_command_without_options_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: plain `nwise train`, as in `make train`, failed in the search for `--resume`."""

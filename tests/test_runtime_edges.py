@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import nwise
+from benchmarks.runtime.bench import Case, measure
 from launch import RANKS, forked, results
 from nwise.cli import run
 from nwise.cli.output import Output
@@ -25,6 +26,7 @@ from nwise.cli.report import _print_comparison
 from nwise.report.charts import utilisation
 from nwise.report.grid import row_names
 from nwise.report.measured import Comparison
+from nwise.runtime.processes import Processes
 from nwise.runtime.shapes import Spec, from_json, packed, to_json, unpacked
 from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
@@ -233,6 +235,13 @@ def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]
     assert found["bytes_sent"] == found["bytes_predicted"] == [[8, 0], [8, 8], [0, 8]]
     assert run(["bench", "runtime", "--stages", "2", "--slot-ms", "2", "--batches", "2", "--rounds", "1"]) == 0
     assert "as predicted" in capsys.readouterr().out
+
+
+def test_virtual_stages_have_what_the_engine_reads() -> None:
+    """Regression: `nwise bench` failed, because its stages lacked `Stage.learns`; only a slow test ran it."""
+    found = measure(Processes(2), Case(stages=2, ranks=1, slot_ms=0.1, batches=1, rounds=1))
+    assert found.predicted_slots == 4
+    assert found.bytes_sent == found.bytes_predicted == [(0, 0)], "one process sends nothing"
 
 
 @pytest.mark.parametrize(

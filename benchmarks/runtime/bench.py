@@ -26,6 +26,7 @@ from nwise._errors import check_at_least
 from nwise.cli.costs import parse_costs
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
+from nwise.runtime.processes import Processes
 from nwise.runtime.world import World
 from nwise.schedule.actions import Kind
 from nwise.schedule.baselines import BASELINES, timed_method
@@ -136,7 +137,7 @@ class Measured:
     bytes_predicted: list[tuple[float, float]]
 
 
-def measure(world: World, case: Case) -> Measured:
+def measure(world: Processes, case: Case) -> Measured:
     """Run a case on all ranks and return the result to each."""
     timed, slot = case.timed(), case.slot_ms / 1e3
     turns = len(timed.schedule.flows)

@@ -37,12 +37,13 @@ class Bench:
             return OK
         messages = f"{case.message_mib:g} MiB" if case.message_mib else "8-byte"
         title = f"{case.method}, A = {case.stages}, M = {case.microbatches}, slots of {case.slot_ms:g} ms, {messages} messages"
+        rounds = "round" if case.rounds == 1 else "rounds"
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_row("predicted", f"{result.predicted_slots:.3f} slots a mini-batch (order {result.order})")
         table.add_row("measured", f"{result.measured_slots:.3f} slots")
         table.add_row(
             "efficiency",
-            f"{result.efficiency:.4f} ({result.lowest:.4f} to {result.highest:.4f} in {case.rounds} rounds)",
+            f"{result.efficiency:.4f} ({result.lowest:.4f} to {result.highest:.4f} in {case.rounds} {rounds})",
         )
         table.add_row("waits alone", f"{result.ceiling:.4f}")
         table.add_row("overhead", f"{result.action_overhead_us:.0f} us for each of {result.actions:g} actions")

@@ -98,6 +98,8 @@ class VirtualStage:
     def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link | None, Link | None]) -> None:
         self.index = index
         self.module = nn.Identity()  # an output has the shape of the input
+        self.learns: list[Tensor] = []
+        self.head_learns: list[Tensor] = []
         self._price, self._device, self._links = price, device, links
         self._own: Tensor | None = None
 

@@ -106,7 +106,7 @@ class Habits:
                 self._warned = True
                 warnings.warn(
                     f"All processes should scale their gradients alike. Found a factor of {low:.3g} on rank {first} and of "
-                    f"{high:.3g} on rank {second} after {step} steps, because torch's `clip_grad_norm_` sees the stages of one "
+                    f"{high:.3g} on rank {second} after step {step}, because torch's `clip_grad_norm_` sees the stages of one "
                     "process only; use `nwise.clip_grad_norm_(pipe, max_norm)`. This warning appears once.",
                     stacklevel=4,
                 )

@@ -272,7 +272,10 @@ def _dim_of_each(tensors: Tensors, dims: Any, what: str) -> list[Dim]:
         return list(dims)
     if isinstance(dims, Mapping | tuple | list):
         known = ", ".join(names(tensors)) or f"{len(tensors)} by position"
-        raise ValueError(f"`batch_dim` should fit the {what}, {known}. Found {dims!r}.")
+        raise ValueError(
+            f"`batch_dim` should fit the {what}, {known}. Found {dims!r}; give one dimension for all, a list with an entry for "
+            "each, or, for inputs by name, a dictionary."
+        )
     return [dims] * len(tensors)
 
 

@@ -52,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the encoding of an output may lack some characters
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    try:
+        sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    except KeyboardInterrupt:  # while the command is imported
+        print("nwise: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def run(arguments: list[str]) -> int:
