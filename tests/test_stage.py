@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -127,6 +128,39 @@ def test_hooks_that_write_in_place_are_right_or_refused() -> None:
         pipe.step(x, target=y)
 
 
+@pytest.mark.parametrize("place", ["input", "output", "residual"])
+@pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
+def test_hooks_of_tensors_between_stages(place: str, strategy: str, schedule: str) -> None:
+    """Regression: a hook that wrote over the gradient of a stage's output changed what another pass read.
+
+    And with `recompute`, a hook on a stage's input ran twice, because the second run put it on the same tensor again.
+    """
+
+    def halve(g: Tensor) -> None:
+        g.data.mul_(0.5)  # raises no version counter
+
+    class Halving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x).tanh()
+            hooked = x if place == "input" else h
+            if hooked.requires_grad:
+                hooked.register_hook(halve)
+            return h + x.tanh() if place == "residual" else h
+
+    x, y = batch(7)
+    for num_microbatches, recompute in ((1, False), (3, True)):
+        net: list[nn.Module] = [*(Halving(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)]
+        sides = heads(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(
+            net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule, recompute=recompute
+        )
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+            assert_same(gradients(pipe), expected, 1e-12)
+
+
 class OneWalk(torch.autograd.Function):
     """Keeps its gradient and scales it in place, as fused losses do: a second walk scales once more."""
 
@@ -203,7 +237,10 @@ class Balanced(nn.Module):
     ("strategy", "schedule"), [*ORDERS, ("geometric-0.5", "depth-first"), ("local", "depth-first")]
 )
 def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: str, *, reruns: bool) -> None:
-    """Regression: an injected gradient counted once for each micro-batch and each pass, not with the weight of its loss."""
+    """Regression: an injected gradient counted once for each micro-batch and each pass, not with the weight of its loss.
+
+    In the first step the third micro-batch counted too much, because it came before the first walk.
+    """
     net: list[nn.Module] = [Balanced(WIDTH, inject, reruns=reruns), Balanced(WIDTH, inject), Balanced(3, inject)]
     sides: Any = [Balanced(3, inject), nn.Linear(WIDTH, 3)] if strategy != "end-to-end" else None
     x, y = batch(6)
@@ -213,7 +250,7 @@ def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: s
         for _ in range(3):
             pipe.zero_grad()
             pipe.step(x, target=y)
-        assert_same(gradients(pipe), expected, 1e-12)
+            assert_same(gradients(pipe), expected, 1e-12)
 
 
 def test_inject_equals_a_sum_of_losses() -> None:
@@ -315,6 +352,37 @@ def test_parameters_that_the_graph_reaches_otherwise_are_refused() -> None:
     assert any("the graph of a loss begins at its stage" in note for note in error.value.__notes__)
 
 
+def test_backward_of_returned_losses_says_what_to_do() -> None:
+    """Regression: torch's error named an element 0 that does not require grad."""
+    x, y = batch()
+    losses = nwise.Pipeline([nn.Linear(WIDTH, 3)], strategy="end-to-end").step(x, target=y)
+    for loss in (losses, losses.last, losses[0], losses.sum(), losses.mean(), torch.mean(losses)):
+        with pytest.raises(
+            RuntimeError, match=r"should not be differentiated again, because `step` has filled `.grad`"
+        ):
+            loss.backward()
+    penalty = torch.ones((), requires_grad=True)
+    (losses.last + 2 * penalty).backward()  # of other terms only
+    assert penalty.grad == 2
+    assert type(copy.deepcopy(losses.last)) is type(pickle.loads(pickle.dumps(losses.last))) is Tensor
+    assert f"{losses.last:.3f}" == f"{float(losses[0]):.3f}"
+
+
+def test_means_of_losses_are_equal() -> None:
+    """Regression: `losses.mean()` left out the losses that did not run, and `torch.mean` was nan."""
+    losses = nwise.losses.Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2])
+    for mean in (
+        losses.mean(),
+        losses.mean(dim=0),
+        torch.mean(losses),
+        torch.mean(losses, 0),
+        torch.mean(input=losses),
+    ):
+        assert mean == 1
+    assert torch.mean(losses, 0, keepdim=True).shape == (1,)
+    assert losses.sum().isnan()
+
+
 # A rerun that is not the first run --------------------------------------------------------------------------
 
 
@@ -325,7 +393,8 @@ class Moody(nn.Module):
         super().__init__()
         self.layer, self.draw, self.calls = nn.Linear(WIDTH, WIDTH), draw, 0
         self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
-        self.numpy = np.random.default_rng(3)
+        self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
+        self.system = random.SystemRandom()  # has no state
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -339,6 +408,7 @@ RESTORED: dict[str, Callable[[Moody], bool]] = {
     "a generator of torch": lambda m: bool(torch.rand((), generator=m.own) < 0.5),
     "a generator of Python": lambda m: m.python.random() < 0.5,
     "a generator of NumPy": lambda m: bool(m.numpy.random() < 0.5),
+    "an old generator of NumPy": lambda m: bool(m.old.rand() < 0.5),
 }
 
 

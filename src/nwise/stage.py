@@ -78,7 +78,10 @@ class Stage:
         self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
         self._custom = False  # whether its graph has had nodes of the user's, which may write over their cotangents
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
-        self._injects = self._head_injects = False  # whether they add gradients by a function of the user's
+        self._injects: bool | None = (
+            None  # whether it adds gradients by a function of the user's; None until a walk shows it
+        )
+        self._head_injects = False
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
@@ -156,6 +159,8 @@ class Stage:
         # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
         assert tape.first is not None
         tape.has_graph = True
+        # New leaves, because hooks that the first run put on its inputs are put on again.
+        tape.inputs = each(tape.inputs, lambda x: x.detach().requires_grad_(x.requires_grad))
         with tape.first.again():
             tape.outputs = self._outputs(tape, {**(tape.versions or {}), **tape.first.buffers()})
         tape.first.compare(tape.outputs, self._name)
@@ -168,7 +173,8 @@ class Stage:
         with held, _NOTHING_ELSE if tape.has_graph else torch.no_grad():
             outputs = run_unchanged(self.module, tape.inputs, self._name)
         if tape.has_graph:
-            tape.suspect = self._injects
+            # A micro-batch may come here before the first walk of the one whose graph was looked through.
+            tape.suspect = self._custom if self._injects is None else self._injects
             kind = tape.versions is None, len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
                 self._kind, self._forwards = kind, 0
@@ -255,7 +261,7 @@ class Stage:
             else:
                 learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=self._custom)
+                seeds = tape.cotangents(message, apart=self._custom or tape.checked)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
@@ -266,10 +272,12 @@ class Stage:
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                 elif pairs and (learns or leaves):
-                    looks = tape.suspect
-                    self._injects |= self._walk(
-                        tape, outputs, cotangents, learns + leaves, share, looks=looks, again=again
-                    )
+                    looks = tape.suspect or bool(self._injects)
+                    found = self._walk(tape, outputs, cotangents, learns + leaves, share, looks=looks, again=again)
+                    if looks:
+                        self._injects = found or bool(self._injects)
+                if tape.checked and cotangent.shared:  # a tensor's hook may write over its argument, too
+                    self._custom |= tape.differs(message, seeds)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
