@@ -289,6 +289,33 @@ def test_late_losses_inside_stages_are_found() -> None:
         assert_same(gradients(pipe), expected, 1e-12)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
+    """Regression: gradients of a `backward` in a stage or loss counted once for each micro-batch, without its weight."""
+
+    class Eager(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if h.requires_grad:
+                h.square().mean().backward(retain_graph=True)
+            return h
+
+    def eager(output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.cross_entropy(output, target)
+        loss.backward(retain_graph=True)
+        return loss
+
+    x, y = batch()
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), Eager(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=recompute)
+    with pytest.raises(ValueError, match="Stage 1 should leave gradients to `step`. Found a call of `backward`"):
+        pipe.step(x, target=y)
+    assert all(p.grad is None for p in pipe.parameters())
+    net[1] = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ValueError, match="loss of stage 2 should leave gradients to `step`.*`nwise.inject`"):
+        nwise.Pipeline(net, None, eager, "end-to-end", recompute=recompute).step(x, target=y)
+
+
 def test_inject_refuses_what_is_no_loss() -> None:
     with pytest.raises(ValueError, match=r"`aux` should be one floating-point number.*shape \[2\]; take the mean"):
         nwise.inject(torch.zeros(2), torch.zeros(2))
@@ -352,11 +379,58 @@ def test_parameters_that_the_graph_reaches_otherwise_are_refused() -> None:
     assert any("the graph of a loss begins at its stage" in note for note in error.value.__notes__)
 
 
+@pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
+def test_stages_may_differentiate_inside(strategy: str, schedule: str) -> None:
+    """Regression: a force, the gradient of an energy by a new leaf, was refused as a use of a tensor from outside."""
+
+    class Force(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                place = x.detach().requires_grad_()
+                energy = super().forward(place).tanh().sum()
+                (force,) = torch.autograd.grad(energy, place, create_graph=True)
+            return x + force
+
+    x, y = batch()
+    for recompute in (False, True):
+        net: list[nn.Module] = [Force(WIDTH, WIDTH), Force(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        sides = heads(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=2, schedule=schedule, recompute=recompute)
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_states_with_a_graph_are_named() -> None:
+    """A hidden state that is not detached leads back into the graph of the step before, which is freed."""
+
+    class Recurrent(nn.Linear):
+        state: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x) + self.state
+            self.state = h.mean(0)
+            return h
+
+    x, y = batch()
+    for place in (0, 1):
+        net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        net.insert(place, Recurrent(WIDTH, WIDTH))
+        pipe = nwise.Pipeline(net, strategy="end-to-end")
+        pipe.step(x, target=y)
+        with pytest.raises(RuntimeError, match="a second time") as error:
+            pipe.step(x, target=y)
+        assert f"nwise: stage {place} may keep a tensor with its graph, such as a hidden state; detach it" in (
+            error.value.__notes__
+        )
+
+
 def test_backward_of_returned_losses_says_what_to_do() -> None:
     """Regression: torch's error named an element 0 that does not require grad."""
     x, y = batch()
     losses = nwise.Pipeline([nn.Linear(WIDTH, 3)], strategy="end-to-end").step(x, target=y)
-    for loss in (losses, losses.last, losses[0], losses.sum(), losses.mean(), torch.mean(losses)):
+    scaled = torch.amp.GradScaler("cpu").scale(losses.last)
+    for loss in (losses, losses.last, losses[0] / 2, losses.sum(), losses.mean(), torch.mean(losses), scaled):
         with pytest.raises(
             RuntimeError, match=r"should not be differentiated again, because `step` has filled `.grad`"
         ):

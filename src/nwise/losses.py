@@ -21,7 +21,7 @@ from nwise.tensors import Tensors, names
 class Loss(Tensor):
     """A loss of a step, one number: a tensor that says what to do instead of `backward`.
 
-    Operations on it return plain tensors; copies and files hold one.
+    What is computed of it alone is a `Loss`, too; `detach`, copies and files hold a plain tensor.
 
     >>> Losses(torch.tensor([0.5, 1.5]), ran=[0, 1]).last.backward()
     Traceback (most recent call last):
@@ -29,7 +29,15 @@ class Loss(Tensor):
     RuntimeError: The losses of a step should not be differentiated again, because `step` has filled `.grad`. ...
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            single = type(result) is Tensor and not result.dim() and not result.requires_grad
+            new = single and func is not Tensor.detach and all(result is not given for given in args)
+            return result.as_subclass(Loss) if new else result
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Raise RuntimeError: the gradients are there already."""
@@ -48,7 +56,7 @@ class Loss(Tensor):
         return self.detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()
+        return self.detach().clone()
 
 
 class Losses(Tensor):
@@ -83,14 +91,11 @@ class Losses(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            given = dict(kwargs or {})
-            if func is torch.mean:
-                losses, *rest = args or (given.pop("input"),)
-                return losses.mean(*rest, **given)
-            result = func(*args, **given)
-            single = type(result) is Tensor and not result.dim() and not result.requires_grad
-            return result.as_subclass(Loss) if single else result
+        given = dict(kwargs or {})
+        if func is torch.mean:
+            losses, *rest = args or (given.pop("input"),)
+            return losses.mean(*rest, **given)
+        return Loss.__torch_function__(func, types, args, given)
 
     def __new__(cls, values: Tensor, ran: Collection[int], here: Collection[int] | None = None) -> Losses:
         losses = values.detach().as_subclass(cls)

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from nwise._modes import in_modes, modes_in
 from nwise.auxiliary import PRESENT
-from nwise.graph import check_leaves, has_custom, nodes_of, surplus
+from nwise.graph import check_leaves, has_custom, nodes_of, surplus, without_backward
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
@@ -128,6 +128,12 @@ class Stage:
             else:
                 with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
                     made = self._backward(tape, action.kind, action.message, continued)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    f"nwise: {self._name} may keep a tensor with its graph, such as a hidden state; detach it"
+                )
+            raise
         finally:
             PRESENT.microbatch = None
         tape.release()
@@ -170,21 +176,26 @@ class Stage:
         """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
         self._draw("stage", tape, tape.inputs)
         held = holding(self.module, replaced, self._name) if replaced else _NOTHING_ELSE
-        with held, _NOTHING_ELSE if tape.has_graph else torch.no_grad():
+        if not tape.has_graph:
+            with held, torch.no_grad():
+                return run_unchanged(self.module, tape.inputs, self._name)
+        kind = tape.versions is None, len(self.learns)
+        if kind != self._kind:  # what the graph may end at has changed
+            self._kind, self._forwards = kind, 0
+        tape.checked = self._always or not self._forwards & (self._forwards + 1)
+        self._forwards += 1
+        # A micro-batch may come here before the first walk of the one whose graph was looked through.
+        tape.suspect = self._custom if self._injects is None else self._injects
+        if not tape.checked:
+            with held:
+                return run_unchanged(self.module, tape.inputs, self._name)
+        leaves, owner = [*self._leaves(tape), *tape.inputs], self._name.capitalize()
+        with held, without_backward(leaves, owner):
             outputs = run_unchanged(self.module, tape.inputs, self._name)
-        if tape.has_graph:
-            # A micro-batch may come here before the first walk of the one whose graph was looked through.
-            tape.suspect = self._custom if self._injects is None else self._injects
-            kind = tape.versions is None, len(self.learns)
-            if kind != self._kind:  # what the graph may end at has changed
-                self._kind, self._forwards = kind, 0
-            tape.checked = self._always or not self._forwards & (self._forwards + 1)
-            if tape.checked:
-                nodes, named = nodes_of(outputs), dict(self.module.named_parameters())
-                check_leaves(nodes, [*self._leaves(tape), *tape.inputs], named, self._name.capitalize())
-                tape.suspect |= has_custom(nodes)
-                self._custom |= tape.suspect
-            self._forwards += 1
+        nodes = nodes_of(outputs)
+        check_leaves(nodes, leaves, dict(self.module.named_parameters()), owner)
+        tape.suspect |= has_custom(nodes)
+        self._custom |= tape.suspect
         return outputs
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
@@ -198,7 +209,9 @@ class Stage:
         target, weight = batch.targets[m], batch.weights[m][self.index]
         self._draw("head", tape, tape.outputs)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
-        with unchanged(leaves, f"The head or loss of stage {self.index}"):
+        owner = f"The head or loss of stage {self.index}"
+        checks = self._always or not self._losses & (self._losses + 1)
+        with unchanged(leaves, owner), without_backward(leaves, owner) if checks else _NOTHING_ELSE:
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
                 loss = self.loss_fn(output, None if target is None else as_argument(target))
@@ -218,9 +231,9 @@ class Stage:
             )
         if wrt and loss.requires_grad and weight:
             looks = self._head_injects
-            if self._always or not self._losses & (self._losses + 1):
+            if checks:
                 nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
-                check_leaves(nodes, wrt, named, f"The head or loss of stage {self.index}")
+                check_leaves(nodes, wrt, named, owner)
                 looks |= has_custom(nodes)
             self._losses += 1
             self._head_injects |= self._walk(
