@@ -101,12 +101,12 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
     ValueError: Stage 0 should leave gradients to `step`. Found a call of `backward` in its forward; ...
     """
 
-    def present() -> list[tuple[int, int] | None]:
-        return [None if x.grad is None else (id(x.grad), x.grad._version) for x in leaves]
-
-    before = present()
+    before = [(x.grad, 0 if x.grad is None else x.grad._version) for x in leaves]
     yield
-    if present() != before:
+    if any(
+        x.grad is not old or (old is not None and old._version != count)
+        for x, (old, count) in zip(leaves, before, strict=True)
+    ):
         raise ValueError(
             f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
             "`nwise.inject`, or to the loss that `loss_fn` returns."
