@@ -22,7 +22,7 @@ _NOTHING_ELSE = nullcontext()
 def once(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Let the body run without the hooks of these parameters, then run them on what it has added to each gradient.
 
-    If the body raises, no hook runs, and each ``.grad`` is as before.
+    If the body or a hook on a gradient raises, each ``.grad`` is as before.
     """
     # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
     found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -45,15 +45,21 @@ def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
             _put_back(p._backward_hooks, taken[0])
             _put_back(p._post_accumulate_grad_hooks, taken[1])
     with torch.no_grad():
-        for p, gradient, (on_gradient, _) in zip(parameters, added, hooks, strict=True):
-            for hook in on_gradient.values() if gradient is not None else ():
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
+        changed = [_changed(gradient, taken[0]) for gradient, taken in zip(added, hooks, strict=True)]
+        for p, gradient in zip(parameters, changed, strict=True):
             if gradient is not None:
                 add_to_grad(p, gradient)
-        for p, gradient, (_, after) in zip(parameters, added, hooks, strict=True):
+        for p, gradient, (_, after) in zip(parameters, changed, hooks, strict=True):
             for hook in after.values() if gradient is not None else ():
                 hook(p)
+
+
+def _changed(gradient: Tensor | None, hooks: dict[int, Any]) -> Tensor | None:
+    """Return what hooks make of a gradient."""
+    for hook in hooks.values() if gradient is not None else ():
+        made = hook(gradient)
+        gradient = gradient if made is None else made
+    return gradient
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
