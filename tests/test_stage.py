@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -127,6 +128,39 @@ def test_hooks_that_write_in_place_are_right_or_refused() -> None:
         pipe.step(x, target=y)
 
 
+@pytest.mark.parametrize("place", ["input", "output", "residual"])
+@pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
+def test_hooks_of_tensors_between_stages(place: str, strategy: str, schedule: str) -> None:
+    """Regression: a hook that wrote over the gradient of a stage's output changed what another pass read.
+
+    And with `recompute`, a hook on a stage's input ran twice, because the second run put it on the same tensor again.
+    """
+
+    def halve(g: Tensor) -> None:
+        g.data.mul_(0.5)  # raises no version counter
+
+    class Halving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x).tanh()
+            hooked = x if place == "input" else h
+            if hooked.requires_grad:
+                hooked.register_hook(halve)
+            return h + x.tanh() if place == "residual" else h
+
+    x, y = batch(7)
+    for num_microbatches, recompute in ((1, False), (3, True)):
+        net: list[nn.Module] = [*(Halving(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)]
+        sides = heads(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(
+            net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule, recompute=recompute
+        )
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+            assert_same(gradients(pipe), expected, 1e-12)
+
+
 class OneWalk(torch.autograd.Function):
     """Keeps its gradient and scales it in place, as fused losses do: a second walk scales once more."""
 
@@ -203,7 +237,10 @@ class Balanced(nn.Module):
     ("strategy", "schedule"), [*ORDERS, ("geometric-0.5", "depth-first"), ("local", "depth-first")]
 )
 def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: str, *, reruns: bool) -> None:
-    """Regression: an injected gradient counted once for each micro-batch and each pass, not with the weight of its loss."""
+    """Regression: an injected gradient counted once for each micro-batch and each pass, not with the weight of its loss.
+
+    In the first step the third micro-batch counted too much, because it came before the first walk.
+    """
     net: list[nn.Module] = [Balanced(WIDTH, inject, reruns=reruns), Balanced(WIDTH, inject), Balanced(3, inject)]
     sides: Any = [Balanced(3, inject), nn.Linear(WIDTH, 3)] if strategy != "end-to-end" else None
     x, y = batch(6)
@@ -213,7 +250,7 @@ def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: s
         for _ in range(3):
             pipe.zero_grad()
             pipe.step(x, target=y)
-        assert_same(gradients(pipe), expected, 1e-12)
+            assert_same(gradients(pipe), expected, 1e-12)
 
 
 def test_inject_equals_a_sum_of_losses() -> None:
@@ -250,6 +287,33 @@ def test_late_losses_inside_stages_are_found() -> None:
         expected = plain(net, x, y)
         pipe.step(x, target=y)
         assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
+    """Regression: gradients of a `backward` in a stage or loss counted once for each micro-batch, without its weight."""
+
+    class Eager(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if h.requires_grad:
+                h.square().mean().backward(retain_graph=True)
+            return h
+
+    def eager(output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.cross_entropy(output, target)
+        loss.backward(retain_graph=True)
+        return loss
+
+    x, y = batch()
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), Eager(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=recompute)
+    with pytest.raises(ValueError, match="Stage 1 should leave gradients to `step`. Found a call of `backward`"):
+        pipe.step(x, target=y)
+    assert all(p.grad is None for p in pipe.parameters())
+    net[1] = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ValueError, match="loss of stage 2 should leave gradients to `step`.*`nwise.inject`"):
+        nwise.Pipeline(net, None, eager, "end-to-end", recompute=recompute).step(x, target=y)
 
 
 def test_inject_refuses_what_is_no_loss() -> None:
@@ -315,6 +379,84 @@ def test_parameters_that_the_graph_reaches_otherwise_are_refused() -> None:
     assert any("the graph of a loss begins at its stage" in note for note in error.value.__notes__)
 
 
+@pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
+def test_stages_may_differentiate_inside(strategy: str, schedule: str) -> None:
+    """Regression: a force, the gradient of an energy by a new leaf, was refused as a use of a tensor from outside."""
+
+    class Force(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                place = x.detach().requires_grad_()
+                energy = super().forward(place).tanh().sum()
+                (force,) = torch.autograd.grad(energy, place, create_graph=True)
+            return x + force
+
+    x, y = batch()
+    for recompute in (False, True):
+        net: list[nn.Module] = [Force(WIDTH, WIDTH), Force(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        sides = heads(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=2, schedule=schedule, recompute=recompute)
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_states_with_a_graph_are_named() -> None:
+    """A hidden state that is not detached leads back into the graph of the step before, which is freed."""
+
+    class Recurrent(nn.Linear):
+        state: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x) + self.state
+            self.state = h.mean(0)
+            return h
+
+    x, y = batch()
+    for place in (0, 1):
+        net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        net.insert(place, Recurrent(WIDTH, WIDTH))
+        pipe = nwise.Pipeline(net, strategy="end-to-end")
+        pipe.step(x, target=y)
+        with pytest.raises(RuntimeError, match="a second time") as error:
+            pipe.step(x, target=y)
+        assert f"nwise: stage {place} may keep a tensor with its graph, such as a hidden state; detach it" in (
+            error.value.__notes__
+        )
+
+
+def test_backward_of_returned_losses_says_what_to_do() -> None:
+    """Regression: torch's error named an element 0 that does not require grad."""
+    x, y = batch()
+    losses = nwise.Pipeline([nn.Linear(WIDTH, 3)], strategy="end-to-end").step(x, target=y)
+    scaled = torch.amp.GradScaler("cpu").scale(losses.last)
+    for loss in (losses, losses.last, losses[0] / 2, losses.sum(), losses.mean(), torch.mean(losses), scaled):
+        with pytest.raises(
+            RuntimeError, match=r"should not be differentiated again, because `step` has filled `.grad`"
+        ):
+            loss.backward()
+    penalty = torch.ones((), requires_grad=True)
+    (losses.last + 2 * penalty).backward()  # of other terms only
+    assert penalty.grad == 2
+    assert type(copy.deepcopy(losses.last)) is type(pickle.loads(pickle.dumps(losses.last))) is Tensor
+    assert f"{losses.last:.3f}" == f"{float(losses[0]):.3f}"
+
+
+def test_means_of_losses_are_equal() -> None:
+    """Regression: `losses.mean()` left out the losses that did not run, and `torch.mean` was nan."""
+    losses = nwise.losses.Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2])
+    for mean in (
+        losses.mean(),
+        losses.mean(dim=0),
+        torch.mean(losses),
+        torch.mean(losses, 0),
+        torch.mean(input=losses),
+    ):
+        assert mean == 1
+    assert torch.mean(losses, 0, keepdim=True).shape == (1,)
+    assert losses.sum().isnan()
+
+
 # A rerun that is not the first run --------------------------------------------------------------------------
 
 
@@ -325,7 +467,8 @@ class Moody(nn.Module):
         super().__init__()
         self.layer, self.draw, self.calls = nn.Linear(WIDTH, WIDTH), draw, 0
         self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
-        self.numpy = np.random.default_rng(3)
+        self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
+        self.system = random.SystemRandom()  # has no state
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -339,6 +482,7 @@ RESTORED: dict[str, Callable[[Moody], bool]] = {
     "a generator of torch": lambda m: bool(torch.rand((), generator=m.own) < 0.5),
     "a generator of Python": lambda m: m.python.random() < 0.5,
     "a generator of NumPy": lambda m: bool(m.numpy.random() < 0.5),
+    "an old generator of NumPy": lambda m: bool(m.old.rand() < 0.5),
 }
 
 

@@ -7,7 +7,9 @@ reads, and if the gradient of a zero cotangent is zero. Torch's own operations o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -62,14 +64,53 @@ def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[
     """
     wanted = set(known)
     for node in nodes:
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf not in wanted:
+        if hasattr(node, "variable") and node.variable not in wanted and _references(node) > _IN_GRAPH_ALONE:
+            leaf = node.variable
             name = next((repr(name) for name, p in named.items() if p is leaf), f"a tensor of shape {list(leaf.shape)}")
             raise ValueError(
                 f"{what} should depend only on parameters that it holds and uses by their names, and on its input. Found a use "
                 f"of {name} in another way, such as by a closure or a list of parameters; register it (`nn.Parameter`, "
                 "`nn.ParameterList`, a child module) and use the attribute, or detach it."
             )
+
+
+def _references(node: Node) -> int:
+    """Return how many references there are to the tensor at an end of the graph."""
+    return sys.getrefcount(node.variable)  # type: ignore[attr-defined]
+
+
+# Of a tensor that only its graph holds: it was made inside, to differentiate by it, and its gradient interests no one.
+_IN_GRAPH_ALONE = max(
+    _references(node) for node in nodes_of([torch.zeros(1, requires_grad=True) * 1]) if hasattr(node, "variable")
+)
+
+
+@contextmanager
+def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Raise ValueError if the body calls `backward`, whose gradients would count with another weight than the step's.
+
+    Args:
+        leaves: the tensors whose gradients the step computes.
+        what: owner of the body, for the message.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> with without_backward([x], "Stage 0"):
+    ...     (2 * x).backward()
+    Traceback (most recent call last):
+    ...
+    ValueError: Stage 0 should leave gradients to `step`. Found a call of `backward` in its forward; ...
+    """
+
+    before = [(x.grad, 0 if x.grad is None else x.grad._version) for x in leaves]
+    yield
+    if any(
+        x.grad is not old or (old is not None and old._version != count)
+        for x, (old, count) in zip(leaves, before, strict=True)
+    ):
+        raise ValueError(
+            f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
+            "`nwise.inject`, or to the loss that `loss_fn` returns."
+        )
 
 
 def surplus(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,52 @@ from torch import Tensor, nn
 from nwise.tensors import Tensors, names
 
 
+class Loss(Tensor):
+    """A loss of a step, one number: a tensor that says what to do instead of `backward`.
+
+    What is computed of it alone is a `Loss`, too; `detach`, copies and files hold a plain tensor.
+
+    >>> Losses(torch.tensor([0.5, 1.5]), ran=[0, 1]).last.backward()
+    Traceback (most recent call last):
+    ...
+    RuntimeError: The losses of a step should not be differentiated again, because `step` has filled `.grad`. ...
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            single = type(result) is Tensor and not result.dim() and not result.requires_grad
+            new = single and func is not Tensor.detach and all(result is not given for given in args)
+            return result.as_subclass(Loss) if new else result
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Raise RuntimeError: the gradients are there already."""
+        raise RuntimeError(
+            "The losses of a step should not be differentiated again, because `step` has filled `.grad`. Found a call of "
+            "`backward`; leave it out, and call `optimizer.step()` after `step`."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it differently
+        return repr(self.detach())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach(), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
+
+
 class Losses(Tensor):
     """The losses of one step, ``[A]``: a tensor that also knows which losses were computed.
 
     A value is nan if the head did not run, if its stage is in another process, or if the loss diverged; `ran` and `here`
-    distinguish these cases. Operations on it return plain tensors.
+    distinguish these cases. Operations on it return plain tensors, or a `Loss`.
 
     Args:
         values: the losses, ``[A]``.
@@ -38,13 +79,23 @@ class Losses(Tensor):
     Losses([not run, 0.5, inf])
     >>> losses.last, losses.ran
     (tensor(inf), (False, True, True))
-    >>> Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2]).mean()
+    >>> torch.mean(Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2]))
     tensor(1.)
     """
 
     ran: tuple[bool, ...]
     here: tuple[bool, ...]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+    backward = Loss.backward
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.mean:
+            losses, *rest = args or (given.pop("input"),)
+            return losses.mean(*rest, **given)
+        return Loss.__torch_function__(func, types, args, given)
 
     def __new__(cls, values: Tensor, ran: Collection[int], here: Collection[int] | None = None) -> Losses:
         losses = values.detach().as_subclass(cls)
@@ -64,10 +115,10 @@ class Losses(Tensor):
         return tuple(k for k, ran in enumerate(self.ran) if ran and not math.isfinite(values[k]))
 
     def mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mean over the computed losses, nan if there are none; with arguments, `torch.mean`."""
-        if args or kwargs:
-            return super().mean(*args, **kwargs)
-        return torch.stack([self[k] for k, ran in enumerate(self.ran) if ran] or [self.new_tensor(torch.nan)]).mean()
+        """Return the mean over the computed losses, nan if there are none, as `torch.mean` does, whose arguments it takes."""
+        computed = [self[k] for k, ran in enumerate(self.ran) if ran] or [self.new_tensor(torch.nan)]
+        mean = torch.stack(computed).mean(*args, **kwargs)
+        return mean if mean.dim() else mean.as_subclass(Loss)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it differently
         names = ["elsewhere" if not here else "not run" for here in self.here]

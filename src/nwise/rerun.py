@@ -76,14 +76,19 @@ def _same(first: Tensor, second: Tensor) -> bool:
 def _random_states(module: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
     """Return the states of all random generators that a module may use, each with the function that restores it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    own = (value for part in module.modules() for value in vars(part).values() if isinstance(value, _GENERATORS))
+    own = (
+        value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+    )
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
         *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
     ]
     for value in dict.fromkeys(own):
-        if isinstance(value, torch.Generator):
+        if isinstance(value, torch.Generator | np.random.RandomState):
             states.append((value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             states.append((value.setstate, value.getstate()))
@@ -92,4 +97,4 @@ def _random_states(module: nn.Module) -> list[tuple[Callable[[Any], object], Any
     return states
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

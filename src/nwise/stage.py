@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from nwise._modes import in_modes, modes_in
 from nwise.auxiliary import PRESENT
-from nwise.graph import check_leaves, has_custom, nodes_of, surplus
+from nwise.graph import check_leaves, has_custom, nodes_of, surplus, without_backward
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
@@ -78,7 +78,8 @@ class Stage:
         self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
         self._custom = False  # whether its graph has had nodes of the user's, which may write over their cotangents
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
-        self._injects = self._head_injects = False  # whether they add gradients by a function of the user's
+        self._injects: bool | None = None  # whether a function of the user's adds gradients; None until a walk shows it
+        self._head_injects = False
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
@@ -125,6 +126,12 @@ class Stage:
             else:
                 with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
                     made = self._backward(tape, action.kind, action.message, continued)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    f"nwise: {self._name} may keep a tensor with its graph, such as a hidden state; detach it"
+                )
+            raise
         finally:
             PRESENT.microbatch = None
         tape.release()
@@ -156,6 +163,8 @@ class Stage:
         # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
         assert tape.first is not None
         tape.has_graph = True
+        # New leaves, because hooks that the first run put on its inputs are put on again.
+        tape.inputs = each(tape.inputs, lambda x: x.detach().requires_grad_(x.requires_grad))
         with tape.first.again():
             tape.outputs = self._outputs(tape, {**(tape.versions or {}), **tape.first.buffers()})
         tape.first.compare(tape.outputs, self._name)
@@ -165,20 +174,27 @@ class Stage:
         """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
         self._draw("stage", tape, tape.inputs)
         held = holding(self.module, replaced, self._name) if replaced else _NOTHING_ELSE
-        with held, _NOTHING_ELSE if tape.has_graph else torch.no_grad():
-            outputs = run_unchanged(self.module, tape.inputs, self._name)
-        if tape.has_graph:
-            tape.suspect = self._injects
-            kind = tape.versions is None, len(self.learns)
-            if kind != self._kind:  # what the graph may end at has changed
-                self._kind, self._forwards = kind, 0
-            tape.checked = self._always or not self._forwards & (self._forwards + 1)
-            if tape.checked:
-                nodes, named = nodes_of(outputs), dict(self.module.named_parameters())
-                check_leaves(nodes, [*self._leaves(tape), *tape.inputs], named, self._name.capitalize())
-                tape.suspect |= has_custom(nodes)
-                self._custom |= tape.suspect
+        if not tape.has_graph:
+            with held, torch.no_grad():
+                return run_unchanged(self.module, tape.inputs, self._name)
+        kind = tape.versions is None, len(self.learns)
+        if kind != self._kind:  # what the graph may end at has changed
+            self._kind, self._forwards = kind, 0
+        tape.checked = self._always or not self._forwards & (self._forwards + 1)
+        # A micro-batch may come here before the first walk of the one whose graph was looked through.
+        tape.suspect = self._custom if self._injects is None else self._injects
+        if not tape.checked:
             self._forwards += 1
+            with held:
+                return run_unchanged(self.module, tape.inputs, self._name)
+        leaves, owner = [*self._leaves(tape), *tape.inputs], self._name.capitalize()
+        with held, without_backward(leaves, owner):
+            outputs = run_unchanged(self.module, tape.inputs, self._name)
+        nodes = nodes_of(outputs)
+        check_leaves(nodes, leaves, dict(self.module.named_parameters()), owner)
+        tape.suspect |= has_custom(nodes)
+        self._custom |= tape.suspect
+        self._forwards += 1  # a graph that was refused is looked through again
         return outputs
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
@@ -192,7 +208,9 @@ class Stage:
         target, weight = batch.targets[m], batch.weights[m][self.index]
         self._draw("head", tape, tape.outputs)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
-        with unchanged(leaves, f"The head or loss of stage {self.index}"):
+        owner = f"The head or loss of stage {self.index}"
+        checks = self._always or not self._losses & (self._losses + 1)
+        with unchanged(leaves, owner), without_backward(leaves, owner) if checks else _NOTHING_ELSE:
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
                 loss = self.loss_fn(output, None if target is None else as_argument(target))
@@ -212,9 +230,9 @@ class Stage:
             )
         if wrt and loss.requires_grad and weight:
             looks = self._head_injects
-            if self._always or not self._losses & (self._losses + 1):
+            if checks:
                 nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
-                check_leaves(nodes, wrt, named, f"The head or loss of stage {self.index}")
+                check_leaves(nodes, wrt, named, owner)
                 looks |= has_custom(nodes)
             self._losses += 1
             seeds, tape.share = [torch.full_like(loss, weight)], weight
@@ -256,7 +274,7 @@ class Stage:
             else:
                 learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=self._custom)
+                seeds = tape.cotangents(message, apart=self._custom or tape.checked)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
@@ -266,10 +284,13 @@ class Stage:
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                 elif pairs and (learns or leaves):
-                    if tape.suspect:
-                        self._injects |= self._look(outputs, cotangents, learns + leaves, tape, again=again)
+                    if tape.suspect or self._injects:
+                        found = self._look(outputs, cotangents, learns + leaves, tape, again=again)
+                        self._injects = found or bool(self._injects)
                     else:
                         add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
+                if tape.checked and cotangent.shared:  # a tensor's hook may write over its argument, too
+                    self._custom |= tape.differs(message, seeds)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:

@@ -83,6 +83,12 @@ class Tape:
         ]
         return tuple(g if g is None else g.clone() for g in sums) if apart and cotangent.shared else tuple(sums)
 
+    def differs(self, message: int | None, seeds: Cotangents) -> bool:
+        """Return whether a walk has written over the cotangents that it began with, which `cotangents` returned."""
+        before = self.cotangents(message, apart=False)
+        pairs = [(a, b) for a, b in zip(before, seeds, strict=True) if a is not None and b is not None]
+        return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""
         kept = () if self.kept is None else [g for part in self.kept.parts for g in part.gradients]
