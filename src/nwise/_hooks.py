@@ -22,7 +22,7 @@ _NOTHING_ELSE = nullcontext()
 def once(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Let the body run without the hooks of these parameters, then run them on what it has added to each gradient.
 
-    If the body raises, no hook runs, and each ``.grad`` is as before.
+    If the body or a hook on a gradient raises, each ``.grad`` is as before.
     """
     # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
     found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -38,21 +38,26 @@ def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
     added: list[Tensor | None] = [None] * len(parameters)
     try:
         yield
+        for p, taken in zip(parameters, hooks, strict=True):
+            _put_back(p._backward_hooks, taken[0])
+        due = {p: p.grad for p in parameters if p.grad is not None}
+        for p in due:
+            p.grad = None
+        if due:  # a backward of these nodes alone, as some hooks ask autograd where they are
+            torch.autograd.backward(list(due), list(due.values()))
         added = [p.grad for p in parameters]
     finally:
         for p, gradient, taken in zip(parameters, before, hooks, strict=True):
             p.grad = gradient
             _put_back(p._backward_hooks, taken[0])
             _put_back(p._post_accumulate_grad_hooks, taken[1])
+    for p, gradient in zip(parameters, added, strict=True):
+        if gradient is not None:
+            add_to_grad(p, gradient)
     with torch.no_grad():
-        for p, gradient, (on_gradient, _) in zip(parameters, added, hooks, strict=True):
-            for hook in on_gradient.values() if gradient is not None else ():
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-            if gradient is not None:
-                add_to_grad(p, gradient)
-        for p, gradient, (_, after) in zip(parameters, added, hooks, strict=True):
-            for hook in after.values() if gradient is not None else ():
+        for p, gradient in zip(parameters, added, strict=True):
+            after = p._post_accumulate_grad_hooks if gradient is not None else None
+            for hook in list((after or {}).values()):
                 hook(p)
 
 
@@ -77,5 +82,7 @@ def _taken(hooks: Any) -> dict[int, Any]:
 
 
 def _put_back(hooks: Any, taken: dict[int, Any]) -> None:
+    """Fill a dictionary of hooks again; a second call does nothing."""
     if taken:
         hooks.update(taken)
+        taken.clear()
