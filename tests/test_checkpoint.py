@@ -438,7 +438,7 @@ def test_save_after_failed_async_save_warns_and_writes(tmp_path: Path, monkeypat
         pass
     monkeypatch.undo()
     with pytest.warns(
-        UserWarning, match="No space left This background write failed; nwise now writes the next checkpoint"
+        UserWarning, match=r"No space left\. This background write failed; nwise now writes the next checkpoint"
     ):
         checkpoints.save()
     checkpoints.wait()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import shutil
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count, pairwise
@@ -933,3 +935,19 @@ def test_torchscript_stages_train_within_their_limits() -> None:
         pipe = scripted("local", 2)
     with pytest.raises(ValueError, match="Batch norms should be deferred before they are scripted. Found 'stages.0.1'"):
         nwise.defer_batchnorm(pipe)
+
+
+@pytest.mark.parametrize("strategy", ["2-wise", "2-wise-delay-1"])
+def test_pipelines_are_freed_without_the_garbage_collector(strategy: str) -> None:
+    """Regression: a hook held the pipeline that it belonged to, and with it all parameters and gradients."""
+    stages, heads = [nn.Linear(4, 4), nn.Linear(4, 3)], [nn.Linear(4, 3)]
+    pipe = nwise.Pipeline(stages, heads, strategy=strategy)
+    for _ in range(3):
+        pipe.step(torch.randn(2, 4), target=torch.tensor([0, 1]))
+    found = weakref.ref(stages[0].weight)
+    gc.disable()
+    try:
+        del pipe, stages, heads
+        assert found() is None
+    finally:
+        gc.enable()

@@ -143,7 +143,7 @@ class Pipeline(Settings):
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
         self._engine: Engine | None = None
-        self.register_load_state_dict_post_hook(self._forget)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()
         self._program.measure(self.stages, self.heads)
@@ -373,5 +373,6 @@ class Pipeline(Settings):
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
         return {**self.__dict__, "_engine": None}
 
-    def _forget(self, *_: object) -> None:
-        self.forget_pending("other weights were loaded")
+
+def _forget(pipe: Pipeline, _: object) -> None:  # a function, because a method would keep the pipeline alive
+    pipe.forget_pending("other weights were loaded")

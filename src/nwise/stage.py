@@ -217,9 +217,11 @@ class Stage:
                 check_leaves(nodes, wrt, named, f"The head or loss of stage {self.index}")
                 looks |= has_custom(nodes)
             self._losses += 1
-            self._head_injects |= self._walk(
-                tape, [loss], [torch.full_like(loss, weight)], wrt, weight, looks=looks, again=False
-            )
+            seeds, tape.share = [torch.full_like(loss, weight)], weight
+            if looks:
+                self._head_injects |= self._look([loss], seeds, wrt, tape, again=False)
+            else:
+                add_gradients([loss], seeds, wrt, retain_graph=False)
         tape.own = tuple(leaf.grad for leaf in leaves)
         tape.head_left = False
         if not tape.has_graph:
@@ -245,11 +247,10 @@ class Stage:
         # An I and a later W that start from one cotangent share the walk.
         cotangent = tape.flow.cotangent(message)
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message and not tape.suspect
-        share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
+        tape.share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
         with _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name):
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-                tape.share = share
                 tape.kept.replay(partial(add_gradients, retain_graph=again))
                 tape.kept = None
             else:
@@ -259,17 +260,16 @@ class Stage:
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
-                    tape.share = share
                     with keep(outputs, cotangents, leaves, learns, checks=tape.checked) as tape.kept:
                         if leaves:
                             # Without kept cotangents, W will read these once more.
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                 elif pairs and (learns or leaves):
-                    looks = tape.suspect
-                    self._injects |= self._walk(
-                        tape, outputs, cotangents, learns + leaves, share, looks=looks, again=again
-                    )
+                    if tape.suspect:
+                        self._injects |= self._look(outputs, cotangents, learns + leaves, tape, again=again)
+                    else:
+                        add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
@@ -288,31 +288,23 @@ class Stage:
             tape.has_graph = False
         return gradients
 
-    def _walk(
-        self,
-        tape: Tape,
-        roots: Sequence[Tensor],
-        seeds: Sequence[Tensor],
-        wanted: Sequence[Tensor],
-        share: float,
-        *,
-        looks: bool,
-        again: bool,
+    def _look(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], tape: Tape, *, again: bool
     ) -> bool:
-        """Add the gradients of one walk, in which an auxiliary loss has a weight of `share`.
+        """Add the gradients of one walk, and weight by the tape's share what the graph adds by a function of the user's.
+
+        Args:
+            roots, seeds, wanted: as for `add_gradients`.
+            tape: the micro-batch.
+            again: whether another walk will follow.
 
         Returns:
-            Whether the graph adds gradients by a function of the user's (looked at only with `looks`); they then count with the
-            same weight.
+            Whether the graph adds anything.
         """
-        tape.share = share
-        if not looks:
-            add_gradients(roots, seeds, wanted, retain_graph=again)
-            return False
         add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
-        tape.share = 0.0  # `nwise.inject` has counted already
-        extra = surplus(roots, seeds, wanted, self._name.capitalize() if again else None)
+        share, tape.share = tape.share, 0.0  # `nwise.inject` has counted already
         found = False
+        extra = surplus(roots, seeds, wanted, self._name.capitalize() if again else None)
         for tensor, added in zip(wanted, extra, strict=True):
             if added is not None and tensor.grad is not None and added.isfinite().all() and added.any():
                 found = True

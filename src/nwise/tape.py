@@ -77,11 +77,11 @@ class Tape:
         cotangent = self.flow.cotangent(message)
         sources = [(cotangent.own, self.own)] if cotangent.own else []
         sources += [(weight, self.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
-        sums = (
+        sums = [
             _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
             for i in range(len(sources[0][1]))
-        )
-        return tuple(g.clone() if g is not None and apart and cotangent.shared else g for g in sums)
+        ]
+        return tuple(g if g is None else g.clone() for g in sums) if apart and cotangent.shared else tuple(sums)
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""

@@ -77,7 +77,10 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     >>> each(Named({"x": torch.zeros(2)}), torch.exp).names
     ('x',)
     """
-    return like(tensors, map(function, tensors))
+    # Without names, the usual case, in one call: a step comes here several times for each stage and micro-batch.
+    return (
+        like(tensors, map(function, tensors)) if isinstance(tensors, Named) else type(tensors)(map(function, tensors))
+    )
 
 
 def scatter(tensors: Tensors, num_parts: int, dims: Sequence[int | None]) -> list[Tensors]:
@@ -154,7 +157,7 @@ def as_inputs(inputs: Sequence[Any], named: Mapping[str, Any], what: str) -> Ten
         )
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return as_tuple(inputs[0], what)
-    return as_tuple(named or inputs, what)
+    return as_tuple(named, what) if named else tuple(as_tuple(inputs, what))
 
 
 def call(function: Callable[..., Any], inputs: Tensors) -> Any:

@@ -47,10 +47,11 @@ class Block(nn.Module):
         assert type(mask) is Tensor
         q, k, v = self.inner(hidden).chunk(3, -1)
         hidden = hidden + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        largest = float(abs(hidden.detach().numpy()).max())
-        hidden = hidden / max(largest, 1.0)
-        if ids[0, 0].item() > 2:
-            hidden = hidden.flip(0)
+        largest = abs(hidden.detach().numpy()).max(axis=(1, 2), keepdims=True)
+        hidden = hidden / torch.from_numpy(largest).clamp(min=1.0)
+        signs = [-1.0 if row[0].item() > 2 else 1.0 for row in ids]
+        if min(signs) < 0:
+            hidden = hidden * torch.tensor(signs, dtype=hidden.dtype).view(-1, 1, 1)
         self.last = hidden
         return {"ids": ids, "hidden": hidden}
 

@@ -36,6 +36,7 @@ class Written:
         self._counters = {p: p._version for p in parameters}
         self._graded = any(p.grad is not None for p in self._counters)
         self._updated = self._written = False
+        self._depth = 0  # of calls of `step` inside one another
         if not self._hooks:
             # The hooks must not keep this object, with its parameters, alive.
             before, after = weakref.WeakMethod(self._before_update), weakref.WeakMethod(self._after_update)
@@ -82,10 +83,13 @@ class Written:
         return _BECAUSE
 
     def _before_update(self) -> None:
-        self._written |= self._differ()
+        # An optimizer may call others inside its step, and write between their steps.
+        self._written |= not self._depth and self._differ()
+        self._depth += 1
 
     def _after_update(self) -> None:
         self._updated = True
+        self._depth -= 1
         self._counters = {p: p._version for p in self._counters}
 
     def _differ(self) -> bool:
