@@ -114,7 +114,7 @@ def test_no_module_imports_private_names() -> None:
 
 
 # Functions that look for one object in two places, and keep nothing.
-LOOK_AT_IDENTITY = {"refuse_sharing", "copied", "_refuse_tied", "_copy_second_places", "counted", "_run"}
+LOOK_AT_IDENTITY = {"refuse_sharing", "copied", "_refuse_tied", "_copy_second_places", "counted", "_double"}
 
 
 def test_nothing_is_keyed_by_id() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
+import threading
+import warnings
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -472,13 +476,106 @@ def test_network_is_compared_once_for_each_number_of_micro_batches() -> None:
     x = torch.randn(6, 4)
     pipe.step(x, target=x)
     assert calls == [6]
-    for m, compared in ((2, [6, 3, 3]), (3, [6, 2, 2, 2])):
+    for m, compared in ((2, [6, 6, 3, 3]), (3, [6, 6, 2, 2, 2])):
         pipe.num_microbatches = m
         for expected in ([*compared, *[6 // m] * m], [6 // m] * m):
             calls.clear()
             hooked.clear()
             pipe.step(x, target=x)
             assert (calls, hooked) == (expected, [6 // m] * m), "hooks do not see the comparison"
+
+
+class Halves(nn.Module):
+    """Changes its weight in every forward, as a module that clips or normalises its weights does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_comparison_leaves_parameters_that_a_forward_changes() -> None:
+    """Regression: the copies shared their parameters with the network, so they halved its weights four times more."""
+    first = Halves()
+    before = first.layer.weight.detach().clone()
+    pipeline([first, plain()]).step(X, target=X)
+    torch.testing.assert_close(first.layer.weight.detach(), before / 4)
+
+
+def test_comparison_leaves_networks_whose_forward_is_a_function() -> None:
+    """Regression: a function in place of `forward` ran the network itself, in training mode, and batch norm was refused."""
+    first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    forward = first.forward
+    first.forward = lambda x: forward(x) * 2  # type: ignore[method-assign, no-untyped-call]
+    with pytest.warns(UserWarning, match="With 2 micro-batches, batch norm normalises"):
+        pipe = pipeline([first, plain()])
+    pipe.step(X, target=X)
+    assert first[1].num_batches_tracked == 2
+
+
+def test_comparison_leaves_random_numbers() -> None:
+    """Regression: it drew from Python's and NumPy's generators, and a network with its own generator was refused."""
+    own = torch.Generator().manual_seed(5)
+    stages = [
+        Do(lambda layer, x: layer(x) * random.random() * np.random.rand()),  # noqa: NPY002 - as users draw
+        plain(),
+    ]
+    stages[1].function = Noisy(own)
+    left = []
+    for m in (1, 2):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        pipeline(stages, m=2).step(X, target=X) if m == 2 else [stages[0](X) for _ in range(2)]
+        left.append((random.random(), np.random.rand()))  # noqa: NPY002
+    assert left[0] == left[1]
+    expected = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        torch.rand(len(X) // 2, 4, generator=expected)
+    assert torch.equal(own.get_state(), expected.get_state())
+
+
+class Noisy(nn.Module):
+    def __init__(self, own: torch.Generator) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) + torch.rand(len(x), 4, generator=self.own)
+
+
+def test_comparison_leaves_warnings_to_the_step() -> None:
+    def warns(layer: nn.Module, x: Tensor) -> Any:
+        warnings.warn("seen", stacklevel=1)
+        return layer(x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline([Do(warns), plain()]).step(X, target=X)
+    assert len(caught) == 2, "one for each micro-batch"
+
+
+def test_data_dependent_starts_are_refused() -> None:
+    """Layers that set their parameters from the first batch would set them from the first micro-batch."""
+
+    class Starts(Do):
+        started = False
+
+        def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+            if not self.started:
+                self.started = True
+                self.layer.bias.data.copy_(-inputs[0].mean(0))
+            return self.layer(*inputs)
+
+    first = Starts(lambda layer, x: layer(x))
+    before = first.layer.bias.detach().clone()
+    with pytest.raises(ValueError, match="Stage 0 should compute every sample alone"):
+        pipeline([first, plain()]).step(torch.randn(4, 4), target=X)
+    assert torch.equal(first.layer.bias, before)
 
 
 def test_rounding_is_no_difference() -> None:
@@ -560,6 +657,49 @@ def test_losses_that_the_cut_changes_warn_once(name: str) -> None:
             pipe.step(x, target=y)
         pipe.num_microbatches = 1
         pipe.step(x, target=y)
+
+
+class Counting:
+    """A loss that is an object with a state, and cannot be copied if it has a lock."""
+
+    def __init__(self, *, locked: bool) -> None:
+        self.calls, self.lock = 0, threading.Lock() if locked else None
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return mse(output, target)
+
+
+class Keeping(nn.Module):
+    """A loss that keeps its last result, which has a graph and cannot be copied."""
+
+    last: Tensor | None = None
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.last = mse(output, target)
+        return self.last
+
+
+def test_losses_are_compared_without_a_trace() -> None:
+    """Regression: a loss module that cannot be copied failed the step, and the state of another loss moved on."""
+    for loss_fn in (Counting(locked=False), Counting(locked=True), Keeping()):
+        pipe = pipeline([plain(), plain()], loss_fn)
+        for calls, m in ((2, 2), (6, 4)):
+            pipe.num_microbatches = m
+            pipe.step(X, target=X)
+            assert getattr(loss_fn, "calls", calls) == calls
+
+
+def test_losses_with_an_ignored_index_may_have_another_first_target() -> None:
+    """Regression: a weight for every sample, before the labels, ended in an IndexError."""
+
+    class Weighted(nn.Module):
+        ignore_index = -100
+
+        def forward(self, output: Tensor, target: Sequence[Tensor]) -> Tensor:
+            return (target[0] * functional.cross_entropy(output, target[1], reduction="none")).mean()
+
+    pipeline([plain(), plain()], Weighted()).step(X, target=(torch.rand(len(X)), torch.zeros(len(X)).long()))
 
 
 def test_losses_that_count_another_target_warn() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -561,6 +562,19 @@ def test_hooks_of_parameters_run_once_on_the_whole_gradient(setting: dict[str, A
     assert len(seen) == 6
     functional.cross_entropy(net[2](net[1](net[0](x))), y).backward()
     assert len(seen) == 12  # the hooks are still there
+
+
+def test_hooks_on_several_parameters_run() -> None:
+    """Regression: such a hook asks autograd where it is, and failed outside a backward."""
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    seen: list[int] = []
+    register_multi_grad_hook(list(net[0].parameters()), lambda given: seen.append(len(given)))
+    pipe = nwise.Pipeline(net, num_microbatches=2)
+    pipe.step(x, target=y)
+    assert seen == [2]
+    assert_same(gradients(pipe), expected, 1e-12)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])

@@ -38,28 +38,27 @@ def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
     added: list[Tensor | None] = [None] * len(parameters)
     try:
         yield
+        for p, taken in zip(parameters, hooks, strict=True):
+            _put_back(p._backward_hooks, taken[0])
+        due = {p: p.grad for p in parameters if p.grad is not None}
+        for p in due:
+            p.grad = None
+        if due:  # a backward of these nodes alone, as some hooks ask autograd where they are
+            torch.autograd.backward(list(due), list(due.values()))
         added = [p.grad for p in parameters]
     finally:
         for p, gradient, taken in zip(parameters, before, hooks, strict=True):
             p.grad = gradient
             _put_back(p._backward_hooks, taken[0])
             _put_back(p._post_accumulate_grad_hooks, taken[1])
+    for p, gradient in zip(parameters, added, strict=True):
+        if gradient is not None:
+            add_to_grad(p, gradient)
     with torch.no_grad():
-        changed = [_changed(gradient, taken[0]) for gradient, taken in zip(added, hooks, strict=True)]
-        for p, gradient in zip(parameters, changed, strict=True):
-            if gradient is not None:
-                add_to_grad(p, gradient)
-        for p, gradient, (_, after) in zip(parameters, changed, hooks, strict=True):
-            for hook in after.values() if gradient is not None else ():
+        for p, gradient in zip(parameters, added, strict=True):
+            after = p._post_accumulate_grad_hooks if gradient is not None else None
+            for hook in list((after or {}).values()):
                 hook(p)
-
-
-def _changed(gradient: Tensor | None, hooks: dict[int, Any]) -> Tensor | None:
-    """Return what hooks make of a gradient."""
-    for hook in hooks.values() if gradient is not None else ():
-        made = hook(gradient)
-        gradient = gradient if made is None else made
-    return gradient
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
@@ -83,5 +82,7 @@ def _taken(hooks: Any) -> dict[int, Any]:
 
 
 def _put_back(hooks: Any, taken: dict[int, Any]) -> None:
+    """Fill a dictionary of hooks again; a second call does nothing."""
     if taken:
         hooks.update(taken)
+        taken.clear()

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nwise._arguments import check_target
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.randomness import seeded
+from nwise.rerun import random_states_kept
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
@@ -115,7 +117,7 @@ class Cutter:
         cuts = 0 if parts.whole is None else len(parts.inputs)
         here = [self._stages[k] for k in self._processes.here]
         if cuts > 1 and (cuts, heads) not in self._seen:
-            with self._processes.watched(None):  # only the processes of stage 0 look
+            with self._processes.watched(None), random_states_kept():  # only the processes of stage 0 look
                 check_network(here, heads, parts, parts.weights(self.terms))
             self._seen.add((cuts, heads))
         losses = [
@@ -128,8 +130,9 @@ class Cutter:
         finally:
             for loss in losses:
                 loss.stage.loss_fn = loss.loss_fn
-        for loss in losses:
-            loss.compare(batch)
+        with random_states_kept():
+            for loss in losses:
+                loss.compare(batch)
         self._seen |= {kind, *((cuts, loss.stage.index) for loss in losses)}
 
 
@@ -176,12 +179,14 @@ def _alone(
     """
     noise = max(map(_eps, module.parameters()), default=0.0)
     try:
-        whole, *parts = made = [_run(module, inputs, seed=0) for inputs in runs]
-        if all(_agree(y, xs, sizes, shares, noise) for y, *xs in zip(whole, *parts, strict=True)):
-            return made
-        again = _run(module, runs[0], seed=1)
+        fresh = _double(module)
+        used = fresh()
+        whole, again = (_run(used, runs[0], seed=seed) for seed in (0, 1))  # a generator that it holds moves on
         if any(_gap(x, y, noise) for x, y in zip(whole, again, strict=True)):
             return None  # it draws random numbers
+        parts = [_run(fresh(), inputs, seed=0) for inputs in runs[1:]]
+        if all(_agree(y, xs, sizes, shares, noise) for y, *xs in zip(whole, *parts, strict=True)):
+            return [whole, *parts]
     except Exception:  # the step itself will tell
         return None
     hint = ""
@@ -214,19 +219,28 @@ def _agree(
     return joined.shape != whole.shape or not _gap(whole, joined, noise) or not follows
 
 
-def _run(module: nn.Module, inputs: Tensors, seed: int) -> Tensors:
-    """Run a copy of a module, in evaluation mode and without gradients; the module does not change."""
-    double = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+def _double(module: nn.Module) -> Callable[[], nn.Module]:
+    """Return a function that makes copies of a module in evaluation mode, whose runs leave the module as it is."""
+    # Parameters are copied too, once, as a forward may change them. Neither gradients nor an optimizer need memory yet.
+    double = copy.deepcopy(module).eval()
     for inner in double.modules():
+        if isinstance(vars(inner).get("forward"), FunctionType):
+            raise TypeError("A function in place of `forward` still calls the original module.")
         for name, hooks in vars(inner).items():
             if "forward" in name and name.endswith("hooks"):
                 hooks.clear()  # they may keep what they see
         if isinstance(inner, _BatchNorm) and inner.running_mean is None:
-            inner.forward = lambda input: input  # type: ignore[method-assign] # it mixes samples, as all do in training
+            inner.forward = nn.Identity().forward  # type: ignore[method-assign] # it mixes samples, as all do in training
+    return lambda: copy.deepcopy(double, {id(p): p for p in double.parameters()})
+
+
+def _run(double: nn.Module, inputs: Tensors, seed: int) -> Tensors:
+    """Run the copy of a module, without gradients."""
     # A compiled module would be compiled for shapes that do not come again.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with torch.no_grad(), eager, seeded(seed, inputs[0].device):
-        return as_tuple(call(double.eval(), each(inputs, torch.clone)), "")
+    with torch.no_grad(), eager, warnings.catch_warnings(), seeded(seed, inputs[0].device):
+        warnings.simplefilter("ignore")  # the step itself will warn
+        return as_tuple(call(double, each(inputs, torch.clone)), "")
 
 
 def _eps(tensor: Tensor) -> float:
@@ -268,7 +282,10 @@ class WatchedLoss:
 
     def __init__(self, stage: Stage, parts: Parts) -> None:
         self.stage, self.loss_fn, self._parts = stage, stage.loss_fn, parts
-        self._before = copy.deepcopy(self.loss_fn) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
+        try:
+            self._before: Callable[..., Tensor] | None = copy.deepcopy(self.loss_fn)
+        except Exception:  # it holds a lock, or a tensor with a graph
+            self._before = None
         self._outputs: list[Any] = []  # in the order of the calls, away from the device
         stage.loss_fn = self
 
@@ -295,7 +312,7 @@ class WatchedLoss:
         k = self.stage.index
         called = [m for j, m in batch.losses if j == k]
         order = sorted(called)
-        if len(order) < 2 or len(order) != len(self._outputs):
+        if self._before is None or len(order) < 2 or len(order) != len(self._outputs):
             return
         losses = torch.stack([batch.losses[k, m].double() for m in order])
         weights = losses.new_tensor([batch.weights[m][k] for m in order])
@@ -307,7 +324,7 @@ class WatchedLoss:
             if not whole.isfinite() or not _gap(torch.stack([whole, size]), torch.stack([apart, size]), noise):
                 return
             if _gap(whole, self._of_all(outputs, batch, order, seed=1), noise):
-                return  # it draws random numbers, or remembers something
+                return  # it draws random numbers
         except Exception:  # a loss may not take another size
             return
         warnings.warn(
@@ -338,9 +355,10 @@ class WatchedLoss:
                 xs[0] if dim is None else torch.cat(xs, dim) for xs, dim in zip(columns, parts.target_dims, strict=True)
             ]
             target = as_argument(like(first, ys))
-        loss_fn = copy.deepcopy(self._before) if isinstance(self._before, nn.Module) else self._before
-        with torch.enable_grad(), seeded(seed, device):
-            return loss_fn(_rebuilt(outputs, joined), target).detach().double().reshape(())
+        assert self._before is not None, "the loss has a copy"
+        with torch.enable_grad(), warnings.catch_warnings(), seeded(seed, device):
+            warnings.simplefilter("ignore")
+            return copy.deepcopy(self._before)(_rebuilt(outputs, joined), target).detach().double().reshape(())
 
 
 def _kept(output: Any) -> Any:

@@ -42,14 +42,10 @@ class FirstRun:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run the body with the random states that the run found, then restore the present ones."""
-        present = _random_states(self._module)
-        for restore, state in self._random:
-            restore(state)
-        try:
-            yield
-        finally:
-            for restore, state in present:
+        with random_states_kept(self._module):
+            for restore, state in self._random:
                 restore(state)
+            yield
 
     def compare(self, outputs: Tensors, stage: str) -> None:
         """Raise ValueError if a second run has other outputs: bitwise under deterministic algorithms, else beyond rounding."""
@@ -63,6 +59,17 @@ class FirstRun:
         self.outputs = None
 
 
+@contextmanager
+def random_states_kept(module: nn.Module | None = None) -> Iterator[None]:
+    """Restore after the body the states of the global random generators, and of those that a module holds."""
+    present = _random_states(module)
+    try:
+        yield
+    finally:
+        for restore, state in present:
+            restore(state)
+
+
 def _same(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or not (first.is_floating_point() or first.is_complex()):
         return torch.equal(first, second)
@@ -73,12 +80,12 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=share, atol=share * float(largest), equal_nan=True)
 
 
-def _random_states(module: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
+def _random_states(module: nn.Module | None) -> list[tuple[Callable[[Any], object], Any]]:
     """Return the states of all random generators that a module may use, each with the function that restores it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     own = (
         value
-        for part in module.modules()
+        for part in (() if module is None else module.modules())
         for value in vars(part).values()
         if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
     )

@@ -91,7 +91,7 @@ class Terms:
         if "ignore_index" not in self._options:
             return float(samples)
         if labels.is_floating_point():  # class probabilities: every sample counts
-            return float(labels.numel() // labels.shape[1])
+            return float(labels.numel() // labels.shape[1]) if labels.dim() > 1 else float(samples)
         kept = labels[labels != self._options["ignore_index"]]
         weight = self._options.get("weight")
         return float(kept.numel() if weight is None else weight[kept].sum())
