@@ -76,7 +76,8 @@ class Stage:
         self._always = always
         self._forwards = self._losses = 0  # graphs so far, of which those of number 1, 2, 4, 8, ... are checked
         self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
-        self._custom = False  # whether its graph has had nodes of the user's, which may write over their cotangents
+        # Whether its graph has had nodes or hooks of the user's that may write over cotangents; None until a walk shows it.
+        self._custom: bool | None = None
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._injects: bool | None = (
             None  # whether it adds gradients by a function of the user's; None until a walk shows it
@@ -185,7 +186,7 @@ class Stage:
         tape.checked = self._always or not self._forwards & (self._forwards + 1)
         self._forwards += 1
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
-        tape.suspect = self._custom if self._injects is None else self._injects
+        tape.suspect = bool(self._custom) if self._injects is None else self._injects
         if not tape.checked:
             with held:
                 return run_unchanged(self.module, tape.inputs, self._name)
@@ -195,7 +196,8 @@ class Stage:
         nodes = nodes_of(outputs)
         check_leaves(nodes, leaves, dict(self.module.named_parameters()), owner)
         tape.suspect |= has_custom(nodes)
-        self._custom |= tape.suspect
+        if tape.suspect:
+            self._custom = True
         return outputs
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
@@ -275,7 +277,7 @@ class Stage:
             else:
                 learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=self._custom or tape.checked)
+                seeds = tape.cotangents(message, apart=self._custom is not False or self._always)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
@@ -290,8 +292,9 @@ class Stage:
                         self._injects = found or bool(self._injects)
                     else:
                         add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
-                if tape.checked and cotangent.shared:  # a tensor's hook may write over its argument, too
-                    self._custom |= tape.differs(message, seeds)
+                # A tensor's hook may write over its argument, too.
+                if cotangent.shared and (self._custom is None or self._always):
+                    self._custom = self._custom or tape.differs(message, seeds)
         gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
         # The leaves outlive this pass: without a reset, the next message would be added to this one.
         if inputs:
