@@ -632,6 +632,9 @@ def write(how: str, model: nn.Sequential, stages: Stages) -> None:
     elif how == "stage":
         for stage in stages:
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+    elif how == "data":
+        for name, p in model.named_parameters():
+            p.data = state[name]
     else:
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -639,7 +642,7 @@ def write(how: str, model: nn.Sequential, stages: Stages) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("how", ["load", "assign", "stage", "copy"])
+@pytest.mark.parametrize("how", ["load", "assign", "stage", "copy", "data"])
 def test_weights_written_while_gradients_are_due_drop_them(how: str, optimizer: Any) -> None:
     """Regression: after `model.load_state_dict` the next update applied a gradient of the weights before it."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
@@ -686,3 +689,52 @@ def test_updates_are_not_writes() -> None:
                 optimizer.step()
             assert step == 0 or all(p.grad is not None for p in pipe.parameters())
             pipe.zero_grad()
+
+
+def test_updates_inside_a_backward_are_refused() -> None:
+    """Regression: a weight that its own backward moves changed between two micro-batches, in silence."""
+
+    class Moving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.w = w
+            return x * w.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.no_grad():
+                ctx.w.sub_(0.1 * (grads[0] * x).sum(0))
+            return grads[0] * ctx.w.detach(), None
+
+    moving: Any = Moving.apply
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return moving(self.layer(x), self.w)
+
+    x, y = batch()
+    pipe = nwise.Pipeline([Layer(), nn.Linear(WIDTH, 3)], strategy="end-to-end", num_microbatches=2)
+    with pytest.raises(ValueError, match="Stage 0 should leave updates to the time after `step`"):
+        pipe.step(x, target=y)
+
+
+def test_attributes_of_outputs_are_refused() -> None:
+    """Regression: the next stage got the values without the attribute, and went another way."""
+
+    class Marked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y.scale = 2.0  # type: ignore[attr-defined]
+            return y
+
+    x, y = batch()
+    pipe = nwise.Pipeline([Marked(WIDTH, WIDTH), nn.Linear(WIDTH, 3)], strategy="end-to-end")
+    with pytest.raises(ValueError, match="The output of stage 0 should be plain tensors.*Found an attribute 'scale'"):
+        pipe.step(x, target=y)

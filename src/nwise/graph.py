@@ -9,14 +9,46 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 _HOOKS = "BackwardHookFunctionBackward"  # torch's own node for a module's backward hooks
+
+
+_NOTHING_ELSE = nullcontext()
+
+
+def add_gradients(
+    roots: Sequence[Tensor] | Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    retain_graph: bool,
+) -> None:
+    """Add the gradient to every leaf's ``.grad``.
+
+    Args:
+        roots: outputs or edges of the graph.
+        seeds: gradient of each root.
+        leaves: leaves of the graph, at least one.
+        retain_graph: whether another pass through the graph will follow.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> add_gradients([3 * x], [torch.ones(2)], [x], retain_graph=False)
+    >>> x.grad
+    tensor([3., 3.])
+    """
+    # `torch.autograd.backward` checks its arguments for 15 microseconds, as long as a small layer takes, and a step of A stages
+    # makes about 3 A calls. Backward operations have the dtype of their forward and must not be cast again.
+    device = seeds[0].device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING_ELSE:
+        _engine_run_backward(
+            tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def leaves_first(roots: Sequence[Node]) -> list[Node]:
@@ -110,6 +142,18 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
         raise ValueError(
             f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
             "`nwise.inject`, or to the loss that `loss_fn` returns."
+        )
+
+
+@contextmanager
+def without_updates(parameters: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Raise ValueError if the body, a walk through a graph, changes parameters: the next micro-batch would find other ones."""
+    before = [p._version for p in parameters]
+    yield
+    if before != [p._version for p in parameters]:
+        raise ValueError(
+            f"{what.capitalize()} should leave updates to the time after `step`. Found parameters that its backward changes; "
+            "update by an optimizer, or in `register_post_accumulate_grad_hook`, which runs once a step."
         )
 
 

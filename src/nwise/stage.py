@@ -23,11 +23,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from nwise._modes import in_modes, modes_in
 from nwise.auxiliary import PRESENT
-from nwise.graph import check_leaves, has_custom, nodes_of, surplus, without_backward
+from nwise.graph import add_gradients, check_leaves, has_custom, nodes_of, surplus, without_backward, without_updates
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
@@ -36,7 +35,16 @@ from nwise.rerun import FirstRun
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.tape import Cotangents, Tape
-from nwise.tensors import Tensors, as_argument, as_leaves, call, each, run_unchanged, unchanged
+from nwise.tensors import (
+    Tensors,
+    as_argument,
+    as_leaves,
+    call,
+    each,
+    refuse_attributes,
+    run_unchanged,
+    unchanged,
+)
 from nwise.versions import copy_parameters, holding, move_gradients
 
 LossFn = Callable[..., Tensor]
@@ -76,7 +84,8 @@ class Stage:
         self._always = always
         self._forwards = self._losses = 0  # graphs so far, of which those of number 1, 2, 4, 8, ... are checked
         self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
-        self._custom = False  # whether its graph has had nodes of the user's, which may write over their cotangents
+        # Whether its graph has had nodes or hooks of the user's that may write over cotangents; None until a walk shows it.
+        self._custom: bool | None = None
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._injects: bool | None = None  # whether a function of the user's adds gradients; None until a walk shows it
         self._head_injects = False
@@ -182,7 +191,7 @@ class Stage:
             self._kind, self._forwards = kind, 0
         tape.checked = self._always or not self._forwards & (self._forwards + 1)
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
-        tape.suspect = self._custom if self._injects is None else self._injects
+        tape.suspect = bool(self._custom) if self._injects is None else self._injects
         if not tape.checked:
             self._forwards += 1
             with held:
@@ -190,10 +199,12 @@ class Stage:
         leaves, owner = [*self._leaves(tape), *tape.inputs], self._name.capitalize()
         with held, without_backward(leaves, owner):
             outputs = run_unchanged(self.module, tape.inputs, self._name)
+        refuse_attributes(outputs, f"The output of {self._name}")
         nodes = nodes_of(outputs)
         check_leaves(nodes, leaves, dict(self.module.named_parameters()), owner)
         tape.suspect |= has_custom(nodes)
-        self._custom |= tape.suspect
+        if tape.suspect:
+            self._custom = True
         self._forwards += 1  # a graph that was refused is looked through again
         return outputs
 
@@ -267,14 +278,15 @@ class Stage:
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message and not tape.suspect
         tape.share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
-        with _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name):
+        held = _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name)
+        with held, without_updates(self.learns, self._name) if tape.checked else _NOTHING_ELSE:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
                 tape.kept.replay(partial(add_gradients, retain_graph=again))
                 tape.kept = None
             else:
                 learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=self._custom or tape.checked)
+                seeds = tape.cotangents(message, apart=self._custom is not False or self._always)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
                 if pairs and keeps:
@@ -289,24 +301,28 @@ class Stage:
                         self._injects = found or bool(self._injects)
                     else:
                         add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
-                if tape.checked and cotangent.shared:  # a tensor's hook may write over its argument, too
-                    self._custom |= tape.differs(message, seeds)
-        gradients = tuple(x.grad for x in tape.inputs) if inputs else ()
-        # The leaves outlive this pass: without a reset, the next message would be added to this one.
-        if inputs:
-            for x in tape.inputs:
-                x.grad = None
-        if self.index == 0:
-            tape.batch.input_gradients[tape.microbatch] = gradients
-        elif again and (tape.checked or self._aliases):
-            own = tape.apart(gradients)
-            self._aliases |= any(a is not b for a, b in zip(own, gradients, strict=True))
-            gradients = own
+                # A tensor's hook may write over its argument, too.
+                if cotangent.shared and (self._custom is None or self._always):
+                    self._custom = self._custom or tape.differs(message, seeds)
+        gradients = self._take(tape, again) if inputs else ()
         if weights and tape.versions is not None:
             move_gradients(tape.versions, self.module, self._name)
         if again and tape.first is not None and not continued and tape.kept is None:
             tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
             tape.has_graph = False
+        return gradients
+
+    def _take(self, tape: Tape, again: bool) -> Cotangents:
+        """Take the gradients to the inputs from the leaves, which outlive the pass and would add the next message to them."""
+        gradients = tuple(x.grad for x in tape.inputs)
+        for x in tape.inputs:
+            x.grad = None
+        if self.index == 0:
+            tape.batch.input_gradients[tape.microbatch] = gradients
+        elif again and (tape.checked or self._aliases):
+            apart = tape.apart(gradients)
+            self._aliases |= any(a is not b for a, b in zip(apart, gradients, strict=True))
+            return apart
         return gradients
 
     def _look(
@@ -337,35 +353,6 @@ class Stage:
         if tape.versions is None:
             return self.learns
         return [version for version in tape.versions.values() if version.requires_grad]
-
-
-def add_gradients(
-    roots: Sequence[Tensor] | Sequence[GradientEdge],
-    seeds: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    *,
-    retain_graph: bool,
-) -> None:
-    """Add the gradient to every leaf's ``.grad``.
-
-    Args:
-        roots: outputs or edges of the graph.
-        seeds: gradient of each root.
-        leaves: leaves of the graph, at least one.
-        retain_graph: whether another pass through the graph will follow.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> add_gradients([3 * x], [torch.ones(2)], [x], retain_graph=False)
-    >>> x.grad
-    tensor([3., 3.])
-    """
-    # `torch.autograd.backward` checks its arguments for 15 microseconds, as long as a small layer takes, and a step of A stages
-    # makes about 3 A calls. Backward operations have the dtype of their forward and must not be cast again.
-    device = seeds[0].device.type
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING_ELSE:
-        _engine_run_backward(
-            tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
-        )
 
 
 def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:

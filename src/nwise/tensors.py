@@ -219,3 +219,13 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
 def versions(tensors: Tensors) -> list[int]:
     """Return for each tensor the number of changes in place so far."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def refuse_attributes(tensors: Tensors, what: str) -> None:
+    """Raise ValueError if tensors have attributes of the user's, which the next module would not find."""
+    for tensor in tensors:
+        if type(tensor) is Tensor and (names := [name for name in vars(tensor) if not name.startswith("_")]):
+            raise ValueError(
+                f"{what} should be plain tensors, because the next module gets their values only. Found an attribute "
+                f"{names[0]!r}; return it as another tensor of a tuple or dictionary."
+            )

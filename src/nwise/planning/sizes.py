@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nwise._memory import allocated
+from nwise.graph import add_gradients
 from nwise.kept import keep
-from nwise.stage import add_gradients
 from nwise.tensors import Tensors, as_leaves, each, run_module
 
 

@@ -24,7 +24,7 @@ class Written:
     """Notices writes to parameters between two steps that no optimizer of torch has made."""
 
     def __init__(self) -> None:
-        self._counters: dict[Tensor, int] = {}
+        self._counters: dict[Tensor, tuple[int, int]] = {}
         self._updated = self._written = self._graded = False
         self._by_hand: bool | None = (
             None  # whether the loop updates without an optimizer; unknown before its first gradients
@@ -33,7 +33,7 @@ class Written:
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Begin to watch these parameters, after a step."""
-        self._counters = {p: p._version for p in parameters}
+        self._counters = {p: _state(p) for p in parameters}
         self._graded = any(p.grad is not None for p in self._counters)
         self._updated = self._written = False
         self._depth = 0  # of calls of `step` inside one another
@@ -90,10 +90,15 @@ class Written:
     def _after_update(self) -> None:
         self._updated = True
         self._depth -= 1
-        self._counters = {p: p._version for p in self._counters}
+        self._counters = {p: _state(p) for p in self._counters}
 
     def _differ(self) -> bool:
-        return any(p._version != counter for p, counter in self._counters.items())
+        return any(_state(p) != counter for p, counter in self._counters.items())
+
+
+def _state(parameter: Tensor) -> tuple[int, int]:
+    """Return what a write changes: the version, or with ``p.data = other`` the memory."""
+    return parameter._version, parameter.data_ptr()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
