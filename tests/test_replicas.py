@@ -12,6 +12,7 @@ REFUSALS = {
     "partial": "should be alike. Found loss: cross_entropy with {'ignore_index': 0} on rank 0",
     "frozen": "Found parameter stage.0.weight: [4, 4], torch.float32, trainable on rank 0 and [4, 4], torch.float32, frozen on",
     "evaluated": "Found mode of stage.0: training on rank 0 and evaluation on rank 1",
+    "options": "Found options of stage.2: p=0.1, inplace=False on rank 0 and p=0.5, inplace=False on rank 1",
     "split": "Found stage.0.weight of stage 0 split over the mesh's dimension 'dp'",
     "values": "should have the same parameters. Found stage.1.bias with values that differ by 0.00",
     "evaluated later": "should have the same trainable parameters and modes. Found others on some ranks",

@@ -177,6 +177,9 @@ def refusals() -> dict[str, str]:
     evaluated = stage()
     evaluated.module[0].train(RANK == 0)  # type: ignore[index]
     try_to("evaluated", lambda: Replicas(group, evaluated))
+    dropping = stage()
+    dropping.module.append(nn.Dropout(0.1 + 0.4 * RANK))  # type: ignore[operator]
+    try_to("options", lambda: Replicas(group, dropping))
     split = stage()
     whole = split.module[0].weight  # type: ignore[index]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -179,7 +180,7 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     """Give all replicas of a stage the values of the first one.
 
     Raises:
-        ValueError: they have other parameters, modes or losses, or a mesh splits parameters over the replicas.
+        ValueError: they have other parameters, modes, options or losses, or a mesh splits parameters over the replicas.
     """
     facts = {}
     tensors: dict[str, Tensor] = {}
@@ -197,6 +198,7 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
                 )
         for name, module in () if part is None else part.named_modules():
             facts[f"mode of {owner}.{name}"] = "training" if module.training else "evaluation"
+            facts[f"options of {owner}.{name}"] = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
         for name, b in () if part is None else part.named_buffers():
             tensors[f"{owner}.{name}"] = b
             buffers[f"{owner}.{name}"] = f"{list(b.shape)}, {b.dtype}"
