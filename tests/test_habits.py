@@ -105,7 +105,7 @@ def test_other_optimizers_are_not_blamed() -> None:
     pipe = made()
     pipe.heads.requires_grad_(False)
     trained(pipe, torch.optim.Adam(pipe.main_parameters()))
-    trained(made())  # nobody updates
+    trained(made())  # without an update
 
 
 def test_optimizers_of_heads_that_step_at_other_times_are_not_blamed() -> None:

@@ -17,7 +17,7 @@ from nwise.recipes.config import FLAT
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure the runtime on virtual devices: real processes and messages, timed waits in the place of computation.
+    """Measure the runtime on virtual devices: real processes and messages, timed waits instead of computation.
 
     Example: nwise bench runtime --stages 8 --strategy 2-wise --microbatches 2 --message-mib 1
     """

@@ -17,8 +17,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 _HOOKS = "BackwardHookFunctionBackward"  # torch's own node for a module's backward hooks
-
-
 _NOTHING_ELSE = nullcontext()
 
 

@@ -97,7 +97,7 @@ class Terms:
         return float(kept.numel() if weight is None else weight[kept].sum())
 
     def warn_of_lengths(self) -> None:
-        """Warn once, of an unknown loss, that samples differ in length, so that it may average over parts of them."""
+        """Warn once that an unknown loss may average over parts of samples, because these differ in length."""
         if self._warns_of_lengths:
             self._warns_of_lengths = False
             warnings.warn(

@@ -82,7 +82,7 @@ class Absent:
         )
 
     def _is_old(self, module: nn.Module) -> bool:
-        if (now := _versions(module)) != self._seen:  # somebody has written other values
+        if (now := _versions(module)) != self._seen:  # other values were written
             self._seen, self._current = now, self._progress.steps if self._seen else self._current
         return bool(now) and self._progress.steps > self._current
 

@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 from nwise.runtime.ledger import Key, Ledger, Message, MessagePlan, Window
 from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
 from nwise.schedule.actions import SENDS, Kind
-from nwise.tensors import Tensors
+from nwise.tensors import Tensors, versions
 
 # These separate messages of known labels, messages without (those of forwards alone), and others in a gloo group: if one rank
 # trains and another only infers, a message must not land in memory of another size, which ends a process without a word. nccl has
@@ -127,7 +127,7 @@ class Sender:
             _check(key, form, tensors, parts)
             self._send((*self._header(message, form.specs), *parts), _tag(message))
         self.num_bytes[key.kind] += form.num_bytes
-        self._last = key, parts, _versions(parts)
+        self._last = key, parts, versions(parts)
         return form
 
     def send_nothing(self) -> None:
@@ -305,13 +305,9 @@ def _what(key: Key) -> str:
     return f"output of stage {key.stage - 1}" if forward else f"gradient that stage {key.stage + 1} returns"
 
 
-def _versions(tensors: Tensors) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]
-
-
-def _check_unchanged(key: Key, tensors: Tensors, versions: list[int]) -> None:
+def _check_unchanged(key: Key, tensors: Tensors, before: list[int]) -> None:
     """Raise ValueError if a message has been changed in place since it was sent."""
-    if _versions(tensors) != versions:
+    if versions(tensors) != before:
         raise ValueError(
             f"The {_what(key)} should stay as it is, because another process reads it. Found that it was changed in place after "
             "the call that made it; let the stage return a clone of memory that it writes again."

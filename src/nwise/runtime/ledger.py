@@ -1,4 +1,4 @@
-"""The ledger of a channel: what both its ends know alike, so that a message needs no tag and rarely a description.
+"""The ledger of a channel: what both its ends know, so a message needs no tag and rarely a description.
 
 Only a stage that runs knows the shape of its output. But every rank knows the shapes of the model's inputs, from which the others
 follow. So both ends keep a table of forms, by what a message is and by the shapes of its micro-batch. A message whose form is not
