@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before there was `nwise/app`, the application was these folders and files.
 OLD_APPLICATION = ("cli", "data", "recipes", "report", "training", "__main__.py", "_records.py")
@@ -147,7 +148,7 @@ def _methods(file: Path, name: str) -> int:
     return sum(isinstance(node, ast.FunctionDef) for node in classes[0].body)
 
 
-def _run(root: Path, code: str, *arguments: str) -> dict[str, int] | list[str]:
+def _run(root: Path, code: str, *arguments: str) -> Any:
     """Run a program in a fresh interpreter that imports a checkout; return the JSON that it prints."""
     environment = {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
