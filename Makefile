@@ -54,7 +54,7 @@ readme:
 	$(PYTHON) .ci/readme.py
 
 gpu: $(VENV)/.tools
-	$(BIN)/python benchmarks/gpu/run.py
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

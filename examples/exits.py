@@ -1,6 +1,6 @@
 """A small network whose easy samples leave early: trained at every depth, calibrated, saved as one file, loaded and asked.
 
-pip install 'nwise[train]'; python examples/exits.py
+pip install 'nwise[app]'; python examples/exits.py
 """
 
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.data import batch_indices, digits
+from nwise.app.data import batch_indices, digits
+from nwise.app.training.calibrate import calibrate, count_work, observe, outcome
 from nwise.exits import EarlyExit
-from nwise.training.calibrate import calibrate, count_work, observe, outcome
 
 
 def main(path: Path = Path("digits-with-exits.pt"), steps: int = 200) -> tuple[float, float]:

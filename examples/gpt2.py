@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import nwise
-from nwise.data import Bytes, batch_indices, embedded_text
+from nwise.app.data import Bytes, batch_indices, embedded_text
+from nwise.checkpoint import Checkpoints, gather_weights
+from nwise.checkpoint.weights import under
 from nwise.losses import TokenCrossEntropy
-from nwise.training import Checkpoints, gather_weights
-from nwise.training.weights import under
 
 LENGTH = 48
 

@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nwise
+from nwise.checkpoint import gather_weights
+from nwise.checkpoint.weights import under
 from nwise.losses import TokenCrossEntropy
 from nwise.runtime.launch import launched
-from nwise.training import gather_weights
-from nwise.training.weights import under
 
 
 def main(folder: Path = Path("runs/lora"), steps: int = 40) -> list[float]:

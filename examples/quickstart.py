@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.data import batch_indices, digits
-from nwise.training import evaluate
+from nwise.app.data import batch_indices, digits
+from nwise.app.training import evaluate
 
 
 def main(epochs: int = 5) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nwise
-from nwise.data import batch_indices, digits
+from nwise.app.data import batch_indices, digits
 
 
 def build(widths: tuple[int, ...] = (64, 48, 32, 16)) -> nwise.Pipeline:

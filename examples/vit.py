@@ -13,8 +13,8 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 import nwise
-from nwise.data import batch_indices, digits
-from nwise.training import evaluate
+from nwise.app.data import batch_indices, digits
+from nwise.app.training import evaluate
 
 
 def main(folder: Path, epochs: int = 8) -> float:

@@ -1,4 +1,4 @@
-"""The command that runs the paper again: `python -m experiments e1`, or `nwise reproduce e1`."""
+"""The command that runs the paper again: `python -m experiments e1`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ from rich.table import Table
 from experiments.harness.claims import NOTE, Claim, seeds_text, seeds_to_decide
 from experiments.harness.experiment import Job, NothingMatches, Size
 from experiments.index import EXPERIMENTS, experiment, write_index
-from nwise._errors import check_limits
-from nwise._machine import num_cores
-from nwise.cli.dispatch import dispatch
-from nwise.cli.output import INTERRUPTED, OK, print_json
+from nwise.app.cli.dispatch import execute
+from nwise.app.cli.output import INTERRUPTED, OK, PARSING, print_json
+from nwise.checks import check_limits
+from nwise.machine import num_cores
+
+PROGRAM = "python -m experiments"
 
 _TITLES = "; ".join(
     [*(f"{name} ({one.title})" for name, one in EXPERIMENTS.items()), "all (an hour in the small size)"]
@@ -44,7 +46,7 @@ _TITLES = "; ".join(
 class Reproduce:
     """Run an experiment of the paper again: tables, figures and verdicts from records; cells with a record are skipped.
 
-    Example: nwise reproduce e1 --seeds 1
+    Example: python -m experiments e1 --seeds 1
     """
 
     experiment: Annotated[
@@ -180,7 +182,7 @@ class _Display:
 
     def report_skip(self, why: str) -> None:
         """Print why some cells cannot be run."""
-        Console(stderr=True).print(f"nwise reproduce: {why}", soft_wrap=True, highlight=False, markup=False)
+        Console(stderr=True).print(f"python -m experiments: {why}", soft_wrap=True, highlight=False, markup=False)
 
     def show_progress(self, name: str, done: int, total: int) -> None:
         """Show the progress of a cell."""
@@ -199,5 +201,10 @@ class _Display:
                 self._console.print(line, soft_wrap=True, highlight=False)
 
 
+def main(arguments: list[str]) -> int:
+    """Parse a command line, run it, and return its exit code."""
+    return execute(PROGRAM, lambda: tyro.cli(Reproduce, prog=PROGRAM, args=arguments, config=PARSING))
+
+
 if __name__ == "__main__":
-    sys.exit(dispatch("reproduce", sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

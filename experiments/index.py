@@ -12,8 +12,8 @@ from experiments.harness.experiment import Experiment, Job
 from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.pictures import PICTURES
-from nwise._errors import hint
-from nwise._records import write_text
+from nwise.app.records import write_text
+from nwise.checks import hint
 
 
 def _import_experiments() -> list[Experiment]:
@@ -70,7 +70,7 @@ def verdict(claims: list[Claim]) -> str:
     return ", ".join(parts)
 
 
-_BEGIN, _END = "<!-- the index: written by nwise reproduce -->", "<!-- end of the index -->"
+_BEGIN, _END = "<!-- the index: written by python -m experiments -->", "<!-- end of the index -->"
 
 
 def write_index(folder: Path) -> None:

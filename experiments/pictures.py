@@ -12,10 +12,10 @@ from experiments.harness import claims as claiming
 from experiments.harness.claims import Claim, exact
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
 from experiments.t.timing import steady
+from nwise.app.report.figures import flow_figure
+from nwise.app.report.grid import Picture, schedule_figure
 from nwise.flow import find_flow
 from nwise.pipeline import Pipeline
-from nwise.report.figures import flow_figure
-from nwise.report.grid import Picture, schedule_figure
 from nwise.schedule import PAPER
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.paper import paper_time

@@ -133,7 +133,7 @@ def tiny(name: str, **options: Any) -> Any:
 
 def table() -> str:
     """Return the page: a row for every class."""
-    from nwise.models.families import FAMILIES
+    from nwise.network.families import FAMILIES
 
     lines = [
         "# Architectures",
@@ -153,7 +153,7 @@ def table() -> str:
     lines += [f"| `{name}` | {reason} |" for name, reason in sorted(NOT_CUT.items())]
     lines += [
         "",
-        "To add a class, list its modules in `nwise.models.families.FAMILIES`. Any network can be cut by hand, because a stage",
+        "To add a class, list its modules in `nwise.network.families.FAMILIES`. Any network can be cut by hand, because a stage",
         "is any module ([your model](own.md)). `python tests/architectures.py` writes this page.",
     ]
     return "\n".join(lines) + "\n"

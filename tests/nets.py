@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nwise.models.carry import carry
-from nwise.models.heads import OnFirstOutput
-from nwise.models.layers import Embedding, TransformerBlock, vocabulary
+from nwise.heads import OnFirstOutput
+from nwise.network.carry import carry
+from nwise.network.layers import Embedding, TransformerBlock, vocabulary
 
 LossFn = Callable[..., Tensor]
 

@@ -146,7 +146,7 @@ import socket, sys
 def refuse(*arguments, **options):
     raise AssertionError(f"a connection was asked for: {arguments}")
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
-from nwise import cli
+from nwise.app import cli
 for line in sys.argv[1:]:
     if code := cli.run(line.split()):
         sys.exit(code)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
-from nwise.models.chain import Chain
-from nwise.recipes import Adam, Sgd
-from nwise.training import CheckpointPolicy, Checkpoints, DamagedError, Resumed
-from nwise.training.checkpoint import files
-from nwise.training.checkpoint.policy import Saver
-from nwise.training.optimizers import make_optimizer as optimizer_of
+from nwise.app.recipes import Adam, Sgd
+from nwise.app.training import CheckpointPolicy
+from nwise.app.training.optimizers import make_optimizer as optimizer_of
+from nwise.app.training.saver import Saver
+from nwise.checkpoint import Checkpoints, DamagedError, Resumed, files
+from nwise.network.chain import Chain
 from ranks import mesh_resume
 from ranks.common import batches, make_optimizer
 from ranks.resume import WIDTH, main, pipeline

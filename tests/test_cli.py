@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nwise import cli, models
-from nwise.cli.dispatch import parse
-from nwise.recipes import RECIPES
+from nwise.app import cli, models
+from nwise.app.cli.dispatch import parse
+from nwise.app.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +200,7 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_imports_only_what_it_needs() -> None:
     """Regression: `nwise recipes` took 1.5 s longer than torch, for unused imports of figures and checkpoints."""
-    script = "import sys; from nwise.cli import run; run(['recipes', '--json']); print(*sys.modules)"
+    script = "import sys; from nwise.app.cli import run; run(['recipes', '--json']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1].split()
     assert "torch" in loaded
@@ -451,6 +451,6 @@ def test_ctrl_c_while_a_command_is_imported_ends_with_130(
 def test_command_without_options_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: plain `nwise train`, as in `make train`, failed in the search for `--resume`."""
     monkeypatch.setattr(
-        "nwise.cli.training.TrainCommand.run", lambda self, console: 0 if self.recipe == "digits" else 1
+        "nwise.app.cli.training.TrainCommand.run", lambda self, console: 0 if self.recipe == "digits" else 1
     )
     assert cli.run([command]) == 0

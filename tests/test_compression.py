@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nwise
-from nwise.recipes import recipe
+from nwise.app.recipes import recipe
+from nwise.checkpoint import Checkpoints, state
 from nwise.runtime.compression import TopK, Wire, parse_compression
 from nwise.runtime.shapes import Spec, make_spec
-from nwise.training import Checkpoints
-from nwise.training.checkpoint import state
 
 NAMES = ("bf16", "int8", "top-30%")
 Squeeze = Callable[[Tensor], Tensor]

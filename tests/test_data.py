@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nwise.data import (
+from nwise.app.data import (
     Bpe,
     Bytes,
     augment,
@@ -23,9 +23,9 @@ from nwise.data import (
     make_streams,
     sources,
 )
-from nwise.data.order import permutation, steps_per_epoch
-from nwise.data.sources import tables
-from nwise.data.text import standard_library
+from nwise.app.data.order import permutation, steps_per_epoch
+from nwise.app.data.sources import tables
+from nwise.app.data.text import standard_library
 
 datasets = pytest.importorskip("datasets", reason="needs the extra 'data'")
 from PIL import Image  # noqa: E402

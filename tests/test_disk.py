@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from launch import forked
-from nwise.cli import run as command
-from nwise.training import Callback, CheckpointPolicy, Checkpoints, Resumed, Run, Trainer, new_run
-from nwise.training.checkpoint import files
-from nwise.training.lock import FolderLock
+from nwise.app.cli import run as command
+from nwise.app.training import Callback, CheckpointPolicy, Run, Trainer, new_run
+from nwise.checkpoint import Checkpoints, Resumed, files
+from nwise.checkpoint.lock import FolderLock
 from ranks.resume import pipeline
 from test_checkpoint import flip, saved, signed
 from test_faults import OPTIONS, TINY, Stops
@@ -99,7 +99,7 @@ def test_train_command_on_full_disk_ends_in_one_sentence(
     stop: bool, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callbacks = [Fills(small_disk, after=2), *([Stops(after=45)] if stop else [])]
-    monkeypatch.setattr("nwise.cli.training.loggers", lambda names: callbacks)
+    monkeypatch.setattr("nwise.app.cli.training.loggers", lambda names: callbacks)
     code = command(
         ["train", "digits", *OPTIONS, "--max-steps", "50", "--checkpoint-every", "20", "--runs", str(small_disk)]
     )
@@ -127,9 +127,9 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
     full_disk = OSError(errno.ENOSPC, "No space left on device")
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
     places = {
-        "weights": "nwise.training.weights.save_file",
+        "weights": "nwise.checkpoint.weights.save_file",
         "metrics": "os.truncate",
-        "state": "nwise.training.run.write_text",
+        "state": "nwise.app.training.run.write_text",
     }
     if what == "metrics":
         monkeypatch.setattr(Run, "_append", full)
@@ -144,7 +144,7 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
 def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys, pathlib\nfrom nwise import cli\nimport nwise.cli.training as t\nfrom test_disk import Fills\n"
+        "import sys, pathlib\nfrom nwise import cli\nimport nwise.app.cli.training as t\nfrom test_disk import Fills\n"
         "t.loggers = lambda names: [Fills(pathlib.Path(sys.argv[1]), after=2)]\n"
         f"more = {[*OPTIONS, '--cut', '2', '2', '--max-steps', '50', '--checkpoint-every', '20']}\n"
         "sys.exit(cli.run(['train', 'digits', *more, '--runs', sys.argv[1]]))\n"
@@ -264,7 +264,7 @@ def test_crafted_checkpoint_index_is_damage(index: Any, tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from nwise.training.lock import FolderLock
+from nwise.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)

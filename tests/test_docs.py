@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import nwise
-from nwise import cli
-from nwise.cli.dispatch import parse
+from nwise.app import cli
+from nwise.app.cli.dispatch import parse
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.named import ORDERS
 
@@ -97,7 +97,7 @@ def test_documented_commands_are_collected() -> None:
 
 
 def test_documented_benchmarks_start_from_the_root() -> None:
-    """Regression: `python benchmarks/runtime/run.py` could not import its neighbours; such a script needs `-m`."""
+    """Regression: `python -m benchmarks.runtime` could not import its neighbours; such a script needs `-m`."""
     pattern = r"^(?:\$ |    )(?:\w+=\S+ )*python (?:-m (benchmarks\.[\w.]+)|(benchmarks/[\w/]+)\.py)"
     number = 0
     for page in [*(ROOT / "benchmarks").glob("*/README.md"), *(ROOT / "benchmarks").glob("*/*.py")]:
@@ -189,7 +189,7 @@ def test_manual_builds_and_has_every_public_name(tmp_path: Path) -> None:
     index = InventoryFile.loads((tmp_path / "objects.inv").read_bytes(), uri="").data
     documented = {entry for kind, entries in index.items() if kind.startswith("py:") for entry in entries}
     short = {entry.rpartition(".")[2] for entry in documented}
-    modules = ("nwise", "nwise.data", "nwise.models", "nwise.recipes", "nwise.schedule", "nwise.training")
+    modules = ("nwise", "nwise.app.data", "nwise.app.models", "nwise.app.recipes", "nwise.schedule", "nwise.training")
     names = {(module, public) for module in modules for public in importlib.import_module(module).__all__}
     assert [f"{m}.{n}" for m, n in sorted(names) if n not in short and f"{m}.{n}" not in documented] == []
     for page in (ROOT / "docs").glob("*.md"):
@@ -260,11 +260,11 @@ for name in sys.argv[1:]:
 
 
 def test_documented_names_exist_after_import_nwise() -> None:
-    """Regression: the manual's `nwise.training.gather_weights(pipe)` was an AttributeError until something imported it."""
+    """Regression: the manual's `nwise.checkpoint.gather_weights(pipe)` was an AttributeError until something imported it."""
     text = "".join(page.read_text() for page in [*PAGES, *(ROOT / "examples").glob("*.py")])
     found = {name.rstrip(".") for name in re.findall(r"\bnwise\.[a-z_]\w*(?:\.[A-Za-z_]\w*)*", text)}
     names = {name for name in found if name.split(".")[1] not in nwise.__all__} - {"nwise.egg", "nwise.nn"}
-    assert {"nwise.training.gather_weights", "nwise.schedule.best", "nwise.runtime.compression.Compression"} <= names
+    assert {"nwise.checkpoint.gather_weights", "nwise.schedule.best", "nwise.runtime.compression.Compression"} <= names
     done = subprocess.run([sys.executable, "-c", _RESOLVE, *sorted(names)], capture_output=True, text=True, check=True)
     assert done.stdout == "", done.stdout
     # The order of the names does not matter: each package imports its own submodules.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import nwise
 from nets import ZOO
+from nwise.app.training.calibrate import Seen, Work, calibrate, count_work, cross_validated, outcome
 from nwise.exits import EarlyExit, confidence, confidence_of, default_confidence
 from nwise.tensors import Named
-from nwise.training.calibrate import Seen, Work, calibrate, count_work, cross_validated, outcome
 
 A = 4
 

@@ -22,22 +22,12 @@ from torch import Tensor, nn
 
 import nwise
 from launch import elastic, forked, results
-from nwise.cli import run as command
-from nwise.recipes import Mlp, Recipe, Sgd, recipe
-from nwise.report.display import PlainDisplay
-from nwise.training import (
-    Callback,
-    CheckpointPolicy,
-    LearningRate,
-    NonFiniteGuard,
-    NotFiniteError,
-    Run,
-    Scores,
-    StoppedError,
-    Trainer,
-    gather_weights,
-    new_run,
-)
+from nwise.app.cli import run as command
+from nwise.app.recipes import Mlp, Recipe, Sgd, recipe
+from nwise.app.report.display import PlainDisplay
+from nwise.app.training import Callback, CheckpointPolicy, LearningRate, Run, Scores, StoppedError, Trainer, new_run
+from nwise.checkpoint import gather_weights
+from nwise.training import NonFiniteGuard, NotFiniteError
 from ranks import stopped
 from ranks.common import batches
 
@@ -159,7 +149,7 @@ def test_resume_with_another_network_leaves_run_unchanged(tmp_path: Path) -> Non
 
 def test_resume_from_checkpoint_without_trainer_facts_raises(tmp_path: Path) -> None:
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
-    nwise.training.Checkpoints(run.folder / "checkpoints", trainer.pipe).save()
+    nwise.checkpoint.Checkpoints(run.folder / "checkpoints", trainer.pipe).save()
     with pytest.raises(ValueError, match="should have 'rate' among its facts. Found None"):
         trainer.train(run, resume=True)
 

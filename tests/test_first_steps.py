@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise import cli, models
-from nwise.training import Checkpoints
+from nwise.app import cli, models
+from nwise.checkpoint import Checkpoints
 
 
 def pipe(strategy: str = "2-wise", head_width: int = 8) -> nwise.Pipeline:

@@ -27,11 +27,11 @@ from experiments.harness.trained import Trained
 from experiments.index import EXPERIMENTS
 from experiments.rates.experiment import SEARCHES
 from experiments.width import experiment as width
-from nwise import cli
+from nwise.app import cli
+from nwise.app.recipes import EmbeddedText, ImageSource, to_json
+from nwise.app.training import Trainer
 from nwise.planning.profile import Profile
-from nwise.recipes import EmbeddedText, ImageSource, to_json
 from nwise.schedule.partition import Piece
-from nwise.training import Trainer
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 

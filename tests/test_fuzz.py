@@ -22,9 +22,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from nwise import cli
-from nwise.cli.costs import parse_costs
-from nwise.recipes import RECIPES, Recipe, from_json, recipe, to_json
+from nwise.app import cli
+from nwise.app.cli.costs import parse_costs
+from nwise.app.recipes import RECIPES, Recipe, from_json, recipe, to_json
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.validate import validate

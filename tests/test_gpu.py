@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import nwise
 from nwise._memory import allocated
-from nwise.recipes import recipe
-from nwise.training import Trainer
+from nwise.app.recipes import recipe
+from nwise.app.training import Trainer
 
 DEVICE = "cuda" if torch.cuda.is_available() else os.environ.get("NWISE_REHEARSE", "")
 pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a GPU")

@@ -45,7 +45,7 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
                 "A copy of a pipeline under several processes should only be read" in text for text in one[name][2:]
             )
         assert other in one["saved"]
-        assert "gather the weights by `weights = nwise.training.gather_weights(pipe)`" in one["saved"]
+        assert "gather the weights by `weights = nwise.checkpoint.gather_weights(pipe)`" in one["saved"]
         assert one["saved again"] == "", "once"
         for name in ("used", "pickled network", "after another step"):
             assert one[name].startswith("RuntimeError")

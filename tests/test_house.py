@@ -18,16 +18,15 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     [
         "_dtensor",
-        "_errors",
+        "checks",
         "_hooks",
         "_lazy",
-        "_machine",
+        "machine",
         "_memory",
-        "_modes",
+        "modes",
         "_process",
-        "_progress",
+        "progress",
         "_renamed",
-        "_records",
         "auxiliary",
         "batchnorm",
         "graph",
@@ -40,17 +39,17 @@ RANKS = [
         "tensors",
         "terms",
     ],
-    ["strategies", "_snapshot", "models"],
+    ["strategies", "_snapshot", "network", "heads"],
     ["flow"],
     ["kept", "schedule", "_summary"],
     ["tape", "versions"],
     ["stage"],
-    ["runtime", "data"],
-    ["planning"],
-    ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program", "recipes"],
+    ["runtime"],
+    ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program"],
+    ["checkpoint", "planning"],
     ["training"],
-    ["report"],
-    ["cli", "__main__"],
+    ["app"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 
@@ -158,5 +157,5 @@ def test_effects_on_the_process_are_in_one_module() -> None:
     effects += r"|^ *warnings\.filterwarnings|os\.dup2|sys\.path\.insert|signal\.signal\(|atexit\.register"
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
-    application = {"cli/dispatch.py", "cli/output.py", "cli/training.py"}
+    application = {"app/cli/dispatch.py", "app/cli/output.py", "app/cli/training.py"}
     assert offenders == {"_process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `_process` says"

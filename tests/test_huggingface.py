@@ -20,8 +20,8 @@ from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
 from nwise.exits import confidence
-from nwise.models.families import FAMILIES
-from nwise.models.huggingface import family_for, run_model
+from nwise.network.families import FAMILIES
+from nwise.network.huggingface import family_for, run_model
 from nwise.tensors import Named, Tensors, run_module
 from test_contract import assert_same, gradients
 
@@ -121,7 +121,7 @@ def check_training(model: Any, inputs: tuple[Tensor, ...], target: Tensor, folde
     assert {n: t.tolist() for n, t in again.state_dict().items()} == {
         n: t.tolist() for n, t in model.state_dict().items()
     }
-    model.load_state_dict(nwise.training.main_state(pipe), strict=True)
+    model.load_state_dict(nwise.checkpoint.main_state(pipe), strict=True)
     model.eval(), again.eval()
     assert torch.equal(run_model(again, inputs), run_model(model, inputs))
     assert torch.equal(pipe.eval()(*inputs), run_model(model, inputs))
@@ -293,7 +293,7 @@ def test_batches_by_name(name: str) -> None:
 
 def test_unsupported_models_and_arguments_raise() -> None:
     unknown = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
-    with pytest.raises(ValueError, match="should be of a class in `nwise.models.families.FAMILIES`. Found GPT2Model"):
+    with pytest.raises(ValueError, match="should be of a class in `nwise.network.families.FAMILIES`. Found GPT2Model"):
         nwise.split(unknown, at=2)
     with pytest.raises(ValueError, match=r"at most input_ids, attention_mask, position_ids. Found 1 more"):
         nwise.split(gpt2(), at=2)[0](*[torch.zeros(1, 2, dtype=torch.long)] * 4)

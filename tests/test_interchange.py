@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torchs
 
 import nwise
-from nwise import cli
+from nwise.app import cli
 from nwise.schedule import Costs, baseline, best, simulate, timed, validate
 from nwise.schedule.interchange import read_csv, write_csv
 

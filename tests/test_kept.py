@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
+from nwise.app.models import gpt
 from nwise.flow import flows_for
 from nwise.kept import Kept, keep
-from nwise.models import gpt
 from nwise.schedule.orders import make_schedule, phase, skewed
 
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import architectures
 import nwise
-from nwise.models.layers import TransformerBlock
-from nwise.recipes import Adam, Sgd, recipe
-from nwise.training import Checkpoints, Trainer
+from nwise.app.recipes import Adam, Sgd, recipe
+from nwise.app.training import Trainer
+from nwise.app.training.optimizers import make_optimizer
+from nwise.checkpoint import Checkpoints
+from nwise.network.layers import TransformerBlock
 from nwise.training.fused import Fused
 from nwise.training.late import MuonWithAdam, hidden_matrices
-from nwise.training.optimizers import make_optimizer
 
 
 def trained(config: Sgd | Adam, gradients: list[float]) -> list[float]:

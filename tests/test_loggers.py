@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from launch import forked
-from nwise import cli
-from nwise.training import Run
+from nwise.app import cli
+from nwise.app.training import Run
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from nwise._memory import allocated
+from nwise.app.recipes import Adam, Recipe
+from nwise.app.recipes.config import ConvNet, Mlp
+from nwise.app.training.build import make_pipeline, measurable
 from nwise.planning.profile import Profile, profile
-from nwise.recipes import Adam, Recipe
-from nwise.recipes.config import ConvNet, Mlp
 from nwise.schedule import Costs
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.baselines import method_flows
@@ -20,7 +21,6 @@ from nwise.schedule.named import choose
 from nwise.schedule.partition import stage_costs
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import strategy as parse
-from nwise.training.build import make_pipeline, measurable
 
 CPU = torch.device("cpu")
 SIZES = Costs(1, 0, 1, 1, activation_bytes=10, output_bytes=1, gradient_bytes=5, head_gradient_bytes=2, fixed_bytes=3)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise import models
-from nwise.models import heads
-from nwise.models.layers import Linear, SelfAttention, TransformerBlock
+from nwise import heads
+from nwise.app import models
+from nwise.network.layers import Linear, SelfAttention, TransformerBlock
 
 
 def count(*modules: nn.Module) -> int:

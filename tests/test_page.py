@@ -13,13 +13,13 @@ import pytest
 
 import nwise
 from browser import browser, complaints, picture
-from nwise import cli
-from nwise.report.explore import Choices
-from nwise.report.figures import COLOURS
-from nwise.report.grid import KIND_COLOURS, Picture
-from nwise.report.html import embed_json
+from nwise.app import cli
+from nwise.app.report.explore import Choices
+from nwise.app.report.figures import COLOURS
+from nwise.app.report.grid import KIND_COLOURS, Picture
+from nwise.app.report.html import embed_json
+from nwise.app.training import Run
 from nwise.schedule import Costs, baseline, best
-from nwise.training import Run
 
 pytest.importorskip("plotly", reason="needs the extra 'html'")
 # `NWISE_SCREENSHOTS=docs pytest tests/test_page.py` takes the pictures of the manual.

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nwise
-from nwise._modes import evaluating
-from nwise.recipes import Adam
-from nwise.training import Checkpoints, NonFiniteGuard, NotFiniteError, make_optimizer
+from nwise.app.recipes import Adam
+from nwise.app.training import make_optimizer
+from nwise.checkpoint import Checkpoints
+from nwise.modes import evaluating
+from nwise.training import NonFiniteGuard, NotFiniteError
 from nwise.training.late import hidden_matrices
 
 DROPPED = "gradients? still due, lost now because"

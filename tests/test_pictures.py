@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nwise import cli
-from nwise.report.grid import Picture, terminal_grid
-from nwise.report.trace import chrome_trace
+from nwise.app import cli
+from nwise.app.report.grid import Picture, terminal_grid
+from nwise.app.report.trace import chrome_trace
 from nwise.schedule import PAPER, Costs, baseline, best
 
 
@@ -119,7 +119,7 @@ def test_schedule_page_without_plotly_names_the_extra(
         raise AssertionError("schedules were timed before the check")
 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.setattr("nwise.cli.drawing.timed_method", timed)
+    monkeypatch.setattr("nwise.app.cli.drawing.timed_method", timed)
     assert cli.run(["schedule", "--out", "s.html"]) == 2
     assert "Install it with `pip install 'nwise[html]'`" in capsys.readouterr().err
 

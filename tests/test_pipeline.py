@@ -630,13 +630,13 @@ def test_inference_is_the_main_network() -> None:
 
 
 def test_evaluation_does_not_change_training() -> None:
-    from nwise.data import digits
-    from nwise.training import evaluate
+    from nwise.app.data import digits
+    from nwise.app.training import evaluate
 
     train, test = digits()
     results = []
     for evaluations in (0, 1):
-        model = nwise.models.convnet(3, in_channels=1, image_size=8)
+        model = nwise.app.models.convnet(3, in_channels=1, image_size=8)
         pipe = nwise.Pipeline(model.stages, model.heads, cross_entropy, "2-wise", seed=0)
         pipe.heads["0"].eval()  # a mode that a user chose
         x, y = train.batch(torch.arange(32))

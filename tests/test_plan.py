@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import nwise
-from nwise import cli
-from nwise.cli.costs import parse_costs
+from nwise.app import cli
+from nwise.app.cli.costs import parse_costs
+from nwise.app.recipes import Adam, Mlp, Recipe
+from nwise.app.report.verdict import verdict
+from nwise.app.training.build import measurable
 from nwise.flow import StageFlow, find_flow
 from nwise.planning.profile import profile
-from nwise.recipes import Adam, Mlp, Recipe
-from nwise.report.verdict import verdict
 from nwise.schedule import Costs, baseline, best
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.best import DoesNotFit
@@ -27,7 +28,6 @@ from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.methods import Methods, time_methods
 from nwise.schedule.partition import Piece, partition, stage_costs
 from nwise.schedule.placement import balanced
-from nwise.training.build import measurable
 
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.
@@ -356,7 +356,7 @@ def test_bad_plans_get_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if arguments[:2] == ["--recipe", "digits"] and "--devices" not in arguments:
-        monkeypatch.setattr("nwise.cli.planning.profile", None)  # regression: refused only after the measurement
+        monkeypatch.setattr("nwise.app.cli.planning.profile", None)  # regression: refused only after the measurement
     assert cli.run(["plan", "--rounds", "1", *arguments]) == 2
     out, err = capsys.readouterr()
     assert re.search(message, err), err

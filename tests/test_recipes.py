@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nwise.recipes import ImageSource, recipe
-from nwise.training import Trainer
+from nwise.app.recipes import ImageSource, recipe
+from nwise.app.training import Trainer
 
 
 @pytest.mark.slow("training on real data, minutes")

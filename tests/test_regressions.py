@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nwise
-from nwise.data.images import _decode
-from nwise.data.text import load_text
+from nwise.app.data.images import _decode
+from nwise.app.data.text import load_text
+from nwise.app.recipes import Adam, Recipe, Sgd
+from nwise.app.training import make_optimizer
+from nwise.app.training.calibrate import Seen, Work, calibrate
+from nwise.checkpoint import save_tensors
 from nwise.flow import find_flow, flows_for
 from nwise.microbatch import Batch
-from nwise.recipes import Adam, Recipe, Sgd
 from nwise.schedule import Costs, Kind, baseline, best, simulate, validate
 from nwise.schedule.methods import time_methods
 from nwise.schedule.named import named_schedule
 from nwise.schedule.placement import make_placement
-from nwise.training import make_optimizer, save_tensors
-from nwise.training.calibrate import Seen, Work, calibrate
 from nwise.training.clip import Clip, squared_norm
 
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -357,7 +358,7 @@ def test_test_folders_may_lack_a_class(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="needs the extra 'data'")
     from PIL import Image
 
-    from nwise.data import load_images
+    from nwise.app.data import load_images
 
     for split, classes in (("train", ("bird", "cat", "dog")), ("test", ("cat", "dog"))):
         for name in classes:
@@ -382,10 +383,10 @@ def test_heads_are_set_by_number() -> None:
 
 def test_evaluate_skips_untrained_heads() -> None:
     """Regression: every head ran in an evaluation, and the outputs of untrained heads were thrown away."""
-    from nwise.data import digits
-    from nwise.training import evaluate
+    from nwise.app.data import digits
+    from nwise.app.training import evaluate
 
-    model = nwise.models.convnet(4, in_channels=1, image_size=8)
+    model = nwise.app.models.convnet(4, in_channels=1, image_size=8)
     pipe = nwise.Pipeline(model.stages, model.heads, strategy="3-wise")
     ran: list[int] = []
     for k in range(3):
@@ -397,7 +398,7 @@ def test_evaluate_skips_untrained_heads() -> None:
 
 def test_records_that_arrive_late_have_the_ages_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with several processes the last steps before a switch were logged with the next strategy's staleness."""
-    from nwise.training import log
+    from nwise.app.training import log
 
     class Slow:
         """Gathers from this process alone, and delivers at the end."""
@@ -422,7 +423,7 @@ def test_records_that_arrive_late_have_the_ages_of_their_step(monkeypatch: pytes
 
 def test_every_sample_leaves_at_the_end_even_with_a_confidence_of_nan() -> None:
     """Regression: nan is not at least 0, so the shares of the samples that leave did not add up to 1."""
-    from nwise.training.calibrate import Seen, Work, outcome
+    from nwise.app.training.calibrate import Seen, Work, outcome
 
     seen = Seen(
         (0, 1), torch.tensor([[0.9, 0.9], [torch.nan, torch.nan]]), torch.tensor([[True, True], [False, False]])

@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 
 import nwise
-from nwise.recipes import ImageSource, recipe
-from nwise.report.charts import gantt
-from nwise.report.display import LiveDisplay, PlainDisplay, display_for
-from nwise.report.figures import Curve, compare_figure, flow_figure
-from nwise.report.forecast import Forecast
-from nwise.report.grid import Picture
+from nwise.app.recipes import ImageSource, recipe
+from nwise.app.report.charts import gantt
+from nwise.app.report.display import LiveDisplay, PlainDisplay, display_for
+from nwise.app.report.figures import Curve, compare_figure, flow_figure
+from nwise.app.report.forecast import Forecast
+from nwise.app.report.grid import Picture
+from nwise.app.training import Score, Scores, Trainer
 from nwise.schedule import Costs, best
-from nwise.training import Score, Scores, Trainer
 
 
 def shown(terminal: bool, strategy: str) -> str:
@@ -64,8 +64,8 @@ class Clock:
 def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the first test of the paper's ResNet took six minutes without a word, and 40 hours of training followed."""
     clock = Clock()
-    monkeypatch.setattr("nwise.report.forecast.time", clock)
-    monkeypatch.setattr("nwise.report.display.time", clock)
+    monkeypatch.setattr("nwise.app.report.forecast.time", clock)
+    monkeypatch.setattr("nwise.app.report.display.time", clock)
     config = dataclasses.replace(recipe("digits"), epochs=100)
     trainer = Trainer(config)
     object.__setattr__(config, "data", ImageSource(source="cifar10"))  # which takes `--test-limit`
@@ -94,7 +94,7 @@ def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.Monke
 
 def test_fast_run_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("nwise.report.forecast.time", clock)
+    monkeypatch.setattr("nwise.app.report.forecast.time", clock)
     forecast = Forecast(Trainer(recipe("digits")))
     for done in range(1, 4):
         clock.now += 4

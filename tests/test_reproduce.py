@@ -46,13 +46,13 @@ from experiments.index import EXPERIMENTS
 from experiments.t import experiment as t
 from experiments.t import plots as timing_plots
 from experiments.t import timing
-from nwise import cli, models
-from nwise.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
-from nwise.recipes import recipe as recipe_of
+from nwise.app import cli, models
+from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
+from nwise.app.recipes import recipe as recipe_of
+from nwise.app.training import Trainer, rate_factor
 from nwise.schedule import PAPER, paper_time
 from nwise.schedule.costs import TRANSFORMER
 from nwise.strategies import strategy
-from nwise.training import Trainer, rate_factor
 
 TINY = Recipe(
     name="tiny",
@@ -537,7 +537,7 @@ def test_e2_e3_and_e5_of_made_up_records(tmp_path: Path) -> None:
 
 
 def test_page_of_runs_that_no_figure_shows(tmp_path: Path) -> None:
-    """After `nwise reproduce e2 --only "sums of 1"` in a new folder the figure ended in an error, and no page was written."""
+    """After `e2 --only "sums of 1"` in a new folder the figure ended in an error, and no page was written."""
     cells = [cell for cell in e2.cells("small", 1) if "sums of 1" in cell.method]
     job, experiment = Job(folder=tmp_path), EXPERIMENTS["e2"]
     assert isinstance(experiment, Trained)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import nwise
 from launch import RANKS, forked, results
+from nwise.app.recipes import recipe
+from nwise.app.training.build import pick_device
 from nwise.flow import flows_for
-from nwise.recipes import recipe
 from nwise.runtime import replicas
 from nwise.runtime.launch import make_mesh, start
 from nwise.schedule.named import choose
 from nwise.stage import Stage
-from nwise.training.build import pick_device
 from ranks import mesh, placements
 from ranks.equality import CASES, case
 from test_interchange import written

@@ -20,12 +20,14 @@ from torch import nn
 import nwise
 from benchmarks.runtime.bench import Case, measure
 from launch import RANKS, forked, results
-from nwise.cli import run
-from nwise.cli.output import Output
-from nwise.cli.report import _print_comparison
-from nwise.report.charts import utilisation
-from nwise.report.grid import row_names
-from nwise.report.measured import Comparison
+from nwise.app.cli import run
+from nwise.app.cli.output import Output
+from nwise.app.cli.report import _print_comparison
+from nwise.app.report.charts import utilisation
+from nwise.app.report.grid import row_names
+from nwise.app.report.measured import Comparison
+from nwise.app.training.optimizers import parameter_groups
+from nwise.app.training.timeline import load
 from nwise.runtime.processes import Processes
 from nwise.runtime.shapes import Spec, from_json, packed, to_json, unpacked
 from nwise.schedule import best, simulate
@@ -33,8 +35,6 @@ from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import PAPER, Costs
 from nwise.schedule.named import ORDERS, choose
 from nwise.training.clip import Clip, clip_groups
-from nwise.training.optimizers import parameter_groups
-from nwise.training.timeline import load
 from ranks import edges
 from ranks.common import batches, pipeline
 
@@ -238,7 +238,7 @@ def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]
 
 
 def test_virtual_stages_have_what_the_engine_reads() -> None:
-    """Regression: `nwise bench` failed, because its stages lacked `Stage.learns`; only a slow test ran it."""
+    """Regression: the benchmark failed, because its stages lacked `Stage.learns`; only a slow test ran it."""
     found = measure(Processes(2), Case(stages=2, ranks=1, slot_ms=0.1, batches=1, rounds=1))
     assert found.predicted_slots == 4
     assert found.bytes_sent == found.bytes_predicted == [(0, 0)], "one process sends nothing"

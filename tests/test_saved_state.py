@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
-from nwise.training import Checkpoints, Resumed, gather_weights, load_main_state, main_state
-from nwise.training.checkpoint import files
-from nwise.training.checkpoint.values import UnknownTypeError, pack, unpack
+from nwise.checkpoint import Checkpoints, Resumed, files, gather_weights, load_main_state, main_state
+from nwise.checkpoint.values import UnknownTypeError, pack, unpack
 from ranks import saved_state
 from ranks.saved_state import Centred, Scaled, make, train
 

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nwise
-import nwise.training
+from nwise.app.recipes.config import Recipe, from_json, to_json
 from nwise.flow import find_flow, flows_for
-from nwise.recipes.config import Recipe, from_json, to_json
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages, weight_ages
 from nwise.schedule.bounds import lower_bound
@@ -662,21 +661,6 @@ def test_deprecated_names_warn_and_work() -> None:
         assert nwise.schedule.rival is baseline
     with pytest.warns(DeprecationWarning, match="'zb-h1'"):
         assert from_json(to_json(Recipe()) | {"schedule": "zero-bubble-lean"}) == Recipe(schedule="zb-h1")
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (nwise, "flow_of", "find_flow"),
-        (nwise.training, "Finite", "NonFiniteGuard"),
-        (nwise.training, "optimizer_of", "make_optimizer"),
-        (nwise.training, "Watcher", "Callback"),
-    ],
-)
-def test_old_names_of_modules_warn_at_the_users_line(module: Any, old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{old} is now {module.__name__}.{new}") as caught:
-        assert getattr(module, old) is getattr(module, new)
-    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("name", ["rotating-2", "rotating-2-microbatch", "2-wise"])

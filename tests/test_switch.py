@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.recipes import Adam, ConvNet, Sgd, recipe
-from nwise.training import Trainer, new_run
+from nwise.app.recipes import Adam, ConvNet, Sgd, recipe
+from nwise.app.training import Trainer, new_run
 
 
 @pytest.mark.usefixtures("float64")

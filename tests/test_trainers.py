@@ -13,7 +13,7 @@ import torch
 
 import nwise
 from launch import forked
-from nwise.training import Checkpoints
+from nwise.checkpoint import Checkpoints
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.data import Images, digits
-from nwise.recipes import (
+from nwise.app.data import Images, digits
+from nwise.app.recipes import (
     RECIPES,
     Adam,
     ConvNet,
@@ -29,8 +29,8 @@ from nwise.recipes import (
     recipe,
     to_json,
 )
-from nwise.report.card import card_files
-from nwise.training import (
+from nwise.app.report.card import card_files
+from nwise.app.training import (
     Callback,
     CheckpointPolicy,
     LearningRate,
@@ -40,13 +40,12 @@ from nwise.training import (
     Trainer,
     compile_blocks,
     evaluate,
-    main_state,
     make_optimizer,
     new_run,
     rate_factor,
-    save_tensors,
 )
-from nwise.training.build import check_channels_last, pick_device
+from nwise.app.training.build import check_channels_last, pick_device
+from nwise.checkpoint import main_state, save_tensors
 
 SHORT = dataclasses.replace(recipe("digits"), epochs=2, heads="all")
 TEXT = Recipe(
@@ -106,7 +105,7 @@ def test_micro_batches_train_the_same_network(tmp_path: Path) -> None:
 
 
 def test_saved_weights_give_the_scores_they_had(tmp_path: Path) -> None:
-    from nwise.training import make_pipeline
+    from nwise.app.training import make_pipeline
 
     run, trainer, scores = train(SHORT, tmp_path)
     fresh = make_pipeline(run.recipe, trainer.train_data, trainer.steps_per_epoch)
@@ -523,7 +522,7 @@ def test_invalid_run_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
-    from nwise.training import make_pipeline
+    from nwise.app.training import make_pipeline
 
     run, trainer, _ = train(dataclasses.replace(SHORT, max_steps=1), tmp_path)
     other = make_pipeline(dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, 1)

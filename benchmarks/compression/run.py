@@ -1,8 +1,8 @@
 """Quality of training when the messages between stages are compressed, and their bytes.
 
-    python benchmarks/compression/run.py train --data digits     # five minutes; two runs at a time
-    python benchmarks/compression/run.py train --data text       # half an hour
-    python benchmarks/compression/run.py show
+    python -m benchmarks.compression train --data digits     # five minutes; two runs at a time
+    python -m benchmarks.compression train --data text       # half an hour
+    python -m benchmarks.compression show
 
 `train` writes ``records/<data>.jsonl``, a line for each strategy, compression and seed. Every run has the rate of its recipe,
 whatever the compression. The bytes are those that cross all boundaries in a step, counted from the compressed tensors.
@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
 import nwise
-from nwise._machine import processor
-from nwise.data import batch_indices
-from nwise.recipes import recipe
+from nwise.app.data import batch_indices
+from nwise.app.recipes import recipe
+from nwise.app.training import evaluate
+from nwise.app.training.build import make_loss
+from nwise.app.training.optimizers import make_optimizer, parameter_groups
+from nwise.machine import processor
 from nwise.runtime.compression import Cast, Compression, Int8, TopK
 from nwise.runtime.shapes import Spec
-from nwise.training import evaluate
-from nwise.training.build import make_loss
-from nwise.training.optimizers import make_optimizer, parameter_groups
 
 HERE = Path(__file__).parent
 STRATEGIES = ("end-to-end", "2-wise-mean", "local")
@@ -164,7 +163,3 @@ def show() -> None:
                     f"{records[0]['bytes_per_step'] / 1024:.0f}",
                 ]
             print("| " + " | ".join(row) + " |")
-
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"train": train, "show": show})

@@ -1,7 +1,7 @@
 """Accuracy against work and time where samples may leave early, by strategy.
 
-    NWISE_DATA=<folder with cifar10/> python benchmarks/exits/run.py train --data cifar10    # minutes; two runs at a time
-    python benchmarks/exits/run.py measure --data cifar10                                     # on a quiet machine
+    NWISE_DATA=<folder with cifar10/> python -m benchmarks.exits train --data cifar10    # minutes; two runs at a time
+    python -m benchmarks.exits measure --data cifar10                                     # on a quiet machine
 
 `train` keeps runs in ``runs/exits``, and skips those that are there. `measure` writes ``records/<data>.jsonl`` and a figure.
 Every head is trained. A head whose loss trains no stage, as all do in end-to-end training, learns from a network that does not
@@ -20,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.progress import track
 
-from nwise._machine import processor
-from nwise.cli.exits import DROPS
-from nwise.report.figures import exits_figure
+from nwise.app.cli.exits import DROPS
+from nwise.app.report.figures import exits_figure
+from nwise.machine import processor
 
 HERE = Path(__file__).parent
 STRATEGIES = ("end-to-end", "deep-supervision", "2-wise", "2-wise-mean", "local")
@@ -130,7 +129,3 @@ def show(data: Data) -> None:
         ]
         curves[strategy] = points
     exits_figure(curves, HERE / f"{data}.png")
-
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"train": train, "measure": measure, "show": show})

@@ -1,6 +1,6 @@
 """The cost of checkpoints: a step with one saved every fifty steps against a step without, in turns in one run.
 
-    python benchmarks/faults/cost.py --rounds 6
+    python -m benchmarks.faults cost --rounds 6
 
 writes ``records/cost.jsonl``: milliseconds a step without anything, looking for numbers that are not finite, saving, and saving
 in the background; bytes on the disk against bytes of the parameters.
@@ -22,10 +22,11 @@ import tyro
 from rich.progress import track
 
 import nwise
-from nwise._machine import processor
+from nwise.app.models import gpt
+from nwise.checkpoint import Checkpoints
 from nwise.losses import TokenCrossEntropy
-from nwise.models import gpt
-from nwise.training import Checkpoints, NonFiniteGuard
+from nwise.machine import processor
+from nwise.training import NonFiniteGuard
 
 HERE = Path(__file__).parent
 EVERY = 50

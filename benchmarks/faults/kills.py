@@ -1,6 +1,6 @@
 """Runs of several processes, one of which is killed at a random moment: do they all end as if nothing had happened?
 
-    python benchmarks/faults/kills.py --runs 100
+    python -m benchmarks.faults kills --runs 100
 
 writes ``records/kills.jsonl``, a line for every run: when and where it was killed, whether that was while a checkpoint was
 written, and whether weights, optimizer state and records of the run that torchrun started again are bitwise those of a run
@@ -31,8 +31,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nwise._machine import processor
-from nwise.training import Run
+from nwise.app.training import Run
+from nwise.machine import processor
 
 HERE = Path(__file__).parent
 RANKS = 4

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from nwise.data import Images
-from nwise.recipes import Mlp, Recipe
-from nwise.training import CheckpointPolicy, Run, Trainer, new_run
+from nwise.app.data import Images
+from nwise.app.recipes import Mlp, Recipe
+from nwise.app.training import CheckpointPolicy, Run, Trainer, new_run
 
 
 def data() -> tuple[Images, Images]:

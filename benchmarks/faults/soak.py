@@ -1,6 +1,6 @@
 """Two thousand steps on four processes: does the memory of any of them grow?
 
-    python benchmarks/faults/soak.py --steps 2000
+    python -m benchmarks.faults soak --steps 2000
 
 writes ``records/soak.jsonl``: for every rank its resident memory over the steps, with evaluations, records and checkpoints as in
 any run, and the largest deviation after the first tenth from what it was there.
@@ -22,9 +22,9 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
-from nwise._machine import processor
-from nwise.recipes import Mlp, Recipe
-from nwise.training import Callback, CheckpointPolicy, Trainer, new_run
+from nwise.app.recipes import Mlp, Recipe
+from nwise.app.training import Callback, CheckpointPolicy, Trainer, new_run
+from nwise.machine import processor
 
 HERE = Path(__file__).parent
 RANKS = 4

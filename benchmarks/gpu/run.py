@@ -2,7 +2,7 @@
 
     make gpu                                            # 25 minutes
     NCCL_MULTI_RANK_GPU_ENABLE=1 make gpu               # several ranks on one GPU, with nccl 2.31 or later
-    python benchmarks/gpu/run.py --minutes 3 --device cpu --rehearse
+    python -m benchmarks.gpu --minutes 3 --device cpu --rehearse
 
 Each job writes records of its own that can be committed; ``records.jsonl`` has a line for every job: command, seconds, exit code.
 The checks come first, since no measurement is worth anything without them.
@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import tyro
 
-from nwise._machine import num_cores, processor
+from nwise.machine import num_cores, processor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -153,7 +152,3 @@ def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> N
             file.write(json.dumps(record) + "\n")
         if job.name == "checks" and code != 0:
             sys.exit("nwise: the checks should pass before anything is measured. They failed.")
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

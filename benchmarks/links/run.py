@@ -1,7 +1,7 @@
 """Steps over slow links: planned, and measured on virtual devices with virtual links.
 
-    python -m benchmarks.links.run --devices 4 8         # 20 minutes on a quiet machine
-    python -m benchmarks.links.run --devices --again     # what was more than 5 % off, with slots four times as long
+    python -m benchmarks.links --devices 4 8         # 20 minutes on a quiet machine
+    python -m benchmarks.links --devices --again     # what was more than 5 % off, with slots four times as long
 
 writes ``records/<devices>.jsonl`` and ``tables.md``. A slot is the forward of a mini-batch through one device's share of the
 network. Every method has the number of micro-batches with the shortest planned step.
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.runtime.bench import Case, start_all
-from nwise._machine import processor
+from nwise.machine import processor
 from nwise.schedule import TRANSFORMER, Costs
 from nwise.schedule.baselines import BASELINES, stages_on
 from nwise.schedule.methods import Option, time_methods
@@ -196,7 +195,3 @@ def main(devices: tuple[int, ...] = (4, 8), methods: tuple[str, ...] = (), again
         _write(path, repeated)
     longer = [row for row in _read([path] if path.exists() else []) if _key(row) in off]
     (HERE / "tables.md").write_text(tables(records, longer))
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

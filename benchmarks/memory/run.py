@@ -1,9 +1,9 @@
 """Memory of a training step on one device: predicted from measured pieces, and measured; and its speed.
 
-    python benchmarks/memory/run.py measure --network gpt      # ten minutes
-    python benchmarks/memory/run.py predict --network gpt      # once more, after a change of the planner
-    python benchmarks/memory/run.py speed --network gpt        # on a quiet machine
-    python benchmarks/memory/run.py show
+    python -m benchmarks.memory measure --network gpt      # ten minutes
+    python -m benchmarks.memory predict --network gpt      # once more, after a change of the planner
+    python -m benchmarks.memory speed --network gpt        # on a quiet machine
+    python -m benchmarks.memory show
 
 `measure` writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches, and `speed` adds
 samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with
@@ -25,30 +25,29 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from nwise._machine import processor
 from nwise._memory import allocated
-from nwise.data import Images, Tokens
-from nwise.models.chain import Chain
+from nwise.app.data import Images, Tokens
+from nwise.app.recipes import Adam, Recipe
+from nwise.app.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
+from nwise.app.report.figures import COLOURS, MARKERS
+from nwise.app.training.build import make_loss, make_pipeline, measurable
+from nwise.app.training.optimizers import make_optimizer, parameter_groups
+from nwise.machine import processor
+from nwise.network.chain import Chain
 from nwise.pipeline import Pipeline
 from nwise.planning.profile import Profile, profile
-from nwise.recipes import Adam, Recipe
-from nwise.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
-from nwise.report.figures import COLOURS, MARKERS
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
 from nwise.schedule.partition import Piece, stage_costs
 from nwise.strategies import strategy as parse
-from nwise.training.build import make_loss, make_pipeline, measurable
-from nwise.training.optimizers import make_optimizer, parameter_groups
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -483,7 +482,3 @@ def show() -> None:
     figure.axes[0].set_ylabel("samples per second")
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(HERE / "pareto.png", dpi=140)
-
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"measure": measure, "predict": predict, "speed": speed, "show": show})

@@ -2,7 +2,7 @@
 
 Writes ``records/equal.jsonl``, ``records/unequal.jsonl`` and ``tables.md``, which lists every case above the bound.
 
-    python benchmarks/orders/run.py
+    python -m benchmarks.orders
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def unequal(count: int = 400) -> list[dict[str, Any]]:
 
 def tables(same: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
     """Return the tables in Markdown."""
-    lines = ["# How good the orders are", "", "Written by `python benchmarks/orders/run.py`.", ""]
+    lines = ["# How good the orders are", "", "Written by `python -m benchmarks.orders`.", ""]
     lines += ["Equal stages: cases whose period is the lower bound, and the worst gap.", ""]
     lines += [f"| order | {' | '.join(REGIMES)} |", "|---|---|---|---|"]
     for order in same[0]["periods"]:
@@ -126,7 +126,3 @@ def main() -> None:
     text = tables(same, other)
     (HERE / "tables.md").write_text(text)
     print(text)
-
-
-if __name__ == "__main__":
-    main()

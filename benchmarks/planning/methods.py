@@ -2,7 +2,7 @@
 
 Writes one JSON record per method to ``records/methods.jsonl``, and ``methods.md`` with the tables.
 
-    python benchmarks/planning/methods.py
+    python -m benchmarks.planning.methods
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every size runs in a process of its own, in turn, so that its peak memory is its own. Writes one JSON record per run to
 ``records/planning.jsonl`` and draws ``planning.png``: seconds against actions, with the slope of both on logarithmic axes.
 
-    python benchmarks/planning/run.py --rounds 5
+    python -m benchmarks.planning --rounds 5
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
@@ -111,7 +110,3 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

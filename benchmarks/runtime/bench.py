@@ -22,8 +22,8 @@ import torch
 import tyro
 
 from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
-from nwise._errors import check_at_least
-from nwise.cli.costs import parse_costs
+from nwise.app.cli.costs import parse_costs
+from nwise.checks import check_at_least
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import Processes

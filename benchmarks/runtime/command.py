@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.runtime.bench import Case, start
-from nwise.cli.output import OK, print_json
-from nwise.recipes.config import FLAT
+from nwise.app.cli.output import OK, print_json
+from nwise.app.recipes.config import FLAT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure the runtime on virtual devices: real processes and messages, timed waits instead of computation.
 
-    Example: nwise bench runtime --stages 8 --strategy 2-wise --microbatches 2 --message-mib 1
+    Example: python -m benchmarks.runtime.command --stages 8 --strategy 2-wise --microbatches 2 --message-mib 1
     """
 
     what: Annotated[Literal["runtime"], tyro.conf.Positional] = "runtime"

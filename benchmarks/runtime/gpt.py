@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 )
 
 import nwise
-from nwise import models
+from nwise.app import models
 from nwise.losses import TokenCrossEntropy
 from nwise.runtime.world import World
 

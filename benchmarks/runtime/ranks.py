@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
-from nwise.cli.costs import parse_costs
+from nwise.app.cli.costs import parse_costs
 from nwise.runtime.world import World
 from nwise.schedule.baselines import timed_method
 

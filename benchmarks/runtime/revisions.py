@@ -61,7 +61,7 @@ def main(
     Args:
         revisions: of git.
         stages: numbers of virtual devices.
-        methods: of `nwise bench runtime`.
+        methods: of `python -m benchmarks.runtime.command`.
         microbatches: M.
         mib: size of a message.
         rounds: turns of every revision.

@@ -1,12 +1,12 @@
 """The runtime against torch.distributed.pipelining, on virtual devices and with real computation.
 
-    python -m benchmarks.runtime.run --stages 4 8 16 --rounds 3
-    python -m benchmarks.runtime.run --stages --messages --gpt-rounds 8
+    python -m benchmarks.runtime --stages 4 8 16 --rounds 3
+    python -m benchmarks.runtime --stages --messages --gpt-rounds 8
 
 writes ``records/virtual-<A>.jsonl``, ``messages.jsonl`` and ``gpt.jsonl`` anew, as far as they are asked for, and ``tables.md``
 from all of them. More rounds of a case that a few leave undecided are added to the records:
 
-    python -m benchmarks.runtime.run --stages 16 --mib 4 --methods gpipe --rounds 8 --add
+    python -m benchmarks.runtime --stages 16 --mib 4 --methods gpipe --rounds 8 --add
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.runtime.bench import Case
-from nwise._machine import processor
-from nwise.cli.costs import parse_costs
+from nwise.app.cli.costs import parse_costs
+from nwise.machine import processor
 from nwise.schedule.baselines import BASELINES, timed_method
 
 HERE = Path(__file__).parent
@@ -242,7 +241,3 @@ def main(
     text = tables()
     (HERE / "tables.md").write_text(text)
     console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

@@ -1,6 +1,6 @@
 """The cost of reading a process's own targets, beside the cost of sending them to it.
 
-    python benchmarks/runtime/targets.py
+    python -m benchmarks.runtime.targets
 
 writes ``records/targets.jsonl``. The time of a message of that size is that of ``records/messages.jsonl``.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from nwise.data import batch_indices
+from nwise.app.data import batch_indices
+from nwise.app.recipes import recipe
 from nwise.randomness import generator
-from nwise.recipes import recipe
 
 ROUNDS = 200
 

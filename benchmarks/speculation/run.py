@@ -1,7 +1,7 @@
 """Self-speculative decoding with heads that nwise trained: acceptance and tokens per second, by strategy and exit.
 
-    python benchmarks/speculation/run.py train        # 20 minutes on 2 cores; skips what is there
-    python benchmarks/speculation/run.py measure      # on a quiet machine
+    python -m benchmarks.speculation train        # 20 minutes on 2 cores; skips what is there
+    python -m benchmarks.speculation measure      # on a quiet machine
 
 A Llama of 8 layers learns the bytes of Python's standard library, a layer to a stage. All exits share the last norm and the
 vocabulary matrix (`nwise.heads.shared`), so transformers can draft tokens with the first k layers and check them with all
@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nwise
-from nwise._machine import processor
-from nwise.data.text import embedded_text
+from nwise.app.data.text import embedded_text
+from nwise.machine import processor
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/speculation")
@@ -182,7 +181,3 @@ def show() -> None:
     for strategy in STRATEGIES:
         losses = [record["loss"] for record in records if record["strategy"] == strategy]
         print(f"| {strategy} | " + " | ".join(f"{loss:.3f}" for loss in losses) + " |")
-
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"train": train, "measure": measure, "show": show})

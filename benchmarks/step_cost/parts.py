@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.step_cost.run import by_hand, ours, overhead, quartiles
-from nwise._machine import processor
+from nwise.machine import processor
 from nwise.tensors import as_tuple
 
 PARTS: dict[str, dict[str, Any]] = {

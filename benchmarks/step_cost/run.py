@@ -3,7 +3,7 @@
 All methods take turns in one run; each starts from the same network and batch. Prints a table and
 writes one JSON record per method to ``records/<case>.jsonl``.
 
-    python benchmarks/step_cost/run.py --case convnet --rounds 40
+    python -m benchmarks.step_cost --case convnet --rounds 40
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
-from nwise import models
-from nwise._machine import processor
+from nwise.app import models
 from nwise.losses import TokenCrossEntropy
+from nwise.machine import processor
 
 PLAIN = "plain end-to-end"
 
@@ -281,7 +280,3 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
         f"torch {r['torch']}, Python {r['python']}."
     )
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

@@ -14,7 +14,7 @@ from experiments.harness.plots import lines_over_stages
 from experiments.harness.runs import Runs, accuracy
 from experiments.harness.search import TRIAL_SEED, Search, with_rate
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import ConvNet, ImageSource, Recipe, recipe
+from nwise.app.recipes import ConvNet, ImageSource, Recipe, recipe
 
 DOUBLE = "1-wise double size"
 _WISE = ("1-wise", "2-wise", "3-wise", "4-wise", "end-to-end")

@@ -15,7 +15,7 @@ from experiments.harness.plots import accuracy_and_step_time
 from experiments.harness.runs import Runs, accuracy
 from experiments.harness.search import TRIAL_SEED, Search, with_rate
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import ImageSource, Recipe, ResNet, recipe
+from nwise.app.recipes import ImageSource, Recipe, ResNet, recipe
 from nwise.schedule import Costs
 from nwise.strategies import Credit, Heads, Strategy, strategy
 

@@ -15,7 +15,7 @@ from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import grid_of_fine_tuning
 from experiments.harness.runs import Runs, accuracy, shown
 from experiments.harness.trained import Parts, Trained
-from nwise.recipes import ImageSource, Recipe, Sgd
+from nwise.app.recipes import ImageSource, Recipe, Sgd
 
 METHODS = ("end-to-end", "2-wise", "1-wise", "fine-tuning")
 _DROPS = (0.7, 0.85, 0.95)

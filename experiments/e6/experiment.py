@@ -16,7 +16,7 @@ from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import language_models, loss_over_time
 from experiments.harness.runs import Runs, loss, loss_at, perplexity
 from experiments.harness.trained import Parts, Trained, on_a_gpu
-from nwise.recipes import Gpt, Recipe, recipe
+from nwise.app.recipes import Gpt, Recipe, recipe
 from nwise.schedule import PAPER as PAPERS_COSTS
 from nwise.schedule import Costs
 from nwise.schedule.baselines import timed_method

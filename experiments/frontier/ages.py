@@ -23,10 +23,10 @@ import nwise
 from experiments.frontier.arms import Arm
 from experiments.harness.cell import History, revision, source_digest
 from experiments.harness.store import Store
-from nwise._machine import machine
+from nwise.app.recipes import EmbeddedText
+from nwise.app.training import Trainer
 from nwise.losses import TokenCrossEntropy
-from nwise.recipes import EmbeddedText
-from nwise.training import Trainer
+from nwise.machine import machine
 
 RECORDS = Path(__file__).parent / "ages.jsonl"
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from experiments.harness.cell import Cell
 from experiments.harness.search import TRIAL_SEED, Search
-from nwise.recipes import Adam, EmbeddedText, Gpt, Recipe
+from nwise.app.recipes import Adam, EmbeddedText, Gpt, Recipe
 from nwise.strategies import Strategy, strategy
 
 STAGES = 8

@@ -22,13 +22,13 @@ from experiments.harness import markdown
 from experiments.harness.cell import Record, revision
 from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
-from nwise._machine import machine
-from nwise._records import json_line, write_text
+from nwise.app.records import json_line, write_text
+from nwise.app.training.build import measurable
 from nwise.flow import flows_for
+from nwise.machine import machine
 from nwise.planning.profile import Profile, profile
 from nwise.schedule import Costs
 from nwise.schedule.partition import stage_costs
-from nwise.training.build import measurable
 
 RECORDS = Path(__file__).parent / "costs.jsonl"
 ARMS = (*COMPARED, "3-wise-mean")

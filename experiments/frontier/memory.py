@@ -22,8 +22,8 @@ from experiments.harness import markdown
 from experiments.harness.cell import Record, revision
 from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
-from nwise._machine import machine
-from nwise._records import json_line, write_text
+from nwise.app.records import json_line, write_text
+from nwise.machine import machine
 from nwise.planning.profile import Profile
 from nwise.schedule import Costs
 from nwise.schedule.timed import CLOSE

@@ -15,7 +15,7 @@ from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
 from experiments.harness.claims import interval
 from experiments.harness.plots import make_panels
 from experiments.harness.runs import Runs, loss, loss_at
-from nwise.report.figures import COLOURS
+from nwise.app.report.figures import COLOURS
 
 _POINTS = 60
 _BANDS = 10  # most arms whose intervals a panel can show

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise._machine import machine
-from nwise.data import Images, Tokens
-from nwise.data.sources import tables
-from nwise.data.text import standard_library
-from nwise.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, from_json, to_json
-from nwise.training import Callback, Scores, Trainer, evaluate
-from nwise.training.build import autocast
-from nwise.training.run import versions
+from nwise.app.data import Images, Tokens
+from nwise.app.data.sources import tables
+from nwise.app.data.text import standard_library
+from nwise.app.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, from_json, to_json
+from nwise.app.training import Callback, Scores, Trainer, evaluate
+from nwise.app.training.build import autocast
+from nwise.app.training.run import versions
+from nwise.machine import machine
 
 Record = dict[str, Any]
 Data = tuple[Images, Images] | tuple[Tokens, Tokens]

@@ -18,8 +18,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.harness import markdown
-from nwise import models
-from nwise.recipes import Gpt, ResNet
+from nwise.app import models
+from nwise.app.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, Costs, Schedule, Timed
 from nwise.schedule.baselines import timed_method
 from nwise.schedule.best import DoesNotFit, best

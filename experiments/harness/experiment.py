@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 from experiments.harness.claims import Claim
 from experiments.harness.pool import OnProgress
 from experiments.harness.store import Store
-from nwise._records import write_text
+from nwise.app.records import write_text
 
 Size = Literal["small", "medium", "full"]
 SIZES: tuple[Size, ...] = get_args(Size)
@@ -135,5 +135,5 @@ class Experiment(ABC):
         """Write the tables of a size."""
         path = self.page(job)
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = f"`nwise reproduce {self.name} --size {job.size}`"
+        command = f"`python -m experiments {self.name} --size {job.size}`"
         write_text(path, f"# {self.title}: {job.size} size\n\nWritten by {command}.\n\n{text.strip()}\n")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from experiments.harness.cell import Record
 from experiments.harness.clock import step_time
 from experiments.harness.runs import Runs, Score, accuracy, ensemble_accuracy, head_accuracy, perplexity
-from nwise.report.figures import COLOURS, MARKERS, new_figure
+from nwise.app.report.figures import COLOURS, MARKERS, new_figure
 from nwise.schedule import PAPER, Costs
 
 # One place in the colours and markers for each method, the same in all figures; some never appear together. Methods that are not

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from experiments.harness.cell import Cell, Data, Record, measure
-from nwise.recipes import Gpt, Recipe
+from nwise.app.recipes import Gpt, Recipe
 
 _POLL_SECONDS = 0.2  # between two looks at the progress of the cells
 

@@ -1,6 +1,6 @@
 """A search for learning rates: every method is tried with every rate of a grid, in short runs tested on withheld data.
 
-nwise reproduce rates  ->  rates/medium.jsonl  ->  the reported runs
+python -m experiments rates  ->  rates/medium.jsonl  ->  the reported runs
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.runs import Runs, loss, shown
 from experiments.harness.store import Store
-from nwise.recipes import Recipe
+from nwise.app.recipes import Recipe
 
 TRIAL_SEED = 100  # of trials, and those that follow; no reported run has them
 RECORDS = Path(__file__).parents[1] / "rates" / "medium.jsonl"

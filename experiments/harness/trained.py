@@ -15,7 +15,7 @@ from experiments.harness.experiment import Experiment, Job, NothingMatches, Resu
 from experiments.harness.pool import run_cells
 from experiments.harness.runs import Runs
 from experiments.harness.search import RECORDS
-from nwise.recipes import EmbeddedText, Gpt, Recipe
+from nwise.app.recipes import EmbeddedText, Gpt, Recipe
 
 # SHA-256 of the source code of records that do not name it.
 _FIRST_SOURCE = "2e31e854ce7c5a39d3549a94420e7ba4b51281ef0f32fc8b6ddd601eff6d7d42"
@@ -53,7 +53,7 @@ class Trained(Experiment):
         if not self.parts.cells(job.size, 1):
             raise NothingMatches(
                 f"{self.name} should have a learning rate for each method of {job.size} size in {RECORDS}. Found none; run "
-                f"`nwise reproduce rates --size {job.size}` in the repository."
+                f"`python -m experiments rates --size {job.size}` in the repository."
             )
 
     def cells(self, job: Job) -> list[Cell]:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from experiments.harness.plots import legend, make_panels, style
 from experiments.t.timing import MEASURED, Row, fitted, window
-from nwise.report.figures import COLOURS
+from nwise.app.report.figures import COLOURS
 from nwise.schedule import Slot, paper_time
 
 

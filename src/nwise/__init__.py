@@ -9,15 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nwise import losses, models
+    from nwise import heads, losses
     from nwise._compiled import compile_module
     from nwise.auxiliary import inject
     from nwise.batchnorm import defer_batchnorm
     from nwise.flow import Flow, find_flow
-    from nwise.models import heads
-    from nwise.models.carry import carry
-    from nwise.models.chain import Chain
-    from nwise.models.split import split, untie
+    from nwise.network.carry import carry
+    from nwise.network.chain import Chain
+    from nwise.network.split import split, untie
     from nwise.pipeline import Pipeline
     from nwise.planning.devices import Device
     from nwise.planning.planner import plan
@@ -67,7 +66,6 @@ __all__ = [
     "heads",
     "inject",
     "losses",
-    "models",
     "plan",
     "reference_grads",
     "split",
@@ -78,30 +76,29 @@ __all__ = [
 
 # Where the names that are not strategies are.
 _PLACES = {
-    "Chain": "models.chain",
+    "Chain": "network.chain",
     "Device": "planning.devices",
     "Flow": "flow",
     "Pipeline": "pipeline",
-    "carry": "models.carry",
+    "carry": "network.carry",
     "clip_grad_norm_": "training.clip",
     "compile_module": "_compiled",
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",
-    "heads": "models",
     "inject": "auxiliary",
     "plan": "planning.planner",
     "reference_grads": "reference",
-    "split": "models.split",
+    "split": "network.split",
     "staleness": "schedule.ages",
-    "untie": "models.split",
+    "untie": "network.split",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__ or name in ("losses", "models"):
-        from nwise._renamed import deprecated_names
+    if name not in __all__ or name in ("heads", "losses"):
+        from nwise._lazy import submodule
 
-        return deprecated_names("nwise", {"flow_of": "find_flow"}, stacklevel=3)(name)
+        return submodule("nwise", name)
     value = getattr(import_module(f"nwise.{_PLACES.get(name, 'strategies')}"), name)
     globals()[name] = value
     return value

@@ -6,16 +6,16 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from nwise._errors import check_at_least
-from nwise.models.chain import Chain
-from nwise.models.unsaved import emptied_buffers, refuse_buffers
-from nwise.planning.plan import Plan
+from nwise.checks import check_at_least
+from nwise.network.chain import Chain
+from nwise.network.unsaved import emptied_buffers, refuse_buffers
+from nwise.runtime.engine import Recorder
 from nwise.runtime.processes import Processes
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
@@ -23,6 +23,38 @@ from nwise.tensors import Input, Tensors, as_tuple, call, names
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
+
+
+class Observer(Protocol):
+    """What looks at the first steps of a planned pipeline."""
+
+    def through(self, recorder: Recorder | None) -> Recorder | None:
+        """Return a recorder of this step that also calls another one."""
+
+    def look(self) -> None:
+        """Look at the step that has ended; all ranks call it together."""
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A placement with what a planner knows of the stages; `nwise.plan` returns one."""
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Rank of every stage."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches, M."""
+
+    def check_stages(self, stages: Sequence[object]) -> None:
+        """Raise ValueError unless the stages are those that were planned."""
+
+    def prices(self, num_ranks: int) -> tuple[Any, ...]:
+        """Return the costs by which orders are compared, and the memory of every rank."""
+
+    def observer(self, processes: Processes) -> Observer:
+        """Return what looks at the first steps."""
 
 
 class HeadDict(nn.ModuleDict):
@@ -173,12 +205,12 @@ def check_input_gradients(processes: Processes, delay: int) -> None:
 
 
 def placed(
-    stages: Sequence[ModuleOrFactory], placement: str | Sequence[int] | Plan, num_microbatches: int | None
-) -> tuple[Plan | None, str | Sequence[int], int]:
+    stages: Sequence[ModuleOrFactory], placement: str | Sequence[int] | Planned, num_microbatches: int | None
+) -> tuple[Planned | None, str | Sequence[int], int]:
     """Return the plan, if the placement is one, the placement itself, and the number of micro-batches."""
     if num_microbatches is not None:
         check_at_least(1, num_microbatches=num_microbatches)
-    if not isinstance(placement, Plan):
+    if not isinstance(placement, Planned):
         return None, placement, int(num_microbatches or 1)
     placement.check_stages(stages)
     return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
@@ -200,8 +232,7 @@ def check_same_batch(processes: Processes, inputs: Tensors, target: Input | Tens
             if other != known[0][1]:
                 raise ValueError(
                     f"Every rank should get the same mini-batches. Found different {what} on ranks {known[0][0]} and {rank}; "
-                    "shuffle with one seed on all ranks, as `nwise.data.batch_indices` does. nwise shares each mini-batch out "
-                    "among replicas."
+                    "shuffle with one seed on all ranks. nwise shares each mini-batch out among replicas."
                 )
     return True
 
@@ -221,7 +252,7 @@ def _takes(module: nn.Module, inputs: Tensors) -> bool:
         outer = module
         if type(module) is nn.Sequential:
             module = next(iter(module), nn.Identity())
-        elif hasattr(type(module), "entry_module"):  # a chain (`nwise.models.chain`)
+        elif hasattr(type(module), "entry_module"):  # a chain (`nwise.network.chain`)
             module = cast(Any, module).entry_module(by_name=bool(names(inputs)))
     try:
         call(inspect.signature(module.forward).bind, inputs)

@@ -20,8 +20,7 @@ A library should leave its process alone; these are the exceptions, and no other
     KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
 
 The command line also handles SIGTERM and SIGINT while it trains, replaces a closed standard output, and characters that its
-encoding lacks, and puts the folder of the repository on `sys.path` for `nwise reproduce` and `nwise bench`. Several processes
-leave their group in an exit handler.
+encoding lacks. Several processes leave their group in an exit handler.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nwise._machine import num_cores
+from nwise.machine import num_cores
 
 
 def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from nwise._arguments import warn_of_wide_windows
-from nwise._errors import check_at_least
 from nwise.batchnorm import warn_of_microbatches
+from nwise.checks import check_at_least
 from nwise.schedule.named import Order, check_order
 from nwise.stage import Stage
 from nwise.strategies import Strategy

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import nwise._arguments as arguments
-from nwise._arguments import HeadDict, ModuleOrFactory
+from nwise._arguments import HeadDict, ModuleOrFactory, Planned
 from nwise._compiled import allow_several_passes
 from nwise._habits import Habits
 from nwise._hooks import once
-from nwise._modes import evaluating
 from nwise._settings import Settings
 from nwise._snapshot import restored_on_error
 from nwise.batchnorm import warn_of_microbatches
@@ -23,8 +22,7 @@ from nwise.cutting import Cutter
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim
-from nwise.planning.observe import Observer
-from nwise.planning.plan import Plan
+from nwise.modes import evaluating
 from nwise.program import Program, check_heads, check_unneeded
 from nwise.randomness import derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
@@ -106,7 +104,7 @@ class Pipeline(Settings):
         recompute: bool = False,
         tied: str = "refuse",
         seed: int | None = None,
-        placement: str | Sequence[int] | Plan = "contiguous",
+        placement: str | Sequence[int] | Planned = "contiguous",
         compress: str | Compression = "none",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
@@ -135,7 +133,7 @@ class Pipeline(Settings):
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence, self._divergence = True, Divergence()
         self._compared = False  # whether the mini-batches of all ranks have been compared
-        self._observer = None if plan is None else Observer(plan, self.processes)
+        self._observer = None if plan is None else plan.observer(self.processes)
         prices = () if plan is None else plan.prices(self.processes.num_ranks)
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]

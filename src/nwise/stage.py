@@ -24,12 +24,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nwise._modes import in_modes, modes_in
 from nwise.auxiliary import PRESENT
 from nwise.graph import add_gradients, check_leaves, has_custom, nodes_of, surplus, without_backward, without_updates
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
+from nwise.modes import in_modes, modes_in
 from nwise.randomness import derive, seed_all
 from nwise.rerun import FirstRun
 from nwise.schedule.actions import Action, Kind

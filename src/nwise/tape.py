@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nwise._modes import Modes
 from nwise.flow import StageFlow
 from nwise.kept import Kept
 from nwise.microbatch import Batch
+from nwise.modes import Modes
 from nwise.rerun import FirstRun
 from nwise.tensors import Tensors
 

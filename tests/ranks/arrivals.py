@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from nwise.app.training.log import AsyncGather
 from nwise.runtime.world import World
-from nwise.training.log import AsyncGather
 from ranks.common import RANK, write
 
 

@@ -18,9 +18,9 @@ from torch import nn
 
 import nwise
 from nets import ZOO
-from nwise._modes import evaluating
-from nwise.recipes import recipe
-from nwise.training import evaluate
+from nwise.app.recipes import recipe
+from nwise.app.training import evaluate
+from nwise.modes import evaluating
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
 from ranks import shapes

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.training import gather_weights
-from nwise.training.weights import under
+from nwise.checkpoint import gather_weights
+from nwise.checkpoint.weights import under
 from ranks.common import RANK, batches, write
 
 

@@ -12,8 +12,8 @@ import torch
 
 import nwise
 from architectures import VOCABULARY, tiny
-from nwise.training import gather_weights
-from nwise.training.weights import under
+from nwise.checkpoint import gather_weights
+from nwise.checkpoint.weights import under
 from ranks.common import RANK, closed, digest, write
 
 os.environ["HF_HUB_OFFLINE"] = "1"

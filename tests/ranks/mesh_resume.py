@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nwise
-from nwise.models.chain import Chain
+from nwise.checkpoint import Checkpoints
+from nwise.network.chain import Chain
 from nwise.runtime.launch import start
-from nwise.training import Checkpoints
 from ranks.common import batches, closed, write
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import nwise.cli.dispatch
-import nwise.cli.training
+import nwise.app.cli.dispatch
+import nwise.app.cli.training
+import nwise.checkpoint
 import nwise.pipeline
 import nwise.training
-import nwise.training.checkpoint
-from nwise.recipes import recipe
+from nwise.app.recipes import recipe
 
 torch.set_num_threads(1)
 if not torch.cuda.device_count():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.models.chain import Chain
-from nwise.training import Checkpoints
+from nwise.checkpoint import Checkpoints
+from nwise.network.chain import Chain
 from ranks.common import batches, closed, make_optimizer, write
 
 WIDTH = 6

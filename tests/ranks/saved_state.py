@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.training import Checkpoints
+from nwise.checkpoint import Checkpoints
 from ranks.common import closed, write
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise._modes import evaluating
+from nwise.modes import evaluating
 from ranks.common import closed, digests
 
 WORDS, WIDTH = 7, 4

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nwise.recipes import Mlp, Recipe, recipe
-from nwise.report.display import PlainDisplay
-from nwise.training import Callback, CheckpointPolicy, StoppedError, Trainer, new_run
+from nwise.app.recipes import Mlp, Recipe, recipe
+from nwise.app.report.display import PlainDisplay
+from nwise.app.training import Callback, CheckpointPolicy, StoppedError, Trainer, new_run
 from ranks.common import RANK, write
 
 CONFIG = dataclasses.replace(

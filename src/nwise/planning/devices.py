@@ -8,7 +8,7 @@ from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 
 _EXTREME = 1e6  # keeps times finite
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
 from nwise._summary import milliseconds, table
-from nwise.planning.plan import Plan
 from nwise.runtime.engine import Recorder
 from nwise.runtime.processes import Processes
 from nwise.schedule.actions import COMPUTATIONS, Action
+
+if TYPE_CHECKING:
+    from nwise.planning.plan import Plan
 
 _WARMUP = 2  # steps that are not counted: the first allocate memory
 _STEPS = 5

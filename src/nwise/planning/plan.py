@@ -8,9 +8,11 @@ from math import isfinite
 
 from nwise._summary import milliseconds, table
 from nwise.flow import flows_for
-from nwise.models.chain import Chain
+from nwise.network.chain import Chain
 from nwise.planning.devices import Device, limits
+from nwise.planning.observe import Observer
 from nwise.planning.profile import Profile
+from nwise.runtime.processes import Processes
 from nwise.schedule.costs import Costs
 from nwise.schedule.timed import Limit, Timed
 from nwise.strategies import EndToEnd
@@ -104,6 +106,10 @@ class Plan:
     def prices(self, num_ranks: int) -> tuple[Costs, Limit]:
         """Return the costs by which orders are compared, and the memory of every rank if the ranks are the plan's devices."""
         return self.timed.costs, self.limits if num_ranks == len(self.devices) else None
+
+    def observer(self, processes: Processes) -> Observer:
+        """Return what compares the first steps of the pipeline with this plan."""
+        return Observer(self, processes)
 
     def _memory(self, device: int) -> list[str]:
         if not self.limits:

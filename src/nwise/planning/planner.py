@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nwise._errors import check_at_least
-from nwise._progress import progress_bar
-from nwise.models.chain import Chain
-from nwise.models.split import even_starts, is_hugging_face
+from nwise.checks import check_at_least
+from nwise.network.chain import Chain
+from nwise.network.split import even_starts, is_hugging_face
 from nwise.planning.devices import Device, as_devices, limits
 from nwise.planning.plan import Plan
 from nwise.planning.prepare import (
@@ -31,6 +30,7 @@ from nwise.planning.prepare import (
 )
 from nwise.planning.profile import Profile, profile
 from nwise.planning.search import Search, search
+from nwise.progress import progress_bar
 from nwise.randomness import preserved
 from nwise.runtime.launch import launched, variable
 from nwise.schedule.best import DoesNotFit

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nwise._errors import check_at_least, check_optimizer
+from nwise.checks import check_at_least, check_optimizer
 from nwise.flow import find_flow
 from nwise.microbatch import Batch
-from nwise.models.chain import Chain
-from nwise.models.split import cut_points, split
+from nwise.network.chain import Chain
+from nwise.network.split import cut_points, split
 from nwise.planning.profile import Network
 from nwise.runtime.launch import exchange, start
 from nwise.schedule.actions import Action, Kind

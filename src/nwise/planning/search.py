@@ -14,7 +14,7 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 from nwise.flow import flows_for
 from nwise.planning.devices import Device, limits
 from nwise.schedule.ages import Flows, weight_ages

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 _REMEDY = (
-    "on all processes, gather the weights by `weights = nwise.training.gather_weights(pipe)`, and in rank 0 load them, "
-    "`model.load_state_dict(nwise.training.weights.under(weights, 'model.'))`"
+    "on all processes, gather the weights by `weights = nwise.checkpoint.gather_weights(pipe)`, and in rank 0 load them, "
+    "`model.load_state_dict(nwise.checkpoint.weights.under(weights, 'model.'))`"
 )
 
 

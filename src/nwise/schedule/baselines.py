@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from nwise._errors import check_at_least, hint
 from nwise._renamed import current_name
+from nwise.checks import check_at_least, hint
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
 from nwise.schedule.best import arrange, best, fastest, place

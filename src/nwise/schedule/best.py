@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.ages import Flows, message_ages, weight_ages

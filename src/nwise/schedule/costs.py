@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 from nwise.flow import Flow
 from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES, method_flows, stages_on, timed_method
 from nwise.schedule.best import DoesNotFit

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from nwise._errors import hint
 from nwise._renamed import current_name
+from nwise.checks import hint
 from nwise.schedule import orders
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.ages import Flows, message_ages

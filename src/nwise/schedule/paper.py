@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 
 # Seconds, for the paper's Transformers.
 C0, C1 = 0.025, 1.279

@@ -15,7 +15,7 @@ from numbers import Integral
 
 import numpy as np
 
-from nwise._errors import hint
+from nwise.checks import hint
 from nwise.schedule.assign import assign
 
 PLACEMENTS = ("contiguous", "interleaved", "v")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import Costs
 from nwise.schedule.event_graph import EventGraph, SimulatedRun, event_graph, run

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from nwise._errors import hint
+from nwise.checks import hint
 
 Heads = Literal["live", "all"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nwise._errors import check_at_least
+from nwise.checks import check_at_least
 from nwise.strategies.base import Strategy, strategy
 from nwise.strategies.matrices import EndToEnd, Local
 
@@ -123,7 +123,7 @@ class Delayed(_Late):
 class Switch(Strategy):
     """One strategy up to a step and another one after it (the paper's fine-tuning, section 4.2).
 
-    At that step the paper also discards the heads, resets the optimizer and sets the learning rate. `nwise.training.Trainer`
+    At that step the paper also discards the heads, resets the optimizer and sets the learning rate. `nwise.app.training.Trainer`
     does the same; a custom loop should too, with `Pipeline.discard_heads`, because it owns the optimizer.
 
     Args:

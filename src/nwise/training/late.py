@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nwise.checkpoint.weights import plain_name
 from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
-from nwise.training.weights import plain_name
 
 # Parameters of two dimensions that multiply nothing, such as the biases of all experts, or that make a matrix with others.
 _NO_MATRIX = re.compile(r"bias|embed|token|pos_|position|table|A_log|original|weight_(orig|g|v)$")
@@ -136,9 +136,9 @@ class MuonWithAdam(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def trains_by_muon(self, parameter: Tensor) -> bool:
-        """Return whether Muon trains a parameter, not AdamW."""
-        return parameter in self._matrices
+    def accepts_state(self, parameter: Tensor, entries: Collection[str]) -> bool:
+        """Return whether saved entries are of the optimizer that trains a parameter: in another cut it may be the other one."""
+        return (parameter in self._matrices) == ("exp_avg" not in entries)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,0 +1,8 @@
+"""`python -m benchmarks.memory`: see `run`."""
+
+import tyro
+
+from benchmarks.memory.run import measure, predict, show, speed
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"measure": measure, "predict": predict, "speed": speed, "show": show})

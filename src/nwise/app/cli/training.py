@@ -1,0 +1,320 @@
+"""Commands that train networks, and that score and export trained ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.table import Table
+
+from nwise._process import use_one_thread
+from nwise.app.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, heading, note, print_json
+from nwise.app.recipes import RECIPES, Digits, Recipe, to_json
+from nwise.app.recipes.config import FLAT
+from nwise.app.records import json_line, write_text
+from nwise.app.report import compare as comparison
+from nwise.app.report.card import card_files
+from nwise.app.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
+from nwise.app.report.figures import check_format
+from nwise.app.report.loggers import LoggerName, loggers
+from nwise.app.training import CheckpointPolicy, Run, StoppedError, Trainer, evaluate, new_run
+from nwise.app.training.run import numbered, versions
+from nwise.checkpoint import replacing, save_tensors
+from nwise.checkpoint.weights import under
+from nwise.runtime.launch import variable
+from nwise.runtime.world import tell_all
+from nwise.training import NotFiniteError
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train a recipe, showing loss and accuracy of every head. Training can be resumed from its run folder.
+
+    Example: nwise train digits --strategy 3-wise --epochs 5
+    """
+
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
+    """Name of a recipe (`nwise recipes` lists them)."""
+    runs: Path = Path("runs")
+    """Parent folder of the run's folder."""
+    log_to: tuple[LoggerName, ...] = ()
+    """Other loggers: tensorboard (events in the run's folder), wandb (offline unless WANDB_MODE says otherwise), trackio."""
+    timeline: int = 0
+    """Number of steps whose timeline to record for `nwise report`; needs several processes (torchrun)."""
+    json: bool = False
+    """Print only JSON: the final scores."""
+    resume: Path | None = None
+    """Folder of a run to resume from its newest checkpoint; options change its settings."""
+    policy: Annotated[CheckpointPolicy, tyro.conf.arg(name="checkpoint"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=CheckpointPolicy
+    )
+    config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
+
+    def run(self, console: Output) -> int:
+        resumed = self._resumed_run()
+        if self.timeline and resumed is not None:
+            raise ValueError("`timeline` should be set when a run starts. Found a run to resume.")
+        # Errors in configuration or data are raised before a folder is made.
+        trainer = Trainer(self.config, None if resumed is None else self.config.load(resumed.tokenizer()))
+        _choose_threads(self.config)
+        trainer.record_timeline(self.timeline)
+        console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
+        is_first = trainer.pipe.processes.is_first
+        callbacks: list[Any] = []
+        display = display_for(console) if is_first and not self.json else None
+        if display is not None:
+            callbacks.append(display)
+        if is_first:
+            callbacks += loggers(self.log_to)
+        run = (resumed or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
+        acknowledge = write_at_once if display is None else display.stopping
+        try:
+            with stopping(trainer, acknowledge if is_first else None):
+                scores = trainer.train(
+                    run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=self.resume is None
+                )
+        except StoppedError as error:
+            if run is not None:
+                lost = f" Not written: {_missing(trainer.unwritten)}." if trainer.unwritten else ""
+                note(f"{error}{lost} Resume with `nwise train --resume {run.folder}`.")
+            return STOPPED
+        except NotFiniteError as error:
+            tell_all(error)
+            note(
+                f"{heading('nwise train')}: {error}"
+                + (f" See {run.folder / 'post-mortem.json'}." if run is not None else "")
+            )
+            return FAILED
+        except KeyboardInterrupt as error:
+            tell_all(error)
+            if run is not None:
+                note(f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them.")
+            return INTERRUPTED
+        if self.json and run is not None:
+            print_json({"run": str(run.folder), "heads": dataclasses.asdict(scores)["heads"]})
+        elif run is not None:
+            console.say(f"Run folder: {run.folder}")
+        if run is not None and trainer.unwritten:
+            note(
+                f"nwise train: all steps are done, but not everything is written: {_missing(trainer.unwritten)}. Make room, and "
+                f"resume from the newest checkpoint with `nwise train --resume {run.folder}`."
+            )
+            return UNWRITTEN
+        return OK
+
+    def _resumed_run(self) -> Run | None:
+        """Return the run to resume: `resume`, or after a restart by torchrun the run that this launch began."""
+        if self.resume is not None:
+            return Run.open(self.resume)
+        if variable("TORCHELASTIC_RESTART_COUNT"):
+            return Run.find_restarted(self.runs, self.config)
+        return None
+
+
+@contextmanager
+def stopping(trainer: Trainer, acknowledge: Callable[[str], None] | None) -> Iterator[None]:
+    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint, and say so at once.
+
+    Args:
+        trainer: the trainer to stop.
+        acknowledge: function that shows a text from a signal handler; None to show none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handler(number: int, frame: object) -> None:
+        trainer.stop()
+        signal.signal(number, before[number])  # a second signal ends the process at once
+        if acknowledge is not None:
+            again = "; Ctrl-C again to end now" if number == signal.SIGINT else ""
+            acknowledge(f"stopping after this step{again}")
+
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _choose_threads(config: Recipe) -> None:
+    """Take one thread for the smallest networks, which several make no faster, and six times slower beside other work."""
+    if isinstance(config.data, Digits):
+        use_one_thread()
+
+
+def _missing(unwritten: dict[str, str]) -> str:
+    return "; ".join(f"{path} ({why})" for path, why in unwritten.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareCommand:
+    """Train several strategies from the same start: a table, and a figure of quality over steps and modelled time.
+
+    Example: nwise compare digits --strategies local 2-wise end-to-end --epochs 5
+    """
+
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = "digits"
+    """Name of a recipe (`nwise recipes` lists them)."""
+    strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
+    """Strategies, separated by spaces (`--strategy` is ignored)."""
+    runs: Path = Path("runs")
+    """Parent folder of the runs' folders."""
+    figure: Path | None = None
+    """Figure to write (.png, .svg or .pdf); default: compare.png beside the runs."""
+    json: bool = False
+    """Print only JSON: the results."""
+    config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
+
+    def run(self, console: Output) -> int:
+        check_format(self.figure)
+        callbacks = () if self.json else (display_for(console),)
+        data = self.config.load()
+        comparison.check(self.config, self.strategies, data)
+        _choose_threads(self.config)
+        parent = numbered(self.runs, f"compare-{self.config.name}")
+        figure = self.figure or parent / "compare.png"
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            results = comparison.compare(self.config, self.strategies, parent, callbacks, data)
+        except KeyboardInterrupt:
+            note(f"Interrupted. The runs so far are in {parent}.")
+            return INTERRUPTED
+        budget = min(result.curve.slots[-1] for result in results)
+        rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
+        record = {"config": to_json(self.config), "versions": versions(), "results": rows, "equal_time_slots": budget}
+        (parent / "compare.json").write_text(json_line(record))
+        comparison.draw(results, self.config, figure)
+        if self.json:
+            print_json({**record, "figure": str(figure)})
+            return OK
+        kind = results[0].kind + (" %" if results[0].kind == "accuracy" else "")
+        title = f"{self.config.name}: test {kind} of the last head"
+        table = numbers_table(title, "strategy", "equal steps", "equal time", "slots/step", "seconds")
+        for r in results:
+            steps, slots = r.curve.steps[-1], r.curve.slots[-1]
+            last, equal = number(r.curve.values[-1], 2), number(r.at_slots(budget), 2)
+            table.add_row(r.strategy, last, equal, number(slots / steps, 1), number(r.seconds, 1))
+        console.print(table)
+        console.say(
+            f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: in the paper's timing\n"
+            "model a forward takes one slot, each loss's pass through a stage one, and heads none. Between tests quality is\n"
+            f"interpolated. Seconds are this machine's, one process doing all stages.\nFigure: {figure}"
+        )
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Score a run on its test set: the last head, every head, and ensembles of the top n heads.
+
+    Example: nwise evaluate runs/digits-2-wise-001
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    json: bool = False
+    """Print only JSON: the scores."""
+    device: str = "auto"
+    """Device to run on."""
+
+    def run(self, console: Output) -> int:
+        run = Run.open(self.folder)
+        pipe, test_data = run.trained(self.device)
+        kind = run.recipe.quality
+        scores = evaluate(pipe, test_data, 2 * run.recipe.batch_size, ensembles=True)
+        if self.json:
+            print_json(dataclasses.asdict(scores))
+            return OK
+        status = f" ({run.status} at step {pipe.steps})" if run.status != "done" else ""
+        console.say(f"{self.folder}{status}: {len(test_data):,} test samples")
+        table = numbers_table(None, "head", "loss", kind)
+        for k, score in enumerate(scores.heads):
+            table.add_row(head_name(k, len(scores.heads)), *score_cells(score, kind))
+        table.add_section()
+        for n, score in enumerate(scores.ensembles[1:], start=2):
+            table.add_row(f"mean of the top {n}", *score_cells(score, kind))
+        console.print(table)
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write the main network without its heads, under the names of the unsplit network: safetensors, or torch's format.
+
+    Example: nwise export runs/digits-2-wise-001 --out digits.safetensors
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    out: Path | None = None
+    """File to write: .safetensors, or .pt, .pth, .bin for `torch.load`; default: model.safetensors in the run's folder."""
+    card: bool = False
+    """Also write a model card (README.md) and the recipe (config.json) beside a .safetensors file."""
+
+    def run(self, console: Output) -> int:
+        run = Run.open(self.folder)
+        out = self.out or self.folder / "model.safetensors"
+        if out.suffix not in (".safetensors", *(() if self.card else _TORCH_SUFFIXES)):
+            others = " with `--card`" if self.card else f", or, for torch.load, in {', '.join(_TORCH_SUFFIXES)}"
+            raise ValueError(f"`out` should end in .safetensors{others}. Found {str(out)!r}.")
+        main = under(run.weights(), "model.")
+        if out.exists() and not out.is_file():
+            raise ValueError(f"`out` should be a file. Found {out}, which is not a file; give another path.")
+        if out.resolve() == run.weights_file.resolve():
+            raise ValueError(f"`out` should be another file than the run's own weights. Found {out}.")
+        if not main:
+            raise ValueError(
+                f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
+            )
+        files = card_files(run, out) if self.card else {}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix in _TORCH_SUFFIXES:
+            with replacing(out) as partial, partial.open("wb") as file:
+                torch.save(main, file)
+        else:
+            save_tensors(main, out)
+        size = sum(tensor.numel() for tensor in main.values())
+        console.say(f"{out}: {len(main)} tensors, {size:,} values")
+        for path, text in files.items():
+            write_text(path, text)
+            console.say(str(path))
+        return OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipesCommand:
+    """List the recipes.
+
+    Example: nwise recipes --json
+    """
+
+    json: bool = False
+    """Print only JSON."""
+
+    def run(self, console: Output) -> int:
+        rows = [(name, (inspect.getdoc(make) or "").split("\n")[0]) for name, make in RECIPES.items()]
+        if self.json:
+            print_json([{"name": name, "description": text} for name, text in rows])
+            return OK
+        table = Table("recipe", "what it trains")
+        table.columns[0].no_wrap = True
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return OK

@@ -1,0 +1,332 @@
+"""Labelled images: bundled digits, or any data set that `datasets` reads.
+
+B  batch    C  channels    H, W  height and width
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from nwise.app.data import augment, sources
+from nwise.checks import check_limits, check_range, needed
+from nwise.progress import MANY, with_progress_bar
+from nwise.randomness import generator
+
+Augmentation = Literal["none", "crop-flip", "resized-crop-flip"]
+LazyImages = ConcatDataset[Tensor] | Subset[Tensor]  # images that are decoded on access
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Labelled images as bytes ``[C, H, W]``, all of one size or decoded on access.
+
+    Args:
+        pixels: uint8 ``[num, C, H, W]``, or a data set of uint8 ``[C, H, W]`` of any size.
+        labels: int64 ``[num]``.
+        classes: names of the classes.
+        mean: mean of each channel after division of the pixels by 255; batches are normalised by it.
+        deviation: standard deviation of each channel, likewise.
+        augmentation: augmentation of training batches.
+        size: height and width of the images in a batch.
+    """
+
+    pixels: Tensor | LazyImages
+    labels: Tensor
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    augmentation: Augmentation
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels, C."""
+        return len(self.mean)
+
+    def to(self, device: torch.device) -> Images:
+        """Move the labels, and the pixels if all images have one size, to a device."""
+        pixels = self.pixels.to(device) if isinstance(self.pixels, Tensor) else self.pixels
+        return replace(self, pixels=pixels, labels=self.labels.to(device))
+
+    def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return normalised float images ``[B, C, H, W]`` and labels ``[B]``.
+
+        Args:
+            indices: rows of the batch.
+            random: generator for the augmentation; None for evaluation.
+        """
+        if isinstance(self.pixels, Tensor):
+            pixels = self.pixels[indices.to(self.pixels.device)]
+            if random is not None and self.augmentation != "none":
+                pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
+        else:
+            pixels = torch.stack([self._resize(self.pixels[i], random) for i in indices.tolist()])
+            if random is not None and self.augmentation != "none":
+                pixels = augment.flip(pixels, random)
+        mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
+        deviation = torch.tensor(self.deviation, device=pixels.device)[:, None, None]
+        return (pixels.float() / 255 - mean) / deviation, self.labels[indices.to(self.labels.device)]
+
+    def _resize(self, image: Tensor, random: torch.Generator | None) -> Tensor:
+        if random is not None and self.augmentation == "resized-crop-flip":
+            return augment.random_resized_crop(image, self.size, random)
+        return augment.centre_crop(image, self.size)
+
+    def subset(self, indices: Tensor) -> Images:
+        """Select some of the images; the normalisation stays."""
+        every = self.pixels
+        pixels = every[indices] if isinstance(every, Tensor) else Subset(every, indices.tolist())
+        return replace(self, pixels=pixels, labels=self.labels[indices])
+
+
+def digits(seed: int = 0) -> tuple[Images, Images]:
+    """Split scikit-learn's 1,797 grey 8x8 digits into 1,437 training and 360 test images; needs no network.
+
+    >>> train, test = digits()
+    >>> len(train), len(test), train.size
+    (1437, 360, 8)
+    """
+    bundle = needed("sklearn.datasets", "app", "The bundled digits").load_digits()
+    pixels = torch.from_numpy(np.round(bundle.images * (255 / 16)).astype(np.uint8))[:, None]
+    labels = torch.from_numpy(bundle.target.astype(np.int64))
+    order = torch.randperm(len(labels), generator=generator(seed, "digits"))
+    train, test = order[:1437], order[1437:]
+    images = Images(pixels, labels, tuple(map(str, range(10))), *_statistics(pixels[train]), "none", 8)
+    return images.subset(train), images.subset(test)
+
+
+def _statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    values = pixels.transpose(0, 1).flatten(1).double() / 255
+    return tuple(values.mean(1).tolist()), tuple(values.std(1).clamp(min=1e-8).tolist())
+
+
+# The training statistics of ImageNet, which would take a pass over 138 GB to compute.
+_IMAGENET: tuple[tuple[float, ...], tuple[float, ...]] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def load_images(
+    source: str,
+    *,
+    hub: str | None = None,
+    num_classes: int | None = None,
+    splits: tuple[str, str] = ("train", "test"),
+    augmentation: Augmentation = "none",
+    size: int | None = None,
+    limit: tuple[int | None, int | None] = (None, None),
+    shrink: int = 1,
+    withheld: float = 0.0,
+    seed: int = 0,
+) -> tuple[Images, Images]:
+    """Load training and test images through Hugging Face `datasets`.
+
+    Args:
+        source: a local folder with parquet files or image folders, a name inside ``$NWISE_DATA``, or a
+            data set of the hub.
+        hub: name on the hub if there is no local `source`.
+        num_classes: expected number of classes; None accepts any.
+        splits: names of the training and the test split.
+        augmentation: augmentation of training batches.
+        size: height and width to crop to (ImageNet): images are decoded on access and normalised by ImageNet's
+            statistics. None (CIFAR): all images have one size, stay decoded in memory, and are normalised by the statistics
+            of the training images.
+        limit: numbers of training and test images to keep, drawn by `seed`; None for all.
+        shrink: side in pixels of the squares averaged into one pixel; only without `size`.
+        withheld: share of the training images, drawn by `seed`, to test on instead of the test images. Settings can then be
+            chosen without looking at those.
+        seed: seed of these draws.
+
+    Raises:
+        ValueError: a damaged image or an invalid label, by file and row (labels also of images that `limit` leaves out); a
+            missing column; an augmentation that contradicts `size`.
+    """
+    if augmentation not in get_args(Augmentation):
+        raise ValueError(f"`augmentation` should be {', '.join(get_args(Augmentation))}. Found {augmentation!r}.")
+    if (augmentation == "resized-crop-flip") != (size is not None) and augmentation != "none":
+        allowed = "'crop-flip' or 'none' without `size`, 'resized-crop-flip' or 'none' with it"
+        raise ValueError(f"`augmentation` should be {allowed}. Found {augmentation!r} and `size = {size}`.")
+    check_limits(train_limit=limit[0], test_limit=limit[1])
+    if shrink < 1 or (shrink > 1 and size is not None):
+        raise ValueError(f"`shrink` should be at least 1, and 1 with `size`. Found {shrink} and `size = {size}`.")
+    check_range("withheld", withheld, 1, least=True)
+    path = sources.local_folder(source)
+    if path is not None and path.is_file() and not withheld:
+        raise ValueError(
+            f"`source` should be a folder with training and test images, or `withheld` above 0. Found the file {path}, which has "
+            "no test images."
+        )
+    train_tables = sources.tables(source, splits[0], hub=hub)
+    test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
+    classes = _classes(train_tables)
+    own = [_Table(table, classes) for table in train_tables]
+    if num_classes is not None and len(classes) != num_classes:
+        raise ValueError(_extra_class(own, classes, num_classes))
+    train = _together(own)
+    if withheld:
+        order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
+        share = max(1, round(withheld * len(order)))
+        if share >= len(order):
+            raise ValueError(
+                f"`withheld` should leave at least one of the {len(order)} training images. Found {withheld}."
+            )
+        train, test = train.pick(order[share:]), train.pick(order[:share])
+    else:
+        test = _together([_Table(table, classes) for table in test_tables])
+    parts = [rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True)]
+    pixels: list[Tensor | LazyImages] = [rows.images for rows in parts]
+    statistics = _IMAGENET
+    if size is None:
+        stacked = [_shrink(_stack(rows.images), shrink) for rows in parts]
+        height, size = stacked[0].shape[-2:]
+        if height != size:
+            raise ValueError(f"Images should be square, or `size` be given. Found {height} x {size}.")
+        pixels = [*stacked]
+        statistics = _statistics(stacked[0])
+    return (
+        Images(pixels[0], parts[0].labels, classes, *statistics, augmentation, size),
+        Images(pixels[1], parts[1].labels, classes, *statistics, "none", size),
+    )
+
+
+def _shrink(pixels: Tensor, by: int) -> Tensor:
+    """Average squares of `by` pixels' side."""
+    if by == 1:
+        return pixels
+    height, width = pixels.shape[-2:]
+    if height % by or width % by:
+        raise ValueError(f"`shrink` should divide the images' size, {height} x {width}. Found {by}.")
+    return functional.avg_pool2d(pixels.float(), by).round().to(torch.uint8)
+
+
+_IMAGE = ("img", "image")
+_LABEL = ("label", "fine_label", "labels")
+
+
+def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
+    """Return the names that the label column declares, or all its values in order."""
+    columns = [sources.column(table, _LABEL, "label") for table in tables]
+    names = getattr(tables[0].rows.features[columns[0]], "names", None)
+    if names is not None:
+        return tuple(names)
+    values = {value for table, name in zip(tables, columns, strict=True) for value in _labels(table, name)} - {None}
+    kinds = sorted({type(value).__name__ for value in values})
+    if len(kinds) > 1:
+        found = " and ".join(kinds)
+        raise ValueError(
+            f"The labels of {tables[0].name} and the files beside it should be of one type. Found {found}."
+        )
+    return tuple(map(str, sorted(values)))
+
+
+def _labels(table: sources.Table, name: str) -> list[Any]:
+    labels: list[Any] = table.rows[name][:]
+    if wrong := [value for value in labels if isinstance(value, list | dict)]:
+        raise ValueError(f"The labels of {table.name}, column {name}, should be numbers or texts. Found {wrong[0]!r}.")
+    return labels
+
+
+class _Table(Dataset[Tensor]):
+    """The images and labels of one table."""
+
+    def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
+        self.name = table.name
+        image = sources.column(table, _IMAGE, "images")
+        undecoded, cells = sources.library().Image(decode=False), table.rows.select_columns([image])
+        try:
+            self._images = cells.cast_column(image, undecoded)
+        except Exception as error:
+            kind = cells.features[image]
+            raise ValueError(f"{table.name}, column {image}, should hold encoded images. Found {kind}.") from error
+        label = sources.column(table, _LABEL, "label")
+        self._labels = _labels(table, label)
+        self._names = getattr(table.rows.features[label], "names", None)
+        self._classes = {name: i for i, name in enumerate(classes)}
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def label(self, row: int) -> int:
+        value, names = self._labels[row], self._names
+        # Another file may have fewer names, or another order.
+        name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
+        if name not in self._classes:
+            raise ValueError(
+                f"The label of {self.name}, row {row}, should be one of {len(self._classes)} classes. Found {value!r}."
+            )
+        return self._classes[name]
+
+    def __getitem__(self, row: int) -> Tensor:
+        (cell,) = self._images[row].values()
+        return _decode(cell, f"{self.name}, row {row}")
+
+
+def _extra_class(tables: list[_Table], classes: tuple[str, ...], num_classes: int) -> str:
+    wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
+    for table in tables:
+        for row in range(len(table)):
+            if (label := table.label(row)) >= num_classes:
+                return f"{wrong} The first class too many is {classes[label]!r} in {table.name}, row {row}."
+    return wrong
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """Images that are decoded on access, and their labels."""
+
+    images: LazyImages
+    labels: Tensor
+
+    def pick(self, indices: Tensor) -> _Labelled:
+        return _Labelled(Subset(self.images, indices.tolist()), self.labels[indices])
+
+    def limited(self, count: int | None, seed: int) -> _Labelled:
+        """Draw at most `count` of the images by the seed."""
+        if count is None or count >= len(self.labels):
+            return self
+        return self.pick(torch.randperm(len(self.labels), generator=generator(seed, "subset"))[:count])
+
+
+def _together(tables: list[_Table]) -> _Labelled:
+    labels = [table.label(row) for table in tables for row in range(len(table))]
+    return _Labelled(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
+
+
+def _decode(cell: Any, where: str) -> Tensor:
+    pictures = needed("PIL.Image", "data", "A data set of images")
+    try:
+        content = cell["bytes"]
+        picture = pictures.open(io.BytesIO(content) if content is not None else cell["path"])
+        # A conversion of grey images to bytes clips larger values, and cuts off fractions.
+        with np.errstate(invalid="ignore"):
+            if picture.mode[0] in "IF" and not np.array_equal(grey := np.asarray(picture), grey.astype(np.uint8)):
+                raise ValueError(f"mode {picture.mode} with values that are no bytes")
+        array = np.asarray(picture.convert("RGB"))
+    except Exception as error:
+        raise ValueError(
+            f"{where}, should hold a readable image. Found {type(error).__name__}: {error}; repair or remove the row."
+        ) from error
+    return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+def _stack(images: LazyImages) -> Tensor:
+    first = images[0]
+    pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
+    for i in with_progress_bar(range(len(images)), "decoding images", least=MANY):
+        image = images[i]
+        if image.shape != first.shape:
+            raise ValueError(
+                f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "
+                f"{tuple(first.shape[1:])}."
+            )
+        pixels[i] = image
+    return pixels

@@ -1,0 +1,151 @@
+"""Rows from Hugging Face `datasets`: the hub, or local parquet, image folders and text files.
+
+A table knows its file, so an error can name file and row.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from nwise.checks import needed
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one file, or of one split of the hub.
+
+    Args:
+        name: the file, or ``<hub name> (<split>)``.
+        rows: a `datasets.Dataset`, its images not decoded.
+    """
+
+    name: str
+    rows: Any
+
+
+def local_folder(source: str) -> Path | None:
+    """Return the path of a source if it exists, as it stands or inside the folder ``$NWISE_DATA``."""
+    for path in (Path(source), Path(os.environ.get("NWISE_DATA", "/nonexistent")) / source):
+        if path.exists():
+            return path
+    return None
+
+
+def library() -> Any:
+    """Import `datasets`, or raise an ImportError that names the extra."""
+    datasets = needed("datasets", "data", "Data from the hub or from local files")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+_LM1B = "billion-word-benchmark/lm1b"  # whose files have a name of their own for the test split
+
+
+def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
+    """Open the tables of a split: the files ``<split>...`` of a local folder, its folder of images, or a split of the hub.
+
+    Args:
+        source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
+        split: ``"train"``, ``"test"``, or ``"heldout"``, as the files of One Billion Word call their test split.
+        hub: name on the hub if there is no local `source`; default: `source` itself.
+
+    Raises:
+        FileNotFoundError: the source has nothing for this split.
+    """
+    path = local_folder(source)
+    datasets = library()
+    if path is None:
+        name = hub or source
+        if name == _LM1B and split == "heldout":
+            split = "test"
+        try:
+            with _cache_only_without_hub(datasets) as is_reached:
+                return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
+        except Exception as error:
+            why = f"({type(error).__name__})" if is_reached else "and no connection to the hub"
+            raise FileNotFoundError(
+                f"`source` should be a local folder, a name inside $NWISE_DATA, or a data set of the hub. Found {name!r} "
+                f"in none of them {why}; check the name, give a local copy with `--source FOLDER`, or put it at "
+                f"$NWISE_DATA/{source}. A copy holds {_layout(split)}."
+            ) from error
+    if files := _files(path, split):
+        return [Table(str(file), _read(datasets, file)) for file in files]
+    if (path / split).is_dir():
+        # With `data_dir` the library would take words such as "test" in the names of files and classes for splits.
+        every = {"train": glob.escape(str((path / split).absolute())) + "/**"}
+        folder = datasets.load_dataset("imagefolder", data_files=every, split="train", drop_labels=False)
+        return [Table(str(path / split), folder)]
+    raise FileNotFoundError(
+        f"{path} should hold {_layout(split)}. "
+        f"Found {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}."
+    )
+
+
+def _layout(split: str) -> str:
+    return f"{split}*.parquet, {split}*.txt or a folder {split}/ with one folder of images per class"
+
+
+@contextmanager
+def _cache_only_without_hub(datasets: Any) -> Iterator[bool]:
+    """Yield whether the hub can be reached. If not, its libraries use their caches alone; they would retry for half a minute."""
+    from huggingface_hub import constants
+
+    is_reached = bool(getproxies()) or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT)
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    try:
+        if not is_reached:
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        yield is_reached
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def _answers(url: str) -> bool:
+    """Return whether a server accepts connections."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection(
+            (parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)), timeout=5
+        ).close()
+    except OSError:
+        return False
+    return True
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    # Text beside parquet files is a note about them.
+    return sorted(path.glob(f"{split}*.parquet")) or sorted(path.glob(f"{split}*.txt"))
+
+
+def _read(datasets: Any, file: Path) -> Any:
+    kind = "parquet" if file.suffix == ".parquet" else "text"
+    try:
+        return datasets.load_dataset(kind, data_files={"train": glob.escape(str(file))}, split="train")
+    except Exception as error:
+        reason = error.__cause__ or error
+        need = " in UTF-8" if kind == "text" else ""
+        raise ValueError(
+            f"{file} should be a readable {kind} file{need}. Found: {type(reason).__name__}: {reason}"
+        ) from error
+
+
+def column(table: Table, wanted: tuple[str, ...], what: str) -> str:
+    """Return the first of the wanted columns that the table has."""
+    for name in wanted:
+        if name in table.rows.column_names:
+            return name
+    raise ValueError(
+        f"{table.name} should have a column with the {what}, named {' or '.join(wanted)}. "
+        f"Found {', '.join(table.rows.column_names)}."
+    )

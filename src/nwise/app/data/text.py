@@ -1,0 +1,261 @@
+"""Text as a stream of tokens: Python's standard library, or any text that `datasets` reads.
+
+B  batch    T  sequence length
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nwise.app.data import sources
+from nwise.checks import check_at_least, check_range, needed
+from nwise.progress import MANY, with_progress_bar
+
+_TEST_SHARE = 0.05  # of the standard library
+
+
+class Bytes:
+    """A tokenizer for which every byte of UTF-8 is a token."""
+
+    vocabulary_size = 256  # number of different tokens, V
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text.
+
+        >>> Bytes().encode("né")
+        [110, 195, 169]
+        """
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """Decode bytes; invalid UTF-8 becomes a replacement character."""
+        return bytes(tokens).decode(errors="replace")
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as JSON."""
+        path.write_text(json.dumps({"type": "bytes"}))
+
+
+class Bpe:
+    """Byte-level byte-pair encoding by Hugging Face `tokenizers`, trained on the training text."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary_size: int) -> Bpe:
+        """Learn the merges from texts.
+
+        Args:
+            texts: the training text, in pieces.
+            vocabulary_size: size of the vocabulary, at least 257 (256 bytes and one merge).
+        """
+        if vocabulary_size < 257:
+            raise ValueError(
+                f"`vocabulary_size` of a byte-pair encoding should be at least 257. Found {vocabulary_size}."
+            )
+        library = _tokenizers()
+        inner = library.Tokenizer(library.models.BPE())
+        inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = library.decoders.ByteLevel()
+        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocabulary_size, initial_alphabet=alphabet, show_progress=False
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: Path) -> Bpe:
+        """Read a file written by `save`."""
+        return cls(_tokenizers().Tokenizer.from_file(str(path)))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of different tokens, V."""
+        return int(self._inner.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._inner.decode(tokens))
+
+    def save(self, path: Path) -> None:
+        self._inner.save(str(path))
+
+
+def _tokenizers() -> Any:
+    return needed("tokenizers", "data", "A byte-pair encoding")
+
+
+Tokenizer = Bytes | Bpe
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A stream of tokens cut into sequences; the target is the next token.
+
+    Args:
+        stream: int64 ``[num]``.
+        sequence_length: tokens in a sequence, T.
+        tokenizer: the tokenizer that made the stream.
+    """
+
+    stream: Tensor
+    sequence_length: int
+    tokenizer: Tokenizer
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.sequence_length
+
+    def to(self, device: torch.device) -> Tokens:
+        """Move the stream to a device."""
+        return Tokens(self.stream.to(device), self.sequence_length, self.tokenizer)
+
+    def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return tokens and next tokens, ``[B, T]`` each.
+
+        Args:
+            indices: numbers of the sequences.
+            random: unused; text is not augmented.
+        """
+        starts = indices.to(self.stream.device) * self.sequence_length
+        window = self.stream[starts[:, None] + torch.arange(self.sequence_length + 1, device=self.stream.device)]
+        return window[:, :-1], window[:, 1:]
+
+
+def standard_library(max_bytes: int = 2_000_000) -> str:
+    """Concatenate the source of the standard library, the same for the same installation of Python; needs no network.
+
+    Args:
+        max_bytes: size after which to stop.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    pieces: list[str] = []
+    total = 0
+    for file in sorted(folder.glob("*.py")):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        pieces.append(text)
+        total += len(text.encode())
+        if total >= max_bytes:
+            break
+    if not pieces:
+        raise FileNotFoundError(
+            f"The standard library's source should be in {folder}. Found no .py file; give a text file."
+        )
+    return "".join(pieces)
+
+
+def make_streams(
+    train_text: list[str],
+    test_text: list[str],
+    sequence_length: int,
+    vocabulary_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[Tokens, Tokens]:
+    """Tokenise training and test text.
+
+    Args:
+        train_text: pieces of text; a BPE is trained on them.
+        test_text: pieces of text, encoded by the same tokenizer.
+        sequence_length: tokens in a sequence, T.
+        vocabulary_size: size of the BPE's vocabulary; None for bytes.
+        tokenizer: existing tokenizer to use instead of training one.
+    """
+    check_at_least(1, sequence_length=sequence_length)
+    if tokenizer is None:
+        tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
+    parts = []
+    for name, text in (("training", train_text), ("test", test_text)):
+        pieces = with_progress_bar(text, f"tokenising {name} text", least=MANY)
+        numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
+        if len(numbers) <= sequence_length:
+            raise ValueError(
+                f"The {name} text should have more than `sequence_length = {sequence_length}` tokens. Found {len(numbers)}."
+            )
+        parts.append(Tokens(torch.from_numpy(numbers), sequence_length, tokenizer))
+    return parts[0], parts[1]
+
+
+def embedded_text(
+    max_bytes: int = 2_000_000, *, withheld: float = 0.0, test_limit: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Split the standard library's source; the last twentieth is the test text.
+
+    Args:
+        max_bytes: size of the source after which to stop.
+        withheld: share of the training text, its end, to test on instead of the test text. Settings can then be
+            chosen without a look at the test text. Default: none.
+        test_limit: characters of the test text to keep, from the start; default: all.
+
+    Raises:
+        ValueError: `withheld` is negative or at least 1.
+    """
+    check_range("withheld", withheld, 1, least=True)
+    text = standard_library(max_bytes)
+    border = int(len(text) * (1 - _TEST_SHARE))
+    train, test = text[:border], text[border:]
+    if withheld:
+        kept = int(border * (1 - withheld))
+        train, test = train[:kept], train[kept:]
+    return [train], [test[:test_limit]]
+
+
+def load_text(
+    source: str, *, hub: str | None = None, splits: tuple[str, str] = ("train", "heldout"), sentences: bool = False
+) -> tuple[list[str], list[str]]:
+    """Load training and test text through Hugging Face `datasets`.
+
+    Args:
+        source: a local folder with text or parquet files, a name inside ``$NWISE_DATA``, or a data set
+            of the hub. The last twentieth of a single file is the test text.
+        hub: name on the hub if there is no local `source`.
+        splits: names of the training and the test split.
+        sentences: whether every line is one sentence (One Billion Word), so none may be empty.
+
+    Returns:
+        Training and test lines, each with a line feed at its end.
+
+    Raises:
+        ValueError: an empty text, by file and row.
+    """
+    path = sources.local_folder(source)
+    if path is not None and path.is_file():
+        lines = _lines(sources.tables(source, "text"), sentences)
+        if len(lines) < 2:
+            raise ValueError(
+                f"{path} should have at least 2 lines, to hold one out. Found {len(lines)}; add line ends."
+            )
+        border = len(lines) - max(1, len(lines) // 20)
+        return lines[:border], lines[border:]
+    train, test = (_lines(sources.tables(source, split, hub=hub), sentences) for split in splits)
+    return train, test
+
+
+def _lines(tables: list[sources.Table], sentences: bool) -> list[str]:
+    lines: list[str] = []
+    for table in tables:
+        texts = table.rows[sources.column(table, ("text", "sentence"), "text")][:]
+        for row, text in enumerate(texts):
+            if not isinstance(text, str) or (sentences and not text.strip()):
+                advice = ", or set `sentences=False`" if isinstance(text, str) else ""
+                raise ValueError(
+                    f"{table.name}, row {row}, should hold a text. Found {text!r}; remove the row{advice}."
+                )
+        if not any(text.strip() for text in texts):
+            raise ValueError(f"{table.name} should hold text. Found {len(texts)} empty rows.")
+        lines += [text + "\n" for text in texts]
+    return lines

@@ -1,0 +1,56 @@
+"""The paper's small convolutional network (experiment E1)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nwise import heads
+from nwise.app.models.staged import StagedModel, build
+from nwise.checks import check_at_least
+
+
+def convnet(
+    num_stages: int = 6,
+    num_classes: int = 10,
+    *,
+    in_channels: int = 3,
+    image_size: int = 32,
+    filters: int = 32,
+    seed: int = 0,
+) -> StagedModel:
+    """Build a network with one 3x3 convolution, batch norm and ReLU per stage.
+
+    The last two stages have twice as many filters and a 2x2 max pool of stride 1; the last one ends in a linear layer. Every
+    head is one linear layer.
+
+    Args:
+        num_stages: number of stages, at least 1 (the paper: 3 to 10).
+        num_classes: number of outputs.
+        in_channels: channels of the images ``[B, in_channels, image_size, image_size]``.
+        image_size: height and width of the images.
+        filters: filters of the first stages; the paper has 32, small trials fewer.
+        seed: seed of the initial values.
+
+    Returns:
+        A model with ``.stages`` and ``.heads``.
+
+    >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
+    [960, 18624, 60106]
+    """
+    check_at_least(1, num_stages=num_stages, num_classes=num_classes, in_channels=in_channels, filters=filters)
+    check_at_least(3, image_size=image_size)
+    blocks: dict[str, nn.Module] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    channels, size = in_channels, image_size
+    for k in range(num_stages):
+        pooled = k >= num_stages - 2
+        width = 2 * filters if pooled else filters
+        layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        if pooled:
+            layers.append(nn.MaxPool2d(2, stride=1))
+            size -= 1
+        channels = width
+        blocks[f"blocks.{k}"] = nn.Sequential(*layers)
+        shapes[f"blocks.{k}"] = (channels, size, size)
+    pieces = {**blocks, "output": heads.linear((channels, size, size), num_classes)}
+    return build(pieces, list(blocks)[1:], lambda piece: heads.linear(shapes[piece], num_classes), seed)

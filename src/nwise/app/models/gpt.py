@@ -1,0 +1,59 @@
+"""The paper's decoder-only Transformer (experiments E6 and E7), GPT-2-like."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nwise import heads
+from nwise.app.models.staged import StagedModel, build, name_blocks
+from nwise.checks import check_at_least
+from nwise.network.layers import Embedding, TransformerBlock, vocabulary
+
+
+def gpt(
+    num_stages: int = 4,
+    blocks_per_stage: int = 6,
+    width: int = 1024,
+    num_heads: int = 4,
+    sequence_length: int = 128,
+    vocabulary_size: int = 50257,
+    *,
+    head_blocks: int = 2,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> StagedModel:
+    """Build a Transformer in stages; the first has the embedding, the last the output projection.
+
+    Embedding and output projection are not tied: they lie on different stages, and with local losses a
+    shared value would have two credits. A stage of the default size with its head has 152M parameters.
+
+    Args:
+        num_stages: number of stages, at least 1.
+        blocks_per_stage: Transformer blocks of each stage.
+        width: width of the tokens.
+        num_heads: attention heads of each block.
+        sequence_length: tokens in the longest sequence.
+        vocabulary_size: number of different tokens.
+        head_blocks: Transformer blocks in each auxiliary head, before its vocabulary matrix.
+        dropout: dropout of attention and of both branches of the main network's blocks.
+        seed: seed of the initial values.
+
+    Returns:
+        A model with ``.stages`` (tokens ``[B, T]`` to logits ``[B, T, V]``) and ``.heads``.
+
+    >>> len(gpt(2, blocks_per_stage=1, width=8, num_heads=2, vocabulary_size=11).stages)
+    2
+    """
+    check_at_least(1, num_stages=num_stages, blocks_per_stage=blocks_per_stage, width=width, num_heads=num_heads)
+    check_at_least(1, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    check_at_least(0, head_blocks=head_blocks)
+    blocks = name_blocks(TransformerBlock(width, num_heads, dropout) for _ in range(num_stages * blocks_per_stage))
+    pieces: dict[str, nn.Module] = {
+        "embedding": Embedding(vocabulary_size, sequence_length, width),
+        **blocks,
+        "output": vocabulary(width, vocabulary_size),
+    }
+    starts = [f"blocks.{k * blocks_per_stage}" for k in range(1, num_stages)]
+    return build(
+        pieces, starts, lambda piece: heads.transformer(width, num_heads, vocabulary_size, num_blocks=head_blocks), seed
+    )

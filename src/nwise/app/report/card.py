@@ -1,0 +1,136 @@
+"""A model card for an exported network, as the Hugging Face Hub shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nwise.app.recipes import to_json
+from nwise.app.report.summary import Summary
+from nwise.app.training import Run
+from nwise.checks import needed
+
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ recipe.name }}
+
+A network of {{ stages }} stages, trained by the strategy `{{ strategy }}` of nwise, where a loss trains only some of the stages
+([interlocking backpropagation](https://arxiv.org/abs/2010.04116)). `{{ weights }}` has the main network under the names of the
+unsplit one, without auxiliary heads.{% if tokenizer %} `tokenizer.json` has the tokenizer.{% endif %}
+
+## Load
+
+`pip install nwise`, with the extra `train` for scikit-learn's digits or `data` for Hugging Face data sets.
+
+```python
+import json
+from pathlib import Path
+
+import torch
+from nwise.app.recipes import from_json
+from safetensors.torch import load_file
+
+recipe = from_json(json.loads(Path("config.json").read_text()))
+data, test = recipe.load()  # the shape of the network depends on the data
+network = recipe.build(data).whole()
+network.load_state_dict(load_file("{{ weights }}"))
+x, y = test.batch(torch.arange(8))  # inputs as the network knows them: scaled, or tokens
+output = network.eval()(x)
+```
+
+## Scores
+
+After {{ last.step }} steps and {{ last.samples }} samples, on the test data of `{{ data }}`. The last row is the network's own
+output. The others are of heads, which are not in the file; a head without a row is not trained by this strategy.
+
+| stage | loss | {{ quality }} |
+|---|---|---|
+{% for k, loss, score in scores -%}
+| {{ k }} | {{ "%.4f" | format(loss) }} | {{ "%.4f" | format(score) }} |
+{% endfor %}
+These are the scores of one run with one seed. No other data were tried.
+
+## Training
+
+- mini-batches of {{ recipe.batch_size }} samples, seed {{ recipe.seed }}, {{ recipe.precision }}
+- micro-batches in each: {{ recipe.microbatches }}
+- optimizer: {{ optimizer }}
+{% for note in history -%}
+- {{ note }}
+{% endfor %}
+`config.json` has every setting.
+"""
+
+
+def card_files(run: Run, weights: Path) -> dict[Path, str]:
+    """Return the texts of a card, ``README.md``, of the recipe, ``config.json``, and of a text run's tokenizer.
+
+    Args:
+        run: the run.
+        weights: the exported file, in safetensors format, beside which they belong.
+
+    Raises:
+        ImportError: the package `huggingface_hub` is missing.
+        FileExistsError: there is another file with one of these names.
+        ValueError: the run has no test of the weights.
+    """
+    hub = needed("huggingface_hub", "hf", "A model card")
+    [summary] = Summary.open_all([run.folder])
+    if (step := summary.tests[-1]["step"]) != run.weights_step:
+        raise ValueError(
+            f"{run.folder} should have been tested after step {run.weights_step}, whose weights it has. Found the last test "
+            f"after step {step}; resume the run (`nwise train --resume {run.folder}`)."
+        )
+    tokenizer = run.folder / "tokenizer.json"
+    texts = {"tokenizer.json": tokenizer.read_text()} if tokenizer.exists() else {}
+    card = _card(hub, summary, weights.name, tokenizer=bool(texts))
+    texts |= {"README.md": str(card), "config.json": json.dumps(to_json(summary.recipe), indent=2) + "\n"}
+    files = {weights.parent / name: text for name, text in texts.items()}
+    for path, text in files.items():
+        if path.exists() and path.read_text() != text:
+            raise FileExistsError(f"{path} should be free for the card. Found another file; use another folder.")
+    return files
+
+
+def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
+    recipe, quality = summary.recipe, summary.recipe.quality
+    values = to_json(recipe)
+    data, scores = values["data"]["type"], _scores(summary)
+    result = hub.EvalResult(
+        task_type="text-generation" if quality == "perplexity" else "image-classification",
+        dataset_type=data.lower(),
+        dataset_name=data,
+        metric_type=quality,
+        metric_value=round(scores[-1][2], 4),
+    )
+    facts = hub.ModelCardData(
+        model_name=recipe.name, library_name="nwise", tags=["local-learning"], eval_results=[result]
+    )
+    return hub.ModelCard.from_template(
+        facts,
+        template_str=_TEMPLATE,
+        recipe=recipe,
+        stages=summary.num_stages,
+        strategy=summary.strategy.name,
+        weights=weights,
+        tokenizer=tokenizer,
+        last=summary.tests[-1],
+        data=data,
+        quality=quality,
+        scores=scores,
+        optimizer=", ".join(f"{name} {value}" for name, value in values["optimizer"].items() if value),
+        history=summary.history,
+    )
+
+
+def _scores(summary: Summary) -> list[tuple[int, float, float]]:
+    """Return stage, loss and quality of every head that ran at the last test."""
+    last = {name: [s.values[-1] for s in summary.series("test", name)] for name in ("loss", summary.recipe.quality)}
+    heads = [series.head for series in summary.series("test", "loss")]
+    scale = 1.0 if summary.recipe.quality == "perplexity" else 0.01
+    rows = zip(heads, last["loss"], last[summary.recipe.quality], strict=True)
+    return [(k, loss, scale * score) for k, loss, score in rows if loss is not None and score is not None]

@@ -1,0 +1,150 @@
+"""Charts of a page as plotly JSON: curves of heads, timelines, utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nwise.app.report.display import head_name
+from nwise.app.report.figures import COLOURS
+from nwise.app.report.grid import KIND_COLOURS
+from nwise.app.report.summary import AXES, Series
+from nwise.schedule.actions import NAMES, Kind
+from nwise.schedule.simulate import Event
+
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "star")
+_FONT = {"family": "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13}
+_GRID = "#e5e5e5"
+
+
+def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, several: bool) -> dict[str, Any] | None:
+    """Draw the curves of every head of every run; None if there are none.
+
+    Args:
+        runs: name, number of stages and series of each run.
+        title: title of the vertical axis.
+        several: whether the page has several runs, each with its name and colour.
+    """
+    traces = []
+    for i, (name, num_stages, curves) in enumerate(runs):
+        for series in curves:
+            output = series.head == num_stages - 1
+            head = head_name(series.head, num_stages)
+            colour = i if several else series.head
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": f"{name}, {head}" if several else head,
+                    "visible": True if output or not several else "legendonly",
+                    "along": series.along,
+                    "y": series.values,
+                    "line": {
+                        "color": COLOURS[colour % len(COLOURS)],
+                        "dash": _DASHES[(num_stages - 1 - series.head) % len(_DASHES)],
+                    },
+                    "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
+                }
+            )
+    if not traces:
+        return None
+    layout = _layout(340 + 18 * min(len(traces), 12), title)
+    # The untrained network is far from where runs differ; the chart's own menu shows all of it.
+    late = [value for _, _, curves in runs for series in curves for value in series.values[1:] if value is not None]
+    if title.endswith("perplexity"):
+        layout["yaxis"]["type"] = "log"
+    elif len(late) > 2:
+        room = 0.06 * (max(late) - min(late)) or 1.0
+        layout["yaxis"]["range"] = [min(late) - room, max(late) + room]
+    return {"axes": AXES, "data": traces, "layout": layout}
+
+
+def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
+    """Draw the computations of every stage over time, in the first mini-batches.
+
+    Args:
+        events: computations.
+        title: title of the time axis.
+        batches: number of mini-batches.
+    """
+    first = min(event.batch for event in events if event.action.kind is Kind.FORWARD)
+    shown = [e for e in events if first <= e.batch < first + batches and e.end > e.start]
+    begin = min(e.start for e in shown)
+    traces = []
+    for kind in KIND_COLOURS:
+        bars = [event for event in shown if event.action.kind is kind]
+        if bars:
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": f"{kind.value}  {NAMES[kind]}",
+                    "y": [e.action.stage for e in bars],
+                    "base": [float(f"{e.start - begin:.6g}") for e in bars],
+                    "x": [float(f"{e.end - e.start:.6g}") for e in bars],
+                    "marker": {
+                        "color": KIND_COLOURS[kind],
+                        "line": {"color": "white", "width": 0.5},
+                        "pattern": {
+                            "shape": ["/" if e.batch % 2 else "" for e in bars],
+                            "fillmode": "overlay",
+                            "fgcolor": "white",
+                            "solidity": 0.25,
+                            "size": 6,
+                        },
+                    },
+                    "text": [str(e.action.microbatch) for e in bars],
+                    "textposition": "inside",
+                    "insidetextanchor": "middle",
+                    "textangle": 0,
+                    "hoverinfo": "text",
+                    "hovertext": [
+                        f"{e.action} {NAMES[kind]}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in bars
+                    ],
+                }
+            )
+    stages = 1 + max(e.action.stage for e in shown)
+    layout = _layout(190 + 34 * stages, "")
+    layout |= {"barmode": "overlay", "bargap": 0.12}
+    layout["xaxis"] |= {"title": {"text": title, "standoff": 6}, "rangemode": "tozero"}
+    layout["yaxis"] = {"range": [stages - 0.5, -0.5], "dtick": 1, "tickprefix": "stage ", "fixedrange": True}
+    layout["margin"]["l"] = 66
+    return {"data": traces, "layout": layout}
+
+
+def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Draw bars for every rank by its name, in per cent; patterns distinguish measured and predicted without colour."""
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": list(names),
+            "y": [100 * value for value in values],
+            "marker": {
+                "color": COLOURS[i],
+                "pattern": {"shape": "/" if i else "", "fillmode": "overlay", "fgcolor": "white", "solidity": 0.25},
+            },
+            "text": [f"{100 * value:.0f} %" for value in values],
+            "textposition": "outside",
+            "cliponaxis": False,
+        }
+        for i, (name, values) in enumerate(shares.items())
+    ]
+    layout = _layout(300, "%") | {"barmode": "group"}
+    layout["yaxis"] |= {"range": [0, 110]}
+    return {"data": traces, "layout": layout}
+
+
+def _layout(height: int, title: str) -> dict[str, Any]:
+    return {
+        "height": height,
+        "font": _FONT,
+        "plot_bgcolor": "white",
+        "margin": {"t": 30, "l": 60, "r": 15, "b": 90},
+        "xaxis": {"gridcolor": _GRID, "zeroline": False, "automargin": True},
+        "yaxis": {"gridcolor": _GRID, "zeroline": False, "title": {"text": title}},
+        "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
+        "hoverlabel": {"align": "left"},
+        "showlegend": True,
+    }

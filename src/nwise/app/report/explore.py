@@ -1,0 +1,230 @@
+"""The schedule explorer: a page on which to choose strategy, stages, micro-batches, costs and latency.
+
+This module times every combination; the page only looks them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from nwise.app.report.grid import KIND_COLOURS, Picture
+from nwise.app.report.html import write_page
+from nwise.checks import check_at_least
+from nwise.schedule import Timed
+from nwise.schedule.actions import NAMES
+from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
+from nwise.schedule.costs import Costs
+from nwise.schedule.methods import is_late, same_gradients
+from nwise.schedule.simulate import Event
+from nwise.strategies import EndToEnd, Local, strategy
+
+METHODS = (
+    "2-wise",
+    "local",
+    "2-wise-mean",
+    "3-wise",
+    "4-wise",
+    "rotating-2-microbatch",
+    "end-to-end",
+    "end-to-end-delay-1",
+    *BASELINES,
+)
+_END_TO_END = (*BASELINES, "end-to-end")
+MOST = 20_000  # actions in one picture
+_ACTIONS = 10  # approximate number per stage and micro-batch in the two mini-batches of a picture
+# Indices of a schedule's method, stages, micro-batches, costs and latency in their lists.
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices on the page.
+
+    Args:
+        methods: names of strategies and pipelines.
+        stages: numbers of stages, A.
+        microbatches: numbers of micro-batches, M.
+        costs: costs of a whole mini-batch in one stage, by name.
+        latency: times of a message, in the unit of the costs.
+    """
+
+    methods: Sequence[str]
+    stages: Sequence[int]
+    microbatches: Sequence[int]
+    costs: dict[str, Costs]
+    latency: Sequence[float]
+
+    def check(self) -> None:
+        """Raise early, before any schedule is timed, for choices that cannot be drawn.
+
+        Raises:
+            ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
+        """
+        check_at_least(1, stages=min(self.stages), microbatches=min(self.microbatches))
+        size = max(self.stages) * max(self.microbatches) * _ACTIONS
+        if size > MOST:
+            raise ValueError(
+                f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(self.stages)} stages and "
+                f"{max(self.microbatches)} micro-batches; draw fewer."
+            )
+        for text, costs in self.costs.items():
+            if costs.latency:
+                raise ValueError(f"`costs` should leave the latency to `latency`. Found {text!r}.")
+            for stages in self.stages:
+                costs.per_stage("forward", stages)
+        for latency in self.latency:
+            replace(next(iter(self.costs.values())), latency=latency)
+        if not self.combinations():
+            raise ValueError(
+                "`stages` should have a number above N for some strategy. Found only strategies that equal end-to-end; add "
+                "a larger number of stages, or the strategy `end-to-end`."
+            )
+
+    def combinations(self) -> list[Place]:
+        """Return all combinations except strategies that are end-to-end under another name.
+
+        Raises:
+            ValueError: a strategy is unknown, or a `Switch`.
+        """
+        drawn = {
+            (i, j)
+            for (i, method), (j, stages) in product(enumerate(self.methods), enumerate(self.stages))
+            if method in _END_TO_END or not same_gradients(known_method(method), EndToEnd(), stages)
+        }
+        sizes = (self.methods, self.stages, self.microbatches, self.costs, self.latency)
+        return [place for place in product(*(range(len(values)) for values in sizes)) if place[:2] in drawn]
+
+    def time(self, place: Place) -> Timed:
+        """Time a combination."""
+        method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
+        costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
+        size = stages_on(stages, method)
+        parts = costs.cut_in(size // stages)
+        return timed_method(method, num_stages=size, num_ranks=stages, num_microbatches=m, costs=parts)
+
+
+def explore(
+    choices: Choices, path: Path, progress: Callable[[list[Place]], Iterable[Place]] = iter
+) -> list[dict[str, Any]]:
+    """Time every combination and write the page.
+
+    Args:
+        choices: the choices on the page.
+        path: path of the page.
+        progress: wraps the list of combinations, for a progress bar; default: none.
+
+    Returns:
+        The page's numbers of every combination.
+
+    Raises:
+        ImportError: plotly is missing.
+    """
+    choices.check()
+    places = progress(choices.combinations())
+    entries: dict[Place, Any] = {place: _make_entry(Picture("", choices.time(place))) for place in places}
+    dimensions = {
+        "method": choices.methods,
+        "stages": choices.stages,
+        "microbatches": choices.microbatches,
+        "costs": list(choices.costs),
+        "latency": choices.latency,
+    }
+    _write(path, "Schedule explorer", dimensions, entries)
+    records = []
+    for place, entry in entries.items():
+        chosen = {name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)}
+        records.append(chosen | {name: value for name, value in entry.items() if name not in ("events", "rows")})
+    return records
+
+
+def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
+    """Write a page with only these schedules, one choice for each.
+
+    Args:
+        pictures: the schedules.
+        path: path of the page.
+    """
+    dimensions = {"method": [picture.title for picture in pictures], "microbatches": [""]}
+    entries: dict[Place, Any] = {(i, 0): _make_entry(picture) for i, picture in enumerate(pictures)}
+    _write(path, "Schedules", dimensions, entries, compared=False)
+
+
+def _write(
+    path: Path, title: str, dimensions: dict[str, Any], entries: dict[Place, Any], *, compared: bool = True
+) -> None:
+    """Write the page; `compared` says whether it names the best schedule."""
+    own = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
+    # No gradient crosses a boundary, or some are late; the page does not compare such steps with others.
+    local = [
+        name for name, rule in own.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
+    ]
+    numbers = [name for name, values in dimensions.items() if not isinstance(values[0], str)]
+    data = {
+        "dimensions": dimensions,
+        "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
+        "entries": {",".join(map(str, place)): value for place, value in entries.items()},
+        "kinds": {kind.value: {"name": NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_COLOURS},
+        "baselines": list(_END_TO_END),
+        "local": local,
+        "compared": compared,
+    }
+    write_page(path, title, _BODY.format(title=title), "explore.js", {"schedules": data})
+
+
+def _make_entry(picture: Picture) -> dict[str, Any]:
+    """Collect the page's data of a schedule; numbers have six digits."""
+    timed = picture.timed
+    return {
+        "period": _round(timed.period),
+        "lower_bound": _round(timed.lower_bound),
+        "optimal": timed.optimal,
+        "order": timed.order,
+        "in_flight": list(timed.in_flight),
+        "rows": picture.rows,
+        # A picture's simulation has too few mini-batches for this: the pipeline fills in the first, and empties in the last.
+        "utilisation": [_round(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
+        "events": [_describe(picture, event) for event in picture.events],
+    }
+
+
+def _describe(picture: Picture, event: Event) -> list[Any]:
+    """Return kind, row, micro-batch, loss, mini-batch, start and length of an event."""
+    action, times = event.action, (_round(event.start), _round(event.end - event.start))
+    return [action.kind.value, picture.row(event), action.microbatch, picture.farthest_loss(event), event.batch, *times]
+
+
+def _round(number: float) -> float:
+    return float(f"{number:.6g}")
+
+
+_BODY = """
+<h1>{title}</h1>
+<p>A network is cut into stages, one row each. Time runs to the right; numbers are micro-batches, small ones the loss that a
+gradient comes from; every other mini-batch is hatched. nwise found every schedule, timed it exactly and bounded it.</p>
+<div class="choices" id="choices" role="group" aria-label="What to show"></div>
+<p id="answer" class="answer" aria-live="polite"></p>
+<p id="absent" class="note" hidden></p>
+<div id="result">
+<div id="grid" class="chart" role="img" aria-label="When each stage does what"></div>
+<div class="wide" tabindex="0"><table class="words"><tbody>
+<tr><th scope="row">time per mini-batch, steady state</th><td id="period"></td></tr>
+<tr><th scope="row">lower bound</th><td id="bound"></td></tr>
+<tr><th scope="row">memory: most in flight</th><td id="held"></td></tr>
+<tr><th scope="row">utilisation</th><td id="busy"></td></tr>
+<tr><th scope="row">order</th><td id="order"></td></tr>
+</tbody></table></div>
+</div>
+<h2>All methods</h2>
+<p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
+compared by time, nor are late gradients. </span>nwise runs every method at this price.</p>
+<div class="wide" tabindex="0"><table id="methods"><thead><tr>
+<th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
+<th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>
+<th scope="col" class="compared">best M</th></tr></thead><tbody></tbody></table></div>
+<p class="note compared">Costs are for a whole mini-batch in one stage, so every M does the same work. Times are per step and
+ignore how much a step achieves: end-to-end needs the fewest steps, local training the most.</p>
+"""

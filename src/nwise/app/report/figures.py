@@ -1,0 +1,182 @@
+"""Figures for papers and documents: quality of several runs, and the flow of gradients.
+
+matplotlib is imported only to draw, because the import takes half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nwise.checks import needed
+from nwise.flow import find_flow
+from nwise.strategies import Strategy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Test scores of one run.
+
+    Args:
+        steps: steps of the tests.
+        values: accuracy in per cent, or perplexity.
+        slots: modelled time of each test on A accelerators, in slots.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    slots: Sequence[float]
+
+
+def check_format(path: Path | None) -> None:
+    """Raise early, before any work for the figure, if its format is unknown or matplotlib is missing."""
+    if path is not None and (path.suffix not in (".png", ".svg", ".pdf") or path.is_dir()):
+        raise ValueError(f"A figure should be a file that ends in .png, .svg or .pdf. Found {str(path)!r}.")
+    needed("matplotlib", "app", "A figure")
+
+
+@contextmanager
+def new_figure(width: float, height: float, path: Path, **saving: Any) -> Iterator[Figure]:
+    """Yield an empty figure in the style of all; write it at the end.
+
+    Args:
+        width, height: size in inches.
+        path: file to write.
+        saving: other options of matplotlib's `savefig`.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "none", "hatch.linewidth": 0.6}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(path, dpi=150, **saving)
+
+
+def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
+    """Draw quality over steps, and over the time of A accelerators in the timing model."""
+    with new_figure(8.2, 3.6, path) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, (name, curve) in enumerate(curves.items()):
+            # All runs start equal, and far from where they differ.
+            shown = slice(1 if len(curve.steps) > 2 else 0, None)
+            for axes, along in ((left, curve.steps), (right, curve.slots)):
+                _plot(axes, i, name, along[shown], curve.values[shown])
+        left.set_xlabel("steps")
+        left.set_ylabel(quality)
+        right.set_xlabel("modelled time on one accelerator per stage, slots")
+        right.set_title("(paper's timing model, not measured)", fontsize=8)
+        if quality.endswith("perplexity"):
+            left.set_yscale("log")
+        left.legend(frameon=False)
+        figure.suptitle(title, fontsize=10)
+
+
+def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
+    """Draw accuracy over the work of a sample that may leave early; a line for each network, its end without exits.
+
+    Args:
+        curves: for every network points of (share of the main network's work, accuracy in per cent).
+        path: file to write.
+    """
+    with new_figure(5.6, 3.8, path) as figure:
+        axes = figure.subplots()
+        for i, (name, points) in enumerate(curves.items()):
+            work, accuracy = zip(*sorted(points), strict=True)
+            _plot(axes, i, name, [100 * share for share in work], accuracy)
+        axes.set_xlabel("floating-point operations of a sample, % of the main network")
+        axes.set_ylabel("test accuracy, %")
+        axes.legend(frameon=False)
+
+
+def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4)
+    axes.grid(visible=True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
+    """Draw the flow of activations and gradients, as in the paper's second figure, from the `Flow`.
+
+    There is a panel for each strategy, and for each turn of one that rotates. Stages run from left to right, each below its
+    head and loss if those run. Black arrows are activations; coloured ones are gradients, in the colour of the farthest loss
+    that they carry.
+    """
+    phases = [strategy.in_force(first) for strategy in strategies for first, _ in strategy.phases()]
+    turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
+    columns = min(len(turns), max(1, 12 // num_stages))
+    if len(turns) == columns + 1 and columns > 1:
+        columns = -(-len(turns) // 2)  # two even rows, not one panel alone in the second
+    rows = -(-len(turns) // columns)
+    width, height = 1.05 * (num_stages + 0.5) * columns, 2.2 * rows
+    with new_figure(width, height, path, bbox_inches="tight", pad_inches=0.12) as figure:
+        panels = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes in panels:
+            axes.axis("off")
+        for axes, (strategy, turn) in zip(panels, turns, strict=False):
+            title = strategy.name + (f", turn {turn + 1} of {strategy.turns}" if strategy.turns > 1 else "")
+            axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
+            _draw_flow(axes, strategy.credit(num_stages, turn))
+
+
+def _draw_flow(axes: Axes, credit: Tensor) -> None:
+    num_stages = len(credit)
+    flow = find_flow(credit)
+    axes.set(xlim=(-0.75, num_stages - 0.25), ylim=(-0.72, 1.12), aspect="equal")
+    for k, stage in enumerate(flow.stages):
+        trained = stage.weights is not None
+        _box(axes, k, 0.0, 0.66, 0.46, f"stage {k}", "#e8eef4" if trained else "#ffffff", "#444444")
+        _arrow(axes, (k - 0.67, 0.1), (k - 0.33, 0.1), "#222222")
+        if stage.head:
+            colour = COLOURS[k % len(COLOURS)]
+            _box(axes, k, 0.88, 0.6, 0.34, f"loss {k}", "#ffffff", colour)
+            _arrow(axes, (k - 0.08, 0.23), (k - 0.08, 0.71), "#222222")
+            if stage.own:
+                _arrow(axes, (k + 0.08, 0.71), (k + 0.08, 0.23), colour)
+    for k in range(1, num_stages):
+        # A gradient crosses for every later loss that trains an earlier stage; those in one message share a lane.
+        for lane, message in enumerate(flow.stages[k].messages):
+            y = -0.06 - 0.11 * lane
+            _arrow(axes, (k - 0.33, y), (k - 0.67, y), COLOURS[message.far % len(COLOURS)])
+    for k in range(num_stages):
+        losses = [j for j in range(num_stages) if credit[j, k]]
+        axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=9, color="#555555")
+        whole = len(losses) > 2 and losses[-1] - losses[0] == len(losses) - 1
+        label = f"{losses[0]} to {losses[-1]}" if whole else ", ".join(map(str, losses)) or "–"
+        label = f"loss {label}" if len(losses) == 1 else f"losses {label}" if len(losses) == 2 else label
+        axes.text(
+            k, -0.6, label, ha="center", va="center", fontsize=10.5, color=COLOURS[losses[-1] % 8] if losses else "#555"
+        )
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, edge: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    corner = (x - width / 2, y - height / 2)
+    box = FancyBboxPatch(
+        corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge
+    )
+    axes.add_patch(box)
+    axes.text(x, y, text, ha="center", va="center", fontsize=10.5)
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    axes.add_patch(
+        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=colour, lw=1.4, shrinkA=0, shrinkB=0)
+    )

@@ -1,0 +1,223 @@
+"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from nwise.app.report.figures import COLOURS, new_figure
+from nwise.schedule import Kind, Timed, Timeline, simulate
+from nwise.schedule.actions import NAMES, PASSES
+from nwise.schedule.placement import Placement
+from nwise.schedule.simulate import Event
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KIND_COLOURS = {
+    Kind.FORWARD: COLOURS[5],
+    Kind.HEAD: "#bbbbbb",
+    Kind.INPUT_GRAD: COLOURS[4],
+    Kind.WEIGHT_GRAD: COLOURS[2],
+    Kind.BOTH: COLOURS[3],
+    Kind.UPDATE: "#222222",
+}
+_LONGEST = 300  # time axis of a terminal, in units of the shortest action drawn
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A schedule to draw.
+
+    Args:
+        title: title of the picture.
+        timed: the schedule.
+        batches: number of mini-batches, starting with an empty pipeline.
+    """
+
+    title: str
+    timed: Timed
+    batches: int = 2
+
+    @property
+    def caption(self) -> str:
+        """Order, period and bound of the schedule."""
+        timed = self.timed
+        bound = f"{timed.lower_bound:.6g}"
+        optimal = "which is optimal" if timed.optimal else f"lower bound {bound}"
+        return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated run."""
+        timed = self.timed
+        cycles = -(-(self.batches + timed.schedule.oldest) // len(timed.schedule.flows))
+        return simulate(timed.schedule, timed.costs, cycles=max(1, cycles))
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Everything that takes time in the first `batches` mini-batches."""
+        return [e for e in self.timeline.events if e.end > e.start and e.batch < self.batches]
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of the rows, one per rank."""
+        return row_names(self.timed.schedule.placement)
+
+    def row(self, event: Event) -> int:
+        """Return the row of an event."""
+        return self.timed.schedule.placement[event.action.stage]
+
+    def name(self, event: Event) -> str:
+        """Return the short name of an event: its stage, if a rank has several, its kind and its micro-batch."""
+        schedule, action = self.timed.schedule, event.action
+        stage = str(action.stage) if schedule.num_ranks < schedule.num_stages else ""
+        return f"{stage}{action.kind.value}{action.microbatch}"
+
+    def farthest_loss(self, event: Event) -> int | None:
+        """Return the loss that a backward pass comes from; of several, the farthest."""
+        kind, k, m, q, turn, _ = event.action
+        if kind in PASSES:
+            return self.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
+        return None
+
+
+def row_names(placement: Placement) -> list[str]:
+    """Name the ranks, by their stage if each has one."""
+    ranks = range(1 + max(placement))
+    if len(ranks) < len(placement):
+        return [f"rank {rank}" for rank in ranks]
+    return [f"stage {placement.index(rank)}" for rank in ranks]
+
+
+def terminal_grid(picture: Picture, width: int) -> Text:
+    """Draw a row for each rank; time runs to the right, a dot is a wait.
+
+    Args:
+        picture: the schedule.
+        width: width of the terminal, in characters; a note says so if the drawing is cut.
+    """
+    events = picture.events
+    rows = [f"{name} " for name in picture.rows]
+    margin = max(map(len, rows))
+    if not events:
+        return Text("nothing takes any time\n", "dim")
+    # A character stands for a fixed time. The shortest action has room for the longest name and a space, a cell; a wait has one
+    # dot in every cell:
+    #
+    #     stage 0 F0 F1  · W0  · W1
+    #     stage 1  · F0 I0 F1 I1 W0
+    cell = max(len(picture.name(event)) for event in events) + 1
+    last = max(event.end for event in events)
+    scale = cell / max(last / _LONGEST, min(event.end - event.start for event in events))
+    grid, cut = Text(), False
+    for number, row in enumerate(rows):
+        grid.append(row.rjust(margin))
+        at = 0
+        for event in (e for e in events if picture.row(e) == number):
+            begin, end = round(scale * event.start), round(scale * event.end)
+            if end > max(cell, width - margin - 1):
+                cut = True
+                break
+            grid.append("".join("·" if i % cell == 1 and i < begin - at - 1 else " " for i in range(begin - at)), "dim")
+            style = _style(event.action.kind) + (" bold" if event.batch % 2 else "")
+            if end > begin:  # else it is too short to draw
+                name = picture.name(event)[: end - begin]
+                grid.append(name.ljust(end - begin - 1, "─"), style)
+                if end - begin > len(name):
+                    grid.append(" ")
+                at = end
+        grid.append("\n")
+    if cut:
+        grid.append("(cut at the right; a wider terminal or --out FILE shows more)\n", "dim")
+    return grid
+
+
+def legend(pictures: Sequence[Picture]) -> Text:
+    """Explain the letters and colours."""
+    text = Text()
+    for kind in _kinds(pictures):
+        text.append(f" {kind.value} ", _style(kind))
+        text.append(f" {NAMES[kind]}  ")
+    text.append("numbers are micro-batches; every other mini-batch is bold")
+    return text
+
+
+def _style(kind: Kind) -> str:
+    return f"{'white' if kind is Kind.UPDATE else 'black'} on {KIND_COLOURS[kind]}"
+
+
+def _kinds(pictures: Sequence[Picture]) -> list[Kind]:
+    shown = {event.action.kind for picture in pictures for event in picture.events}
+    return [kind for kind in KIND_COLOURS if kind in shown]
+
+
+def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
+    """Draw grids below each other on one time axis, with micro-batch numbers, as in the paper's figures."""
+    from matplotlib.patches import Patch
+
+    if not all(picture.events for picture in pictures):
+        raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
+    events = [event for picture in pictures for event in picture.events]
+    longest = max(event.end for event in events)
+    shortest = min(event.end - event.start for event in events if event.action.kind is not Kind.UPDATE)
+    width = min(24.0, max(5.0, 0.26 * longest / shortest))
+    heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
+    with new_figure(width, sum(heights) + 0.75, path) as figure:
+        panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, picture in zip(panels, pictures, strict=True):
+            _draw(axes, picture, longest, width)
+        kinds = _kinds(pictures)
+        patches = [Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {NAMES[k]}") for k in kinds]
+        columns = min(len(kinds), max(2, int(width // 1.9)))
+        figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
+        whole = [_is_whole(picture) for picture in pictures]
+        numbers = "mini-batches" if all(whole) else "micro-batches" + (" (mini-batches if M = 1)" if any(whole) else "")
+        explanation = (
+            f"time, in the unit of the costs; numbers are {numbers}, small ones the loss that a gradient comes from; "
+            "every other mini-batch is hatched"
+        )
+        lines = textwrap.fill(explanation, int(15 * width), break_on_hyphens=False)
+        panels[-1].set_xlabel(lines, fontsize=8, color="#555555")
+
+
+def _is_whole(picture: Picture) -> bool:
+    """Return whether M = 1; the grid then numbers mini-batches, because micro-batch numbers would all be 0."""
+    return picture.timed.schedule.num_microbatches == 1
+
+
+def _draw(axes: Axes, picture: Picture, longest: float, width: float) -> None:
+    from matplotlib.patches import Rectangle
+    from matplotlib.ticker import MaxNLocator
+
+    rows = picture.rows
+    inch = width / longest
+    for event in picture.events:
+        k, length = picture.row(event), event.end - event.start
+        later = event.batch % 2
+        box = Rectangle(
+            (event.start, k - 0.44), length, 0.88,
+            facecolor=KIND_COLOURS[event.action.kind], edgecolor="#ffffff", lw=0.8, hatch="///" if later else None,
+            alpha=0.75 if later else 1.0,
+        )  # fmt: skip
+        axes.add_patch(box)
+        if inch * length > 0.13 and event.action.kind is not Kind.UPDATE:
+            loss = picture.farthest_loss(event)
+            small = inch * length < 0.24 or loss is None
+            number = event.batch if _is_whole(picture) else event.action.microbatch
+            name = f"{number}" + ("" if small else f"$_{{{loss}}}$")
+            axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set(xlim=(0, longest), ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)))
+    axes.set_yticklabels(rows)
+    axes.tick_params(length=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    caption = picture.caption if width > 7 else picture.caption.split(";")[0]
+    axes.annotate(caption, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color="#555555")
+    axes.set_title(picture.title, loc="left", fontsize=9.5, fontweight="bold", pad=15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(4, int(2 * width))))

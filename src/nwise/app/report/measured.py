@@ -1,0 +1,167 @@
+"""Compare a measured run with its prediction: a simulation of the same lists with the measured costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean, median
+from typing import Any
+
+from nwise.app.report.trace import make_trace, process_events
+from nwise.schedule import Costs, Schedule, Timeline, simulate
+from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart
+from nwise.schedule.simulate import Event, Message
+
+_MS = 1e3
+
+# What one rank did: step, action, and its start and end in seconds.
+RankRecord = Sequence[tuple[int, Action, float, float]]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """An action's measured and predicted start within its stage's step, in milliseconds."""
+
+    action: Action
+    measured: float
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured timeline and the predicted one; times in milliseconds.
+
+    Args:
+        schedule: the schedule of the run.
+        ranks: record of each rank.
+        bytes_sent: bytes of activations and gradients per rank and step, measured and predicted.
+    """
+
+    schedule: Schedule
+    ranks: Sequence[RankRecord]
+    bytes_sent: Sequence[dict[str, Any]]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Medians of the measured times; for messages, of those that a receiver waited for."""
+        rows = []
+        for k in range(self.schedule.num_stages):
+            times: dict[Kind, list[float]] = defaultdict(list)
+            for _, action, begin, end in self.ranks[self.schedule.placement[k]]:
+                if action.stage == k:
+                    times[action.kind].append(_MS * (end - begin))
+            middle = {kind: median(values) for kind, values in times.items()}
+            # A B measures only the sum of I and W. I is known where another loss has a separate I; otherwise it is half.
+            both = middle.get(Kind.BOTH, 0.0)
+            back = middle.get(Kind.INPUT_GRAD, both / 2)
+            weights = max(both - back, 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
+            rows.append((middle.get(Kind.FORWARD, 0.0), middle.get(Kind.HEAD, 0.0), back, weights))
+        # A message may lie in its buffer until its receiver is free. That time is not latency, so only awaited messages count.
+        latency = median([_MS * travel for travel, waited in self._travels if waited > 0] or [0.0])
+        forward, head, input_grad, weight_grad = zip(*rows, strict=True)
+        return Costs(forward, head, input_grad, weight_grad, chain_share=0.0, latency=latency)
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """Simulation of as many mini-batches as were measured."""
+        turns = len(self.schedule.flows)
+        steps = len({step for step, *_ in self.ranks[0]})
+        return simulate(self.schedule, self.costs, cycles=max(2, steps // turns))
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Measured computations and updates; the first action starts at 0."""
+        return self._select(*COMPUTATIONS, Kind.UPDATE)
+
+    @cached_property
+    def waits(self) -> list[Event]:
+        """Measured receives and sends."""
+        return self._select(*SENDS.keys(), *SENDS.values())
+
+    def _select(self, *kinds: Kind) -> list[Event]:
+        zero = min(begin for record in self.ranks for _, _, begin, _ in record)
+        return [
+            Event(action, step, _MS * (begin - zero), _MS * (end - zero), step - action.age)
+            for record in self.ranks
+            for step, action, begin, end in record
+            if action.kind in kinds
+        ]
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Event, Event]]:
+        """Every send with its receive."""
+        sent = {(e.cycle, counterpart(e.action)): e for e in self.waits if e.action.kind in SENDS}
+        received = (e for e in self.waits if e.action.kind not in SENDS)
+        return [(sent[key], event) for event in received if (key := (event.cycle, event.action)) in sent]
+
+    @cached_property
+    def _travels(self) -> list[tuple[float, float]]:
+        """Seconds that each message travelled, and seconds of these that its receiver waited."""
+        return [((got.end - put.start) / _MS, (got.end - max(got.start, put.start)) / _MS) for put, got in self._pairs]
+
+    @property
+    def messages(self) -> list[Message]:
+        """Arrows from the end of each send to the end of its receive."""
+        return [Message(put.action.stage, got.action.stage, put.end, got.end, got.end) for put, got in self._pairs]
+
+    @property
+    def overlap(self) -> float:
+        """Share of the messages' travel time in which their receivers did not wait."""
+        total = sum(travel for travel, _ in self._travels)
+        return 1 - sum(waited for _, waited in self._travels) / total if total else 1.0
+
+    @cached_property
+    def period(self) -> float:
+        """Measured time per mini-batch: mean time between a stage's updates, averaged over stages."""
+        spans = []
+        for k in range(self.schedule.num_stages):
+            ends = sorted(e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k)
+            if len(ends) > 1:
+                spans.append((ends[-1] - ends[0]) / (len(ends) - 1))
+        return mean(spans) if spans else 0.0
+
+    @cached_property
+    def utilisation(self) -> list[float]:
+        """Measured share of the time that each rank computes."""
+        time = self.period * len({e.cycle for e in self.events})
+        busy = [0.0] * len(self.ranks)
+        for e in self.events:
+            if e.action.kind in COMPUTATIONS:
+                busy[self.schedule.placement[e.action.stage]] += e.end - e.start
+        return [each / time if time else 0.0 for each in busy]
+
+    @property
+    def bubble(self) -> float:
+        """Measured share of the time that ranks do not compute, the mean over ranks."""
+        return 1 - mean(self.utilisation) if self.period else 0.0
+
+    def deviations(self, count: int = 5) -> list[Deviation]:
+        """Return the actions whose start within their stage's step deviates most; medians over the steps."""
+        measured, predicted = _offsets(self.events), _offsets(self.predicted.events)
+        deviations = [Deviation(action, measured[action], predicted[action]) for action in measured.keys() & predicted]
+        return sorted(deviations, key=lambda d: (-abs(d.measured - d.predicted), str(d.action)))[:count]
+
+    def trace(self, title: str) -> dict[str, Any]:
+        """Make the Chrome trace JSON of both timelines, the measured one first."""
+        events = [*self.events, *(e for e in self.waits if e.action.kind not in SENDS)]
+        measured = process_events(0, f"{title}: measured", self.schedule.placement, events, self.messages)
+        heading = f"{title}: predicted with the measured costs"
+        timeline = self.predicted
+        predicted = process_events(1, heading, self.schedule.placement, timeline.events, timeline.messages)
+        return make_trace([*measured, *predicted])
+
+
+def _offsets(events: Sequence[Event]) -> dict[Action, float]:
+    """Return each action's start after its stage's first action in the mini-batch; medians over mini-batches."""
+    first: dict[tuple[int, int, int], float] = {}
+    for e in events:
+        if e.action.kind is Kind.FORWARD and e.action.microbatch == 0:
+            first[e.cycle, e.action.turn, e.action.stage] = e.start
+    offsets: dict[Action, list[float]] = defaultdict(list)
+    for e in events:
+        start = first.get((e.cycle, e.action.turn, e.action.stage))
+        if start is not None:
+            offsets[e.action].append(e.start - start)
+    return {action: median(values) for action, values in offsets.items()}

@@ -1,0 +1,206 @@
+"""Series and numbers of a run's folder, for a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import nwise
+from nwise.app.recipes import Recipe, to_json
+from nwise.app.report.measured import Comparison
+from nwise.app.training import Run
+from nwise.app.training.timeline import load
+from nwise.flow import flows_for
+from nwise.schedule.ages import weight_ages
+from nwise.schedule.named import choose
+from nwise.strategies import Strategy
+
+AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Numbers of one head along a run.
+
+    Args:
+        head: stage of the head.
+        along: steps, samples and seconds of the values.
+        values: the numbers; None if there is none.
+    """
+
+    head: int
+    along: dict[str, list[float]]
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The contents of a run's folder.
+
+    Args:
+        name: name of the run on the page.
+        run: the folder.
+    """
+
+    name: str
+    run: Run
+
+    @classmethod
+    def open_all(cls, folders: Sequence[Path]) -> list[Summary]:
+        """Open each folder once; the summaries have distinct names.
+
+        Raises:
+            FileNotFoundError: a folder is not a run's.
+            ValueError: a run has no records.
+        """
+        summaries = []
+        folders = list({folder.resolve(): folder for folder in folders}.values())
+        names = [folder.resolve().name for folder in folders]
+        for folder, name in zip(folders, names, strict=True):
+            summary = cls(name if names.count(name) == 1 else str(folder), Run.open(folder))
+            if not summary.tests:
+                raise ValueError(
+                    f"{folder} should hold the records of at least one test. Found none; did the run reach its first evaluation?"
+                )
+            summaries.append(summary)
+        return summaries
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The resolved configuration."""
+        return self.run.recipe
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """Records of training and tests.
+
+        Raises:
+            ValueError: a record is not one that `nwise train` writes.
+        """
+        records = [record for record in self.run.metrics() if record["kind"] in ("train", "test")]
+        for record in records:
+            if not _is_whole(record):
+                raise ValueError(
+                    f"{self.run.folder / 'metrics.jsonl'} should hold records with {', '.join(AXES)} and numbers of every head. "
+                    f"Found {str(record)[:60]}; remove the line."
+                )
+        return records
+
+    @property
+    def tests(self) -> list[dict[str, Any]]:
+        """Records of tests."""
+        return [record for record in self.records if record["kind"] == "test"]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages A at the last test; a resumed run can have another number than before."""
+        return len(self.tests[-1]["loss"])
+
+    @property
+    def history(self) -> list[str]:
+        """Notes on each resumption: what changed, and what the curves cannot show."""
+        notes = [
+            f"resumed from step {entry.get('step')}" + (f": {entry['changes']}" if entry.get("changes") else "")
+            for entry in self._state.get("resumed", [])
+            if isinstance(entry, dict)
+        ]
+        other = [record["step"] for record in self.records if len(record["loss"]) != self.num_stages]
+        if other:
+            notes.append(f"another number of stages up to step {max(other)}; only the last head is shown there")
+        return notes
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        return json.loads((self.run.folder / "run.json").read_text())
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The recipe's strategy, with epochs turned into steps by means of the records."""
+        last = self.tests[-1]
+        per_epoch = round(last["step"] / last["epoch"]) if last.get("epoch") else 1
+        return self.recipe.strategy_for(max(1, per_epoch))
+
+    @property
+    def title(self) -> str:
+        """Recipe, strategy, A and M in one line."""
+        return f"{self.recipe.name}, {self.strategy.name}, A = {self.num_stages}, M = {self.recipe.microbatches}"
+
+    def series(self, kind: str, name: str) -> list[Series]:
+        """Return the numbers of every head that has any.
+
+        Args:
+            kind: train or test.
+            name: loss, accuracy (in per cent), or perplexity.
+        """
+        records = [record for record in self.records if record["kind"] == kind]
+        along = {axis: [float(record[axis]) for record in records] for axis in AXES}
+        series = []
+        for head in range(self.num_stages):
+            key = "loss" if name == "perplexity" else name
+            values = [_scale(self._head_value(record[key], head), name) for record in records]
+            if any(value is not None for value in values):
+                series.append(Series(head, along, values))
+        return series
+
+    def _head_value(self, heads: list[float | None], head: int) -> float | None:
+        """Return a head's number; for a head before the last, only if the run had the final number of stages."""
+        if head == self.num_stages - 1:
+            return heads[-1]
+        return heads[head] if len(heads) == self.num_stages else None
+
+    @cached_property
+    def measured(self) -> Comparison | None:
+        """The measured and the predicted timeline; None for a run without `--timeline`."""
+        path = self.run.folder / "timeline.json"
+        if not path.exists():
+            return None
+        recorded = load(path)
+        if not recorded.events or not all(recorded.events):
+            raise ValueError(f"{path} should hold actions of every rank. Found a rank without; record more steps.")
+        strategy = nwise.strategy(recorded.strategy, heads=self.recipe.heads)
+        ranks = {action.stage: rank for rank, events in enumerate(recorded.events) for _, action, _, _ in events}
+        flows = flows_for(strategy, len(ranks), self.recipe.microbatches)
+        placement = tuple(ranks[k] for k in range(len(ranks)))
+        schedule = choose(self.recipe.schedule, flows, placement, weight_ages(strategy, flows))
+        return Comparison(schedule, recorded.events, recorded.bytes_sent)
+
+    def settings(self) -> dict[str, str]:
+        """Return configuration and versions as flat text."""
+        versions = self._state.get("versions")
+        items = versions.items() if isinstance(versions, dict) else ()
+        return {**_flatten(to_json(self.recipe)), **{f"version of {name}": str(value) for name, value in items}}
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    names = ("loss", "accuracy") if record["kind"] == "test" else ("loss",)
+    heads = [record.get(name) for name in names]
+    return all(number(record.get(axis)) for axis in AXES) and all(
+        isinstance(values, list) and values and all(value is None or number(value) for value in values)
+        for values in heads
+    )
+
+
+def _scale(value: float | None, name: str) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    if name == "perplexity":
+        return math.exp(value) if value < 700 else None
+    return 100 * value if name == "accuracy" else value
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            flat |= _flatten(inner, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = json.dumps(inner) if not isinstance(inner, str) else inner
+    return flat

@@ -1,0 +1,197 @@
+"""Thresholds of early exits: from the heads' answers on samples that no training step has seen.
+
+A threshold is good if its head answers the samples that leave there as well as later heads would. `observe` runs every
+head on every sample once; everything after that is arithmetic on two tables, so many thresholds can be tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from nwise.app.data import Images
+from nwise.app.training.evaluate import head_outputs
+from nwise.exits import Confidence, confidence_of, confidences, head_output
+from nwise.modes import evaluating
+from nwise.pipeline import Pipeline
+from nwise.tensors import as_tuple, run_module
+
+_CANDIDATES = 200  # thresholds that are tried
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Confidence and correctness of every exit for every sample.
+
+    Args:
+        stages: stage of every exit, in order; the last one is the network's own output.
+        confidence: ``[samples, exits]``.
+        right: whether the answer is right, ``[samples, exits]``.
+    """
+
+    stages: tuple[int, ...]
+    confidence: Tensor
+    right: Tensor
+
+    def part(self, samples: Tensor) -> Seen:
+        """Return the rows of some samples."""
+        return Seen(self.stages, self.confidence[samples], self.right[samples])
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers of the whole network."""
+        return float(self.right[:, -1].double().mean())
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations for one sample.
+
+    Args:
+        stages: operations of every stage, ``[A]``.
+        heads: operations of the heads, by stage.
+    """
+
+    stages: Sequence[int]
+    heads: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Accuracy and work under some thresholds.
+
+    Args:
+        accuracy: share of right answers.
+        work: operations per sample, as a share of the main network's; above 1 if heads cost more than exits save.
+        leaving: share of the samples that leave at every exit, the last one included.
+    """
+
+    accuracy: float
+    work: float
+    leaving: tuple[float, ...]
+
+
+def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidence = None) -> Seen:
+    """Run every trained head on every sample.
+
+    Args:
+        pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
+        data: samples that training has not seen.
+        batch_size: samples per batch.
+        confidence: as for `Pipeline.exit`; a function gets the output alone.
+
+    Raises:
+        ValueError: the loss has no default confidence, or an output is not ``[B, classes]``.
+    """
+    exits = (*sorted(pipe.needed_heads(later=False)), pipe.num_stages - 1)
+    rules = confidences(pipe.loss_fns, exits, confidence)
+    sure, right = [], []
+    with evaluating(pipe):
+        for outputs, target in head_outputs(pipe, data, batch_size, exits):
+            answers = [confidence_of(rules[k], outputs[k], (), k) for k in exits]
+            if wrong := [list(logits.shape) for logits, _ in answers if logits.dim() != 2 or logits.shape[1] < 2]:
+                raise ValueError(f"Exits should have outputs [B, classes] to calibrate. Found shape {wrong[0]}.")
+            sure.append(torch.stack([sure for _, sure in answers], dim=1).cpu())
+            right.append(torch.stack([logits.argmax(1) == target for logits, _ in answers], dim=1).cpu())
+    return Seen(exits, torch.cat(sure), torch.cat(right))
+
+
+def count_work(pipe: Pipeline, example: Tensor) -> Work:
+    """Count the operations of every stage and head for one sample.
+
+    Args:
+        pipe: the pipeline.
+        example: a batch of one sample.
+    """
+    stages, heads, hidden = [], {}, as_tuple(example, "`example`")
+    with evaluating(pipe):
+        for k, stage in enumerate(pipe.stages):
+            with FlopCounterMode(display=False) as counter:
+                hidden = run_module(stage, hidden, f"The output of stage {k}")
+            stages.append(counter.get_total_flops())
+            if k in pipe.heads:
+                with FlopCounterMode(display=False) as counter:
+                    head_output(pipe.heads, k, hidden, None)
+                heads[k] = counter.get_total_flops()
+    return Work(stages, heads)
+
+
+def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
+    """Return the accuracy and the work on the samples under some thresholds.
+
+    Args:
+        seen: the samples.
+        work: operations of the stages and heads.
+        thresholds: confidence from which a sample leaves, by stage; a head without one does not run.
+
+    >>> two = Seen((0, 1), torch.tensor([[0.9, 0.9], [0.6, 0.8]]), torch.tensor([[True, True], [False, True]]))
+    >>> outcome(two, Work([50, 50], {0: 10}), {0: 0.8})
+    Outcome(accuracy=1.0, work=0.85, leaving=(0.5, 0.5))
+    """
+    count = len(seen.right)
+    stays = torch.ones(count, dtype=torch.bool)
+    right, operations, done = 0, 0, 0
+    leaving = []
+    for i, k in enumerate(seen.stages):
+        here = int(stays.sum())
+        operations += here * sum(work.stages[done : k + 1])
+        done = k + 1
+        last = i == len(seen.stages) - 1
+        if not last and k in thresholds:
+            operations += here * work.heads[k]
+        bound = thresholds.get(k, math.inf)
+        # A sample whose confidence is nan leaves at the end only.
+        leaves = stays if last else stays & (seen.confidence[:, i] >= bound)
+        right += int((leaves & seen.right[:, i]).sum())
+        leaving.append(int(leaves.sum()) / count)
+        stays = stays & ~leaves
+    return Outcome(right / count, operations / count / sum(work.stages), tuple(leaving))
+
+
+def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
+    """Return the threshold, the same for every exit, with the least work that keeps an accuracy on the samples.
+
+    One number cannot fit the samples too well: thresholds that were chosen for each exit alone lost another half a point on
+    samples that they had not seen (`benchmarks/exits`).
+
+    Args:
+        seen: the samples.
+        work: operations of the stages and heads.
+        accuracy: share of right answers to keep; the network's own is enough.
+
+    Returns:
+        The threshold of every exit, by stage; empty if exits save no work.
+    """
+    wanted = min(accuracy, seen.accuracy)
+    levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
+    bounds = sorted(set(torch.nanquantile(seen.confidence[:, :-1].flatten().double(), levels).tolist()))
+    options = [{}, *(dict.fromkeys(seen.stages[:-1], bound) for bound in bounds)]
+    results = [outcome(seen, work, option) for option in options]
+    kept = [(result.work, n) for n, result in enumerate(results) if result.accuracy >= wanted]
+    return options[min(kept)[1]]  # of equal ones the first, which is that without exits
+
+
+def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:
+    """Return the outcome on samples that calibration has not used: each half's thresholds apply to the other half.
+
+    Args:
+        seen: the samples.
+        work: operations of the stages and heads.
+        drop: accuracy that may be lost, as a share.
+    """
+    parts = [seen.part(torch.arange(start, len(seen.right), 2)) for start in (0, 1)]
+    results = []
+    for fitted, tested in (parts, parts[::-1]):
+        result = outcome(tested, work, calibrate(fitted, work, fitted.accuracy - drop))
+        results.append((len(tested.right) / len(seen.right), result))
+    leaving = [sum(share * result.leaving[i] for share, result in results) for i in range(len(seen.stages))]
+    return Outcome(
+        sum(share * result.accuracy for share, result in results),
+        sum(share * result.work for share, result in results),
+        tuple(leaving),
+    )

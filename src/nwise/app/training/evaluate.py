@@ -1,0 +1,121 @@
+"""Scores of the last head, of every head, and of ensembles of the top n heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nwise.app.data import Images, Tokens
+from nwise.modes import evaluating
+from nwise.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean cross-entropy in nats and share of correct answers, over samples or tokens."""
+
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of a test set.
+
+    Args:
+        heads: one score per stage's head; None if there is no head or the strategy does not train it. The last is the
+            network's own output.
+        ensembles: entry n - 1 is the score of the mean probabilities of the last n heads; empty unless requested.
+    """
+
+    heads: tuple[Score | None, ...]
+    ensembles: tuple[Score, ...] = ()
+
+
+def evaluate(
+    pipe: Pipeline,
+    data: Images | Tokens,
+    batch_size: int,
+    *,
+    ensembles: bool = False,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Score every trained head on a whole test set.
+
+    Args:
+        pipe: a pipeline whose heads and last stage return logits ``[B, ..., classes]``.
+        data: the test set.
+        batch_size: samples per batch.
+        ensembles: whether to score the ensembles, too; default no.
+        on_batch: called after each batch with the number of batches done and of all batches.
+
+    Raises:
+        ValueError: ensembles are requested on several processes.
+    """
+    if ensembles and pipe.processes.size > 1:
+        raise ValueError(
+            "Ensembles should be scored in one process, which has all heads' outputs. Found several; use `nwise evaluate RUN`."
+        )
+    scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
+    # For every head, and for the top n heads: the sum of the losses, the number of right answers, and that of all answers.
+    heads, tops = torch.zeros(2, pipe.num_stages, 3, dtype=torch.float64, device=_device(pipe))
+    with evaluating(pipe):
+        for outputs, target in head_outputs(pipe, data, batch_size, scored, on_batch):
+            answers = target.flatten()
+            top: Tensor | None = None
+            count = 0
+            for k in reversed(range(pipe.num_stages)):
+                logits = outputs[k]
+                if not isinstance(logits, Tensor):
+                    continue
+                log_p = functional.log_softmax(logits.flatten(0, -2).float(), dim=-1)
+                heads[k] += _sums(log_p, answers)
+                if ensembles:
+                    top = log_p if top is None else torch.logaddexp(top, log_p)
+                    count += 1
+                    tops[count - 1] += _sums(top - math.log(count), answers)
+    everywhere = pipe.processes.table({k: heads[k].cpu() for k in pipe.processes.here})
+    return Scores(tuple(map(_score, everywhere)), tuple(score for score in map(_score, tops) if score is not None))
+
+
+def head_outputs(
+    pipe: Pipeline,
+    data: Images | Tokens,
+    batch_size: int,
+    heads: Collection[int],
+    on_batch: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[list[Any], Tensor]]:
+    """Yield for each batch of a data set the outputs of some heads, by stage, and the target, on the pipeline's device."""
+    device = _device(pipe)
+    starts = range(0, len(data), batch_size)
+    for done, start in enumerate(starts, start=1):
+        inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+        yield pipe.head_outputs(inputs.to(device), only=heads), target.to(device)
+        if on_batch is not None:
+            on_batch(done, len(starts))
+
+
+def _device(pipe: Pipeline) -> torch.device:
+    return next((p.device for p in pipe.parameters()), torch.device("cpu"))
+
+
+def _sums(log_p: Tensor, target: Tensor) -> Tensor:
+    loss = functional.nll_loss(log_p, target, reduction="sum")
+    right = (log_p.argmax(-1) == target).sum()
+    return torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
+
+
+def _score(sums: Tensor) -> Score | None:
+    loss, right, count = sums.tolist()
+    return Score(loss / count, right / count) if count else None

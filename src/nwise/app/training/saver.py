@@ -1,0 +1,127 @@
+"""When a run writes a checkpoint, and how it resumes from one."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nwise.app.training.phase import Phase
+from nwise.checkpoint import CheckpointInfo, Checkpoints, check_facts, discard_unsaved_heads, read_layout
+from nwise.checks import check_at_least
+from nwise.pipeline import Pipeline
+
+_RUN_FACTS = {"rate": dict[str, float], "seconds": float, "best": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """Policy of a run's checkpoints: when to write one, and which to keep. The last step and a stopped run always write one."""
+
+    checkpoint_every: int = 0
+    """Steps between two checkpoints; 0 to go by `checkpoint_minutes` alone."""
+    checkpoint_minutes: float = 10.0
+    """Minutes between two checkpoints; 0 for never."""
+    keep: int = 2
+    """Number of newest checkpoints to keep."""
+    keep_best: bool = False
+    """Also write and keep the checkpoint with the lowest test loss of the last head."""
+    checkpoint_async: bool = False
+    """Write in the background, from a copy."""
+
+    def __post_init__(self) -> None:
+        check_at_least(0, checkpoint_every=self.checkpoint_every)
+        if not 0 <= self.checkpoint_minutes < 1e6:
+            raise ValueError(f"`checkpoint_minutes` should be from 0 to a million. Found {self.checkpoint_minutes}.")
+        check_at_least(1, keep=self.keep)
+
+
+class Saver:
+    """Writes a training run's checkpoints by a policy, and resumes from them; all processes call it at the same steps.
+
+    Attributes:
+        phase: the present phase of training.
+        unwritten: why the newest checkpoint is missing, e.g. on a full disk; empty if it is there.
+    """
+
+    def __init__(
+        self, folder: Path, pipe: Pipeline, policy: CheckpointPolicy, facts: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.phase: Phase | None = None
+        self.unwritten = ""
+        self._pipe, self._policy, self._facts = pipe, policy, facts
+        self._checkpoints = Checkpoints(
+            folder, pipe, keep=policy.keep, keep_best=policy.keep_best, asynchronous=policy.checkpoint_async
+        )
+        self._best = math.inf
+        self._loss: float | None = None  # the test loss of the present state, if it was tested
+        self._written = -1  # step of the checkpoint on the disk that is the present state
+        self._saved = time.monotonic()
+
+    def newest(self) -> CheckpointInfo | None:
+        """Return the checkpoint to resume from, if there is one, and set the pipeline's step."""
+        info = self._checkpoints.newest()
+        if info is not None:
+            check_facts(info.facts, info.folder, _RUN_FACTS)
+            self._best = info.facts["best"]
+            self._pipe.steps = info.facts["step"]
+            discard_unsaved_heads(self._pipe, read_layout(info.folder))
+        return info
+
+    def restore(self, info: CheckpointInfo, done: int) -> str:
+        """Load a checkpoint and return the differences from the saved state, in one line.
+
+        If no steps of the phase are done, its optimizer and learning rate start fresh.
+        """
+        phase = self.phase if done else None
+        self._checkpoints.optimizer = None if phase is None else phase.optimizer
+        resumed = self._checkpoints.restore(info, settings=False)  # the configuration has them, perhaps others now
+        if phase is not None:
+            phase.rate.restore(info.facts["rate"], done)
+        self._written = -1 if info.facts.get("untested") else self._pipe.steps
+        return resumed.changes
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the policy's minutes have passed since the last checkpoint."""
+        seconds = 60 * self._policy.checkpoint_minutes
+        return bool(seconds) and time.monotonic() - self._saved > seconds
+
+    def stepped(self, loss: float | None, *, is_last: bool) -> None:
+        """Write a checkpoint after a step if one is due; `loss` is the last head's test loss, if it was tested."""
+        every = self._policy.checkpoint_every
+        is_best = self._policy.keep_best and loss is not None and loss < self._best
+        self._loss = loss
+        if loss is not None:
+            self._best = min(self._best, loss)
+        if is_last:
+            self.save(wait=True)
+        elif is_best or (every and self._pipe.steps % every == 0):
+            self.save()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this step; warn if it cannot be written."""
+        assert self.phase is not None
+        self._saved = time.monotonic()
+        try:
+            if self._written != self._pipe.steps:
+                self._write(self.phase)
+                self._written = self._pipe.steps
+            if wait:
+                self._checkpoints.wait()
+        except OSError as error:
+            self._written = -1
+            self.unwritten = str(error)
+            if self._pipe.processes.is_first:
+                warnings.warn(f"{error}. Training continues; the previous checkpoint stays.", stacklevel=2)
+        else:
+            self.unwritten = ""
+
+    def _write(self, phase: Phase) -> None:
+        phase.guard.check_parameters()
+        self._checkpoints.optimizer = phase.optimizer
+        self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())

@@ -1,0 +1,46 @@
+"""Checkpoints for any training loop, and files of weights.
+
+atomic                     files that are complete or not there
+weights, values            names of the unsplit network; nested values without pickles
+optimizer, state           what a run needs to resume, under names that do not depend on the cut
+files, lock, checkpoints   one checkpoint, one writer, and which of them to keep
+"""
+
+from functools import partial
+
+from nwise._lazy import submodule
+from nwise.checkpoint.atomic import PARTIAL, replacing
+from nwise.checkpoint.checkpoints import CheckpointInfo, Checkpoints, Resumed
+from nwise.checkpoint.files import DamagedError, read_layout
+from nwise.checkpoint.lock import FolderLock
+from nwise.checkpoint.optimizer import add_momenta
+from nwise.checkpoint.state import check_facts
+from nwise.checkpoint.weights import (
+    discard_unsaved_heads,
+    gather_weights,
+    load_main_state,
+    main_state,
+    save_tensors,
+    under,
+)
+
+__all__ = [
+    "PARTIAL",
+    "CheckpointInfo",
+    "Checkpoints",
+    "DamagedError",
+    "FolderLock",
+    "Resumed",
+    "add_momenta",
+    "check_facts",
+    "discard_unsaved_heads",
+    "gather_weights",
+    "load_main_state",
+    "main_state",
+    "read_layout",
+    "replacing",
+    "save_tensors",
+    "under",
+]
+
+__getattr__ = partial(submodule, __name__)

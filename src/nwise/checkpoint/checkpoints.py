@@ -1,0 +1,279 @@
+"""The checkpoints of a run: which are kept, and which one to resume from."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwise.checkpoint import files, state
+from nwise.checkpoint.atomic import PARTIAL
+from nwise.checkpoint.files import DamagedError
+from nwise.checkpoint.lock import FolderLock
+from nwise.checkpoint.optimizer import after_first_state, refuse_foreign
+from nwise.checkpoint.weights import check_names
+from nwise.checks import check_at_least, check_optimizer
+from nwise.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint whose files are as they were written; ``facts["step"]`` is the number of mini-batches done."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The result of `Checkpoints.resume`.
+
+    Args:
+        step: number of mini-batches done, after which the run continues.
+        changes: the differences from the saved state, in one line; empty if there are none.
+    """
+
+    step: int
+    changes: str
+
+
+class Checkpoints:
+    """Writes checkpoints to ``<folder>/step-<number>`` and keeps only the newest.
+
+    All processes of a pipeline make it and call its methods, at the same steps, with a folder that all of them reach.
+
+    Args:
+        folder: the folder of all checkpoints.
+        pipe: the pipeline whose state is saved.
+        optimizer: the optimizer of its parameters; the attribute may be set to another one.
+        keep: number of newest checkpoints to keep, at least 1.
+        keep_best: whether to keep the one with the lowest finite ``loss`` among its facts, too.
+        asynchronous: copy before `save` returns, and write while training continues.
+
+    Raises:
+        ValueError: `keep` is below 1, the optimizer needs a closure or has parameters that the pipeline lacks, or two stages use
+            the same name.
+        TypeError: the state of a module or the optimizer cannot be saved; the optimizer's first update raises it, too.
+
+    >>> import tempfile, nwise
+    >>> pipe = nwise.Pipeline([torch.nn.Linear(2, 2)], strategy="end-to-end")
+    >>> optimizer = torch.optim.Adam(pipe.parameters())
+    >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), pipe, optimizer)
+    >>> losses = pipe.step(torch.zeros(3, 2), target=torch.tensor([0, 1, 1])); optimizer.step()
+    >>> checkpoints.save().name
+    'step-00000001'
+    >>> checkpoints.resume(), pipe.steps
+    (Resumed(step=1, changes=''), 1)
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keep: int = 2,
+        keep_best: bool = False,
+        asynchronous: bool = False,
+    ) -> None:
+        check_at_least(1, keep=keep)
+        check_names(pipe)
+        self.folder, self._pipe, self._keep, self._keep_best = Path(folder), pipe, keep, keep_best
+        self._processes = pipe.processes
+        state.check_saving(pipe, None)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer = optimizer
+        # A separate group keeps a background writer's messages apart from the messages of training.
+        self._group = pipe.processes.new_group()
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._writing: Future[None] | None = None
+        self._lock = FolderLock(self.folder)
+        # A pipeline that has made steps or looked for a checkpoint is not a new run, and may write beside existing checkpoints.
+        self._knows_folder = pipe.steps > 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; may be set to another one."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and optimizer is not self._optimizer:
+            if not isinstance(getattr(optimizer, "param_groups", None), list):
+                raise TypeError(
+                    f"`optimizer` should be one optimizer. Found {type(optimizer).__name__}; make one with several groups of "
+                    "parameters, and save the state of others in another way."
+                )
+            check_optimizer(optimizer)
+            if self._processes.size == 1:  # on several it may have parameters of other stages
+                refuse_foreign(optimizer, state.parameter_names(self._pipe))
+            state.check_saving(self._pipe, optimizer)
+            after_first_state(optimizer, partial(state.check_saving, self._pipe, optimizer))
+        self._optimizer = optimizer
+
+    def save(self, **facts: Any) -> Path:
+        """Write a checkpoint of the present state.
+
+        Args:
+            facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
+                ``last_strategy``, ``num_microbatches``, ``ends``, ``optimizer``, ``optimizer_state``, ``compress``, ``due``).
+
+        Returns:
+            Its folder, which exists at once unless it is written in the background.
+
+        Raises:
+            OSError: it cannot be written. If it is written in the background, the next call warns instead.
+            ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
+                another process writes to it, or a fact has a reserved name.
+        """
+        if reserved := sorted(set(facts) & {*state.FACTS, "last_strategy", "optimizer_state", "compress", "due"}):
+            raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
+        try:
+            self.wait()
+        except OSError as error:
+            if self._processes.is_first:
+                warnings.warn(
+                    f"{error}. This background write failed; nwise now writes the next checkpoint.", stacklevel=2
+                )
+        with self._processes.telling():
+            files.together(self._group, self._claim_folder)
+        self._knows_folder = True
+        due = self._pipe.pending_gradients()
+        with self._processes.telling():
+            tensors, plain = state.collect_tensors(self._pipe, self.optimizer, due)
+            all_facts = {**state.collect_facts(self._pipe, self.optimizer), "due": len(due), **facts}
+            if self.optimizer is not None:
+                all_facts["optimizer_state"] = self._processes.by_place("optimizer", plain)
+            json.dumps(all_facts)  # a fact that is not JSON raises on all processes
+        folder = self.folder / f"step-{self._pipe.steps:08d}"
+        if self._writer is None:
+            with self._processes.telling():
+                self._write(folder, tensors, all_facts)
+        else:
+            self._writing = self._writer.submit(self._write, folder, tensors, all_facts)
+        return folder
+
+    def _claim_folder(self) -> None:
+        """Make sure, before anything is written, that no other process writes here and no other run is overwritten."""
+        if not self._processes.is_first:
+            return
+        present = sorted(p.name for p in self.folder.glob("step-*") if p.suffix != PARTIAL)
+        if present and not self._knows_folder:
+            raise ValueError(
+                f"{self.folder} should hold no checkpoints of another run. Found {present[-1]}; resume from it (`resume`) or "
+                "give another folder."
+            )
+        later = [name for name in self._names() if _step(name) > self._pipe.steps]
+        if later:
+            raise ValueError(
+                f"{self.folder} should hold no checkpoint of a step beyond {self._pipe.steps}. Found {later[-1]}; resume from "
+                "it (`resume`) or give another folder."
+            )
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        """Wait until everything has been written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._processes.telling():
+                writing.result()
+
+    def newest(self) -> CheckpointInfo | None:
+        """Return the newest checkpoint whose files are all as they were written; None if the folder holds none.
+
+        A damaged checkpoint is renamed, with a warning.
+
+        Raises:
+            ValueError: there are checkpoints, but all of them are damaged, now or earlier.
+            OSError: a checkpoint cannot be read at present; nothing has been changed.
+        """
+        names, damaged = self._names(), sorted(p.name for p in self.folder.glob("step-*.damaged*"))
+        names, damaged = self._processes.gather("checkpoints", [names, damaged])[0]
+        problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
+        for name in reversed(names):
+            folder = self.folder / name
+            try:
+                with self._processes.telling():
+                    files.check(folder, self._group)
+                info = CheckpointInfo(folder, state.check_facts(files.read_facts(folder), folder))
+                self._knows_folder = True
+                return info
+            except DamagedError as error:
+                problem = str(error)
+                if self._processes.is_first:
+                    warnings.warn(f"{problem} nwise tries the checkpoint before it.", stacklevel=2)
+                    with suppress(OSError):  # in a read-only folder
+                        folder.rename(_unused(folder.with_name(name + ".damaged")))
+        if problem:
+            raise ValueError(
+                f"{self.folder} should hold a readable checkpoint. Found none: {problem} To start over, use another folder."
+            )
+        self._knows_folder = True
+        return None
+
+    def restore(self, info: CheckpointInfo, *, settings: bool = True) -> Resumed:
+        """Load a checkpoint; see `nwise.checkpoint.state.restore`."""
+        with self._processes.telling():
+            changes = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
+            return Resumed(info.facts["step"], changes)
+
+    def resume(self) -> Resumed | None:
+        """Load the newest checkpoint that can be read; return None if there is no checkpoint.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or of another network.
+            OSError: a checkpoint cannot be read at present.
+        """
+        info = self.newest()
+        return None if info is None else self.restore(info)
+
+    def _names(self) -> list[str]:
+        return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
+
+    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        if self._processes.is_first:
+            files.clean_up(self.folder)
+        files.write(folder, tensors, facts, self._group)
+        if self._processes.is_first:
+            self._remove_old(folder.name)
+
+    def _remove_old(self, written: str) -> None:
+        """Remove all checkpoints but the newest ones and the best."""
+        names = self._names()
+        kept = {written, *names[-self._keep :]}
+        if self._keep_best:
+            losses: dict[str, float] = {}
+            for name in names:
+                try:
+                    loss = files.read_facts(self.folder / name).get("loss")
+                except DamagedError:
+                    continue
+                except OSError:  # it may be the best
+                    kept.add(name)
+                    continue
+                if isinstance(loss, int | float) and math.isfinite(loss):
+                    losses[name] = loss
+            kept.update(sorted(losses, key=lambda name: (losses[name], name))[:1])
+        for name in names:
+            if name not in kept:
+                files.remove(self.folder / name)
+
+
+def _step(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, or the first that does not exist with a number appended."""
+    unused, number = path, 2
+    while unused.exists():
+        unused, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return unused

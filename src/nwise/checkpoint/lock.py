@@ -1,0 +1,63 @@
+"""One writer of a folder at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nwise.checks import needed
+
+
+class FolderLock:
+    """A lock on a folder, ``.lock`` in it, which one process holds until it releases the lock or ends in any way.
+
+    Objects in one process share it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / ".lock"
+        self._lock: Any = None
+
+    def acquire(self) -> None:
+        """Take the lock, if this object does not hold it.
+
+        Raises:
+            ValueError: another process holds it.
+            OSError: the lock cannot be made.
+        """
+        if self._lock is not None:
+            return
+        filelock = needed("filelock", "checkpoint", "A checkpoint or a run")
+        lock = filelock.FileLock(self._path, timeout=0, is_singleton=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(
+                f"{self._folder} should be written by one process at a time. Found that {self._owner()} writes to it; wait for "
+                "it, stop it, or give another folder."
+            ) from None
+        except OSError as error:
+            raise OSError(f"{self._folder} should be writable. Found: {error}") from error
+        self._lock = lock
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            self._path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}))
+
+    def release(self) -> None:
+        """Release the lock, if this object holds it."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _owner(self) -> str:
+        try:
+            owner = json.loads(self._path.read_text())
+            return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"

@@ -1,0 +1,302 @@
+"""The state that a run needs to resume: everything that a step changes, under names that do not depend on the cut.
+
+    model.<name>                   parameters and buffers of the main network, named as in the unsplit network
+    heads.<stage>.<name>           parameters and buffers of the heads
+    losses.<stage>.<name>          buffers of the losses, such as a running mean of the outputs
+    optimizer.<parameter>.<entry>  the optimizer's state, such as ``optimizer.model.blocks.0.weight.exp_avg``
+    due.<n>.<parameter>            gradient that the step after n further ones will leave, under a delay
+    random.<stage>                 torch's random state, which no step uses (`nwise.randomness`)
+
+The data need no state: the seed and the step's number determine its samples (`nwise.app.data.batch_indices`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
+
+from nwise._dtensor import is_dtensor
+from nwise.checkpoint import files
+from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
+from nwise.checkpoint.weights import local_weights, loss_buffers, main_state, plain_name, plain_state, under
+from nwise.pipeline import Pipeline
+from nwise.runtime.due import Gradients
+
+# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", "due" and
+# "last_strategy".
+FACTS = {
+    "step": int,
+    "seed": int,
+    "strategy": str,
+    "num_microbatches": int,
+    "ends": list[str],
+    "optimizer": str,
+}
+
+
+def collect_tensors(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None, due: Sequence[Gradients] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return copies, on the CPU, of this process's part of the state, and the part of the optimizer's that is JSON.
+
+    Args:
+        pipe: the pipeline.
+        optimizer: its optimizer; default: none.
+        due: its `Pipeline.pending_gradients`; default: none.
+
+    Returns:
+        The tensors, none where another replica has the same; and the JSON, empty without an optimizer.
+
+    Raises:
+        TypeError: a value of the state cannot be saved.
+        ValueError: the optimizer has parameters of another network.
+    """
+    tensors, plain = _present(pipe, optimizer)
+    names = parameter_names(pipe)
+    if pipe.processes.replica:
+        return {}, plain
+    for n, gradients in enumerate(due):
+        if unknown := gradients.keys() - names.keys():
+            warnings.warn(
+                f"The network should keep its parameters while gradients are due. Found {len(unknown)} gradients of parameters "
+                "that it no longer has, lost now; before such a change, update while `pipe.drain()` returns True.",
+                stacklevel=3,
+            )
+        named = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
+        tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in named.items()}
+    tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }, plain
+
+
+def check_saving(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise TypeError or ValueError if the state of modules and optimizer, as it is now, cannot be saved."""
+    _present(pipe, optimizer)
+
+
+def _present(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of modules, losses and optimizer as `collect_tensors` does, not copied."""
+    tensors = {**local_weights(pipe), **loss_buffers(pipe)}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype == torch.complex128:  # which safetensors lacks
+            found = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise TypeError(f"The state of a module should consist of tensors to be saved. Found {name!r}, {found}.")
+    if optimizer is None:
+        return tensors, {}
+    states, plain = collect_state(optimizer, parameter_names(pipe), pipe.processes.here[0])
+    return tensors | states, plain
+
+
+def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Return the facts `FACTS` of a pipeline, and the strategy of its last step; all processes call it."""
+    # A stage's end is the last name of the main network's state in it. So stages of two cuts that end at one place compare
+    # equal, and the head of the one fits the other.
+    last = {k: next(reversed(plain_state(pipe.stages[k])), "") for k in pipe.processes.here}
+    ends = pipe.processes.by_stage(last)
+    for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
+        ends[k] = end or (f"{ends[k - 1]}+" if k else "+")
+    return {
+        "step": pipe.steps,
+        "seed": pipe.seed,
+        "strategy": pipe.strategy.name,
+        "last_strategy": pipe.strategy.in_force(max(0, pipe.steps - 1)).name,
+        "num_microbatches": pipe.num_microbatches,
+        "ends": ends,
+        "optimizer": optimizer_kind(optimizer),
+        "compress": pipe.compress,
+    }
+
+
+def check_facts(facts: dict[str, Any], folder: Path, types: Mapping[str, Any] = FACTS) -> dict[str, Any]:
+    """Return the facts of a checkpoint; DamagedError if one is missing or of another type, so another program wrote it."""
+    for name, kind in types.items():
+        value = facts.get(name) if isinstance(facts, dict) else None
+        if not _is(value, kind):
+            raise files.DamagedError(f"{folder} should have {name!r} among its facts. Found {value!r}.")
+    if types is FACTS and (facts["step"] < 0 or not facts["ends"]):
+        raise files.DamagedError(f"{folder} should have a step of 0 or more, and stages. Found step {facts['step']!r}.")
+    return facts
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Return whether a value of JSON is of a type: a class, a list or a dictionary of one; an integer is a number, too."""
+    inner = get_args(kind)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(one, inner[1]) for one in value.values())
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is(one, inner[0]) for one in value)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def restore(
+    folder: Path,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    settings: bool = True,
+) -> str:
+    """Load a checkpoint into a pipeline, whose cut may differ; all processes call it.
+
+    Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state. With `settings`
+    its groups get the options of the checkpoint, as `load_state_dict` does in torch.
+
+    Returns:
+        The differences from the saved state, in one line; empty if there are none.
+
+    Raises:
+        ValueError: the checkpoint is of another network; nothing has changed.
+    """
+    facts, layout = files.read_facts(folder), files.read_layout(folder)
+    sizes = {name: tensor.shape for name, tensor in layout.items()}
+    _check_same_network(folder, pipe, sizes)
+    # A head belongs to the place where its stage ends, not to the stage's number:
+    #
+    #     saved      | a b | c d | e f |     heads 0, 1
+    #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
+    targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    saved_ends = {end: k for k, end in enumerate(facts["ends"])}
+    old_stages = [saved_ends.get(end) for end in collect_facts(pipe)["ends"]]
+    renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
+    new: dict[str, list[int]] = {"heads": [], "losses": []}
+    for k in pipe.processes.here:
+        head = {} if pipe.heads.get(k) is None else plain_state(pipe.heads[str(k)])
+        for what, state in (("heads", head), ("losses", under(loss_buffers(pipe), f"losses.{k}."))):
+            saved = f"{what}.{old_stages[k]}."
+            shapes = {name: tensor.shape for name, tensor in state.items()}
+            if under(sizes, saved) != shapes:
+                new[what] += [k] if state or what == "losses" else []
+                continue
+            targets.update({saved + name: tensor for name, tensor in state.items()})
+            renamed.update({f"{what}.{k}.{name}": saved + name for name in state})
+    loader = None
+    if optimizer is not None and facts["optimizer"] == optimizer_kind(optimizer):
+        names = {p: renamed.get(name, name) for p, name in parameter_names(pipe).items()}
+        found = {name: p for p, name in names.items() if not name.startswith("heads.") or name in targets}
+        loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
+    # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
+    fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
+    fresh |= {} if loader is None else loader.fresh
+    due = _due_gradients(pipe, facts, layout)
+    fresh |= {name: torch.empty_like(p.detach(), device=_read_device(p)) for call in due for p, name in call.items()}
+    random = f"random.{pipe.processes.here[0]}"
+    if random in sizes:
+        fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
+    files.read(folder, fresh, group)
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            tensor.copy_(fresh[name])
+    for parameter in parameter_names(pipe):
+        parameter.grad = None  # it belongs to steps that are undone now, and so does the state
+        if optimizer is not None:
+            optimizer.state.pop(parameter, None)
+    notes = _merged_losses(targets, fresh) + ([] if loader is None else loader.load(settings=settings))
+    if optimizer is not None:
+        add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
+    if random in sizes:
+        torch.set_rng_state(fresh[random])
+    pipe.steps = int(facts["step"])
+    kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
+    changes = _differences(
+        pipe, facts, sizes, [new["heads"], sorted(renamed.values()), new["losses"], notes], optimizer
+    )
+    lost = 0 if kept else int(facts.get("due", 0))
+    dropped = f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}"
+    return "; ".join([*([changes] if changes else []), *([dropped] if lost else [])])
+
+
+def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
+    """Return the names that this process's parameters have in a checkpoint."""
+    main: dict[Tensor, str] = {
+        p: f"model.{plain_name(name)}" for stage in pipe.stages for name, p in stage.named_parameters()
+    }
+    return {**main, **{p: f"heads.{plain_name(name)}" for name, p in pipe.heads.named_parameters()}}
+
+
+def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size]) -> None:
+    local = {name: list(tensor.shape) for name, tensor in main_state(pipe).items()}
+    parts = pipe.processes.by_place("network", local)
+    here = {name: shape for part in parts for name, shape in part.items()}
+    saved = {name: list(size) for name, size in under(sizes, "model.").items()}
+    for name in sorted({*here, *saved}):
+        if here.get(name) != saved.get(name):
+            raise ValueError(
+                f"The network should be that of {folder}, whatever its cut. Found that {name!r} has shape {here.get(name)} "
+                f"here and {saved.get(name)} there; None means that it has no such tensor."
+            )
+
+
+def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str, Tensor]) -> list[dict[Tensor, str]]:
+    """Return the gradients that the next steps leave, as names in the checkpoint by parameter.
+
+    There are none if the next step has another strategy than the last one, for which they would come too late or too early.
+    """
+    if facts.get("last_strategy") != pipe.strategy.in_force(int(facts["step"])).name:
+        return []
+    parameters = parameter_names(pipe)
+    return [
+        {p: full for p, name in parameters.items() if (full := f"due.{n}.{name}") in layout}
+        for n in range(int(facts.get("due", 0)))
+    ]
+
+
+def _merged_losses(targets: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> list[str]:
+    """Say if a loss of several stages was several losses, in several processes, whose buffers have come to differ."""
+    first: dict[int, str] = {}
+    for name, tensor in targets.items():
+        if name.startswith("losses.") and not torch.equal(
+            fresh[name], fresh[first.setdefault(tensor.data_ptr(), name)]
+        ):
+            return ["a loss of several stages has the buffers of the last of them"]
+    return []
+
+
+def _differences(
+    pipe: Pipeline,
+    facts: Mapping[str, Any],
+    sizes: Mapping[str, Size],
+    local: list[Any],
+    optimizer: torch.optim.Optimizer | None,
+) -> str:
+    """Describe in one line how the pipeline of all processes differs from the saved one.
+
+    `local` has this process's new heads, the names in the checkpoint that it uses, its losses with fresh buffers, and notes.
+    """
+    parts = pipe.processes.by_place("heads", local)
+    new, losses = (sorted(k for part in parts for k in part[i]) for i in (0, 2))
+    kept = {name.split(".")[1] for part in parts for name in part[1] if name.startswith("heads.")}
+    dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
+    changes = []
+    facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
+    for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
+        if facts[key] != now[key]:
+            changes.append(f"{what} {facts[key]} -> {now[key]}")
+    if facts["compress"] != now["compress"]:
+        before, after = (str(form["compress"]).partition("(")[0] for form in (facts, now))
+        changes.append(f"compression {before} -> {f'another {after}' if before == after else after}")
+    if optimizer is not None and facts["optimizer"] != now["optimizer"]:
+        changes.append(f"optimizer {facts['optimizer']} -> {now['optimizer']}, with fresh state")
+    if len(facts["ends"]) != len(now["ends"]):
+        changes.append(f"stages {len(facts['ends'])} -> {len(now['ends'])}")
+    elif facts["ends"] != now["ends"]:
+        changes.append("another cut")
+    if new:
+        changes.append(f"new heads at stages {', '.join(map(str, new))}")
+    if dropped:
+        changes.append(f"dropped the heads of the former stages {', '.join(dropped)}")
+    if losses:
+        changes.append(f"fresh buffers of the losses at stages {', '.join(map(str, losses))}")
+    changes += dict.fromkeys(note for part in parts for note in part[3])
+    return "; ".join(changes)
+
+
+def _read_device(tensor: Tensor) -> torch.device | None:
+    """Return the device to read a tensor to: the CPU, except that parts of a DTensor stay on their mesh's device."""
+    return None if is_dtensor(tensor) else torch.device("cpu")

@@ -1,0 +1,166 @@
+"""Weights under the names of the unsplit network, ``model.<name>`` and ``heads.<stage>.<name>``, and files of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from nwise.checkpoint.atomic import replacing
+from nwise.checks import needed
+from nwise.pipeline import Pipeline
+
+T = TypeVar("T")
+
+
+def under(weights: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return the values whose names begin with a prefix, under the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the weights of the main network (``model.<name>``) and of the heads (``heads.<stage>.<name>``).
+
+    With several processes all of them call it, and rank 0 gets the weights of all stages.
+
+    Raises:
+        ValueError: two stages use the same name.
+    """
+    check_names(pipe)
+    return pipe.processes.collect(local_weights(pipe))
+
+
+def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the part of `gather_weights` that this process holds, without copying."""
+    model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    return {**model, **{f"heads.{name}": tensor for name, tensor in plain_state(pipe.heads).items()}}
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter, buffer or module has without `torch.compile`.
+
+    >>> plain_name("blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def plain_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state under the names that it has without `torch.compile`."""
+    return {plain_name(name): tensor for name, tensor in module.state_dict().items()}
+
+
+def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the buffers of the losses of this process's stages (``losses.<stage>.<name>``), without copying."""
+    return {
+        f"losses.{k}.{name}": tensor
+        for k in pipe.processes.here
+        for path, module in _modules_of(pipe.loss_fns[k]).items()
+        for name, tensor in _buffers(path, module).items()
+    }
+
+
+def _modules_of(loss: Any) -> dict[str, nn.Module]:
+    """Return the module that a loss is, or those that its partial, method, wrapper, function or object has under a name."""
+    while not isinstance(loss, nn.Module):
+        inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
+        if inner is None or isinstance(inner, ModuleType):  # of a built-in function
+            break
+        loss = inner
+    if isinstance(loss, nn.Module):
+        return {"": loss}
+    try:
+        used = inspect.getclosurevars(loss)
+        known: dict[str, Any] = {**used.globals, **used.nonlocals}
+    except (TypeError, ValueError):  # no function of Python, or one without its values yet
+        known = getattr(loss, "__dict__", {})
+    return {f"{name}.": module for name, module in sorted(known.items()) if isinstance(module, nn.Module)}
+
+
+def _buffers(path: str, module: nn.Module) -> dict[str, Tensor]:
+    parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {f"{path}{name}": tensor for name, tensor in plain_state(module).items() if name not in parameters}
+
+
+def main_state(pipe: Pipeline) -> dict[str, Tensor]:
+    """Return the main network's state under the names of the unsplit one.
+
+    Raises:
+        ValueError: two stages use the same name.
+    """
+    state: dict[str, Tensor] = {}
+    for k, stage in enumerate(pipe.stages):
+        for name, tensor in plain_state(stage).items():
+            if name in state:
+                raise ValueError(_SAME_NAME.format(name=name, stage=k))
+            state[name] = tensor
+    return state
+
+
+def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
+    """Load the result of `main_state`.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a shape differs.
+    """
+    expected, state = set(main_state(pipe)), {plain_name(name): tensor for name, tensor in state.items()}
+    if expected != set(state):
+        odd = sorted(expected ^ set(state))[0]
+        problem = "no" if odd in expected else "an unknown name,"
+        raise ValueError(
+            f"Weights should have the names of the network's parameters and buffers. Found {problem} {odd!r}; load the weights "
+            "of this network."
+        )
+    try:
+        for stage in pipe.stages:
+            stage.load_state_dict({name: state[plain_name(name)] for name in stage.state_dict()})
+    except RuntimeError as error:
+        raise ValueError(f"Weights should have the shapes of the network's parameters. Found: {error}") from error
+
+
+def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
+    """Discard all heads if no later step needs one and the saved names contain none."""
+    if not any(name.startswith("heads.") for name in saved) and not pipe.needed_heads():
+        pipe.discard_heads()
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] | None = None) -> None:
+    """Write a safetensors file atomically: it is complete or not there.
+
+    Args:
+        tensors: the tensors.
+        path: the file.
+        facts: texts to keep with them; default: none.
+
+    Raises:
+        OSError: the file cannot be written; the earlier one stays.
+    """
+    safetensors = needed("safetensors.torch", "checkpoint", "A file of weights")
+    try:
+        with replacing(path) as partial:
+            # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
+            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            safetensors.save_file(whole, partial, facts)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OSError(f"{path} should be written. Found: {error}") from error
+
+
+def check_names(pipe: Pipeline) -> None:
+    """Raise ValueError before any training if two stages use the same name; all processes call it."""
+    names = {k: list(plain_state(pipe.stages[k])) for k in pipe.processes.here}
+    seen: set[str] = set()
+    for k, here in enumerate(pipe.processes.by_stage(names)):
+        for name in here:
+            if name in seen:
+                raise ValueError(_SAME_NAME.format(name=name, stage=k))
+        seen |= set(here)
+
+
+_SAME_NAME = (
+    "Stages should keep the distinct names of the unsplit network, as `nwise.split` does. Found {name!r} in stage {stage} and in "
+    "an earlier one; give custom stages a name with `nwise.Chain({{'first': stage}})`."
+)

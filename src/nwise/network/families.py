@@ -1,0 +1,216 @@
+"""Families of Hugging Face networks: the modules of a class in the order they run, and how its forward calls each.
+
+To add a class, list its modules. Operations that a forward performs between them, such as a mean over tokens, go into the
+function that calls the next module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from nwise.network.encoder_decoder import T5, WHISPER
+from nwise.network.family import Call, CallContext, Family, attend, run, run_without_mask, skip
+
+
+def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(x[:, 0])
+
+
+def _call_on_mean(piece: nn.Module, x: Tensor, context: CallContext, first: int = 0) -> Tensor:
+    return piece(x[:, first:].mean(dim=1))
+
+
+def _call_on_first_and_mean(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(torch.cat([x[:, 0], x[:, 1:].mean(dim=1)], dim=1))
+
+
+def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(x.mean([-2, -1]))
+
+
+def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    x = piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
+    return dropout(x, getattr(context.config, "embedding_dropout", 0.0), piece.training)  # Starcoder 2
+
+
+def _logits(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call the output matrix, then scale or bound the logits as some configurations ask."""
+    logits, config = piece(x), context.config
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    bound = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return logits if bound is None else bound * torch.tanh(logits / bound)
+
+
+def _add_positions(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return x + piece(context.positions(x))
+
+
+def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    mask = context.mask(x, "full_attention")
+    return piece(x, attention_mask=mask, position_ids=context.positions(x), **context.attention())
+
+
+def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext, packed: bool = True) -> Tensor:
+    kind = _attention_kind(piece, context.config)
+    return piece(
+        x,
+        attention_mask=context.mask(x, kind, packed=packed),
+        position_ids=context.positions(x),
+        position_embeddings=context.rotary(x, kind),
+        **context.attention(),
+    )
+
+
+def _gemma3_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    if context.config.use_bidirectional_attention:
+        window = context.config.sliding_window
+        every = torch.tensor(True, device=x.device)
+        context.overlay("full_attention", lambda sample, head, query, key: every)
+        context.overlay("sliding_attention", lambda sample, head, query, key: abs(query - key) < window)
+    return _rotary_block(piece, x, context)
+
+
+def _attention_kind(block: nn.Module, config: Any) -> str:
+    """Read the kind of mask from the configuration: Qwen lists it per layer, Mistral has one window for all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return kinds[block.self_attn.layer_idx]  # type: ignore[union-attr]
+    return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+
+
+def _encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    decoder = getattr(context.config, "is_decoder", False)
+    return piece(x, context.mask(x, "full_attention" if decoder else "bidirectional"), **context.attention())
+
+
+def _bert_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(input_ids=x, token_type_ids=context.given.get("token_type_ids"))
+
+
+def _image_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    return piece(x.to(next(piece.parameters()).dtype))
+
+
+_TEXT = ("input_ids", "attention_mask", "position_ids")
+_CARRIED = ("attention_mask", "position_ids")
+_GPT2 = Family(
+    _TEXT,
+    _CARRIED,
+    {
+        "transformer.wte": run,
+        "transformer.wpe": _add_positions,
+        "transformer.drop": run,
+        "transformer.h.*": _gpt2_block,
+        "transformer.ln_f": run,
+        "lm_head": run,
+    },
+)
+
+
+def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
+    """Return a family of decoders with rotary positions. A network may lack some of the modules."""
+    pieces = {f"{prefix}.{embedding}": _embed, f"{prefix}.{dropout}": run, f"{prefix}.layers.*": _rotary_block}
+    ends = {f"{prefix}.{norm}": run, "lm_head": _logits}
+    return Family(_TEXT, _CARRIED, {**pieces, **ends}, (f"{prefix}.rotary_emb",))
+
+
+_LLAMA = _decoder("model", "embed_tokens", "embed_dropout", "norm")
+# Decoders whose modules have Llama's names, whatever is in their blocks.
+_LIKE_LLAMA = (
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Gemma2", "Glm",
+    "Glm4", "Granite", "Helium", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "Olmo3", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+    "VaultGemma",
+)  # fmt: skip
+
+
+def _bert(prefix: str, ends: Mapping[str, Call]) -> Family:
+    """Return a family of encoders with BERT's names; the mask of attention is needed in every block."""
+    body = {
+        f"{prefix}.embeddings": _bert_embeddings,
+        f"{prefix}.embeddings_project": run,  # of ELECTRA
+        f"{prefix}.encoder.layer.*": _encoder_block,
+    }
+    return Family(("input_ids", "attention_mask", "token_type_ids"), ("attention_mask",), {**body, **ends})
+
+
+def _vision(pieces: Mapping[str, Call]) -> Family:
+    return Family(("pixel_values",), (), pieces)
+
+
+def _vit(prefix: str) -> Family:
+    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": attend}
+    return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": _call_on_first_token})
+
+
+FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": _GPT2,
+    **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
+    "Gemma3ForCausalLM": replace(_LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": _gemma3_block}),
+    "GptOssForCausalLM": replace(
+        _LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": partial(_rotary_block, packed=False)}
+    ),
+    "PhiForCausalLM": _decoder("model", "embed_tokens", "embed_dropout", "final_layernorm"),
+    "T5ForConditionalGeneration": T5,
+    "WhisperForConditionalGeneration": WHISPER,
+    "GPTNeoXForCausalLM": _decoder("gpt_neox", "embed_in", "emb_dropout", "final_layer_norm"),
+    "BertForSequenceClassification": _bert("bert", {"bert.pooler": run, "dropout": run, "classifier": run}),
+    "BertForMaskedLM": _bert("bert", {"cls": run}),
+    "RobertaForSequenceClassification": _bert("roberta", {"classifier": run}),
+    "RobertaForMaskedLM": _bert("roberta", {"lm_head": run}),
+    "XLMRobertaForSequenceClassification": _bert("roberta", {"classifier": run}),
+    "XLMRobertaForMaskedLM": _bert("roberta", {"lm_head": run}),
+    "ElectraForSequenceClassification": _bert("electra", {"classifier": run}),
+    "ViTForImageClassification": _vit("vit"),
+    "DeiTForImageClassification": _vit("deit"),
+    "Dinov2ForImageClassification": _vision(
+        {
+            "dinov2.embeddings": _image_embeddings,
+            "dinov2.encoder.layer.*": attend,
+            "dinov2.layernorm": run,
+            "classifier": _call_on_first_and_mean,
+        }
+    ),
+    "CLIPForImageClassification": _vision(
+        {
+            "vision_model.embeddings": _image_embeddings,
+            "vision_model.pre_layrnorm": run,
+            "vision_model.encoder.layers.*": attend,
+            "vision_model.post_layernorm": skip,
+            "classifier": partial(_call_on_mean, first=1),
+        }
+    ),
+    "SiglipForImageClassification": _vision(
+        {
+            "vision_model.embeddings": _image_embeddings,
+            "vision_model.encoder.layers.*": run_without_mask,
+            "vision_model.post_layernorm": run,
+            "vision_model.head": skip,
+            "classifier": _call_on_mean,
+        }
+    ),
+    "ResNetForImageClassification": _vision(
+        {
+            "resnet.embedder": run,
+            "resnet.encoder.stages.*.layers.*": run,
+            "resnet.pooler": run,
+            "classifier": run,
+        }
+    ),
+    "ConvNextForImageClassification": _vision(
+        {
+            "convnext.embeddings": run,
+            "convnext.encoder.stages.*": run,
+            "convnext.layernorm": _call_on_pooled,
+            "classifier": run,
+        }
+    ),
+}

@@ -1,0 +1,385 @@
+"""Cut a network into stages without renaming its parameters."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nwise._compiled import is_compiled
+from nwise.checks import hint
+from nwise.modes import evaluating, training
+from nwise.network import huggingface
+from nwise.network.chain import Chain, group_pieces
+from nwise.network.origin import Origin
+from nwise.randomness import seeded
+from nwise.tensors import Input, Tensors, as_tuple, call, each, names, run_module
+
+
+def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the repeated blocks: the pieces of the most common class."""
+    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
+    return [name for name, piece in pieces.items() if type(piece) is kind]
+
+
+class Function(nn.Module):
+    """A function that a network's forward calls between two modules, on the output of the first."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        return self._function(*inputs, **named)
+
+
+def split(
+    model: nn.Module,
+    at: Sequence[str] | int,
+    *,
+    example: Input | Tensors | None = None,
+    tied: str = "refuse",
+    before: Mapping[str, Callable[..., Any]] | None = None,
+    unchecked: bool = False,
+) -> list[Chain]:
+    """Split an `nn.Sequential`, a module whose children run in order, or a Hugging Face network into stages.
+
+    Nothing is traced. The children of a plain module run in the order they were registered; lists of blocks are unrolled. The
+    modules of a Hugging Face network (GPT-2, Llama, BERT, T5, ViT, ...; `nwise.network.families.FAMILIES`) run as in its own
+    forward, and attention masks and position ids travel along.
+
+    Args:
+        model: the network; the stages use its modules and do not copy them.
+        at: names of the modules at which a new stage begins, e.g. ``["3", "6"]`` or ``["transformer.h.4"]``; or the number of
+            stages, which get numbers of repeated blocks (pieces of the most common class) as equal as possible. Sequences are
+            opened if there are too few blocks outside of them.
+        example: an input, or a tuple or dictionary of them, to compare the stages with the model on, without gradients, in eval
+            mode and, with one seed, in training mode. A module with a custom ``forward`` needs it.
+        tied: ``"sum"`` if the first and the last stage may share parameters, as for `Pipeline`; default: ``"refuse"``.
+        before: functions without parameters that a custom ``forward`` calls between its modules, by the name of the module that
+            follows, such as ``{"fc": nn.Flatten()}`` for torchvision's networks.
+        unchecked: whether to cut a module with a custom ``forward`` without an example. Default: False.
+
+    Returns:
+        ``len(at) + 1`` stages, or `at` of them; parameters keep the names that they have in `model`.
+
+    Raises:
+        ValueError: unknown or unordered names, parameters of the model outside its children or in two stages (tied),
+            a custom ``forward`` without an example, a setting of a Hugging Face model that stages cannot follow, or stages that
+            do not compute what the model does.
+
+    >>> [list(stage.pieces()) for stage in split(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), at=["2"])]
+    [['0', '1'], ['2']]
+    >>> len(split(nn.Sequential(*(nn.Linear(2, 2) for _ in range(8))), at=4))
+    4
+    """
+    named = isinstance(at, Sequence) and not isinstance(at, str) and all(isinstance(name, str) for name in at)
+    counted = isinstance(at, int) and not isinstance(at, bool)
+    if not named and not counted:
+        raise TypeError(
+            f"`at` should be a list of module names, such as ['2', 'blocks.4'], or a number of stages. Found {at!r}."
+        )
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            "`model` should be the network inside a PEFT model, `model.get_base_model()`, which has the adapters, but not what "
+            f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
+        )
+    compiled = is_compiled(model)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if compiled:
+        warnings.warn(
+            "`model` is compiled, and its stages are not: they never call the compiled model. Compile parts of the stages with "
+            "`nwise.compile_module`, or compile modules inside the model before you split it.",
+            stacklevel=2,
+        )
+    names = even_starts(model, at, before) if isinstance(at, int) else at
+    pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
+    groups = group_pieces(pieces, names)
+    stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    kept = {name for stage in stages for name in stage.state_dict()}
+    lost = sorted(set(model.state_dict()) - kept)
+    if lost:
+        raise ValueError(
+            f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
+            "move it into a child module."
+        )
+    _refuse_tied(stages, tied)
+    own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
+    for stage in stages:
+        stage.origin = Origin(model, [name for name in stage.places() if name in own])
+        stage.check_origin()
+    if example is not None:
+        _compare(model, stages, as_tuple(example, "`example`"))
+    elif not unchecked:
+        _refuse_custom_forward(model, names)
+    return stages
+
+
+def cut_points(model: nn.Module, before: Mapping[str, Callable[..., Any]] | None = None) -> list[str]:
+    """Return the names of all modules at which `split` can begin a stage.
+
+    >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
+    ['1.0', '1.1']
+    """
+    return list(_pieces(model, lambda _, child: type(child).forward in _RUNS_CHILDREN, before))[1:]
+
+
+def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable[..., Any]] | None = None) -> list[str]:
+    """Name the first piece of each later stage, for numbers of blocks that differ by at most one."""
+    blocks: list[str] = []
+    pieces: dict[str, nn.Module] = {}
+    for depth in count():  # open sequences, the outer ones first, until there are enough blocks
+        before_that, pieces = pieces, _pieces(model, partial(_is_sequence_above, depth), before)
+        if pieces.keys() == before_that.keys():
+            break
+        if len(found := repeated_blocks(pieces)) > len(blocks):
+            blocks, kind = found, type(pieces[found[0]]).__name__
+        if num_stages <= len(blocks):
+            break
+    if not 1 <= num_stages <= len(blocks):
+        raise ValueError(
+            f"`at` should be from 1 to the network's {len(blocks)} {kind} modules, or name the modules at which stages begin. "
+            f"Found {num_stages}."
+        )
+    return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
+
+
+def untie(model: nn.Module) -> list[str]:
+    """Copy, in place, every parameter and buffer that is used in two places, such as GPT-2's embedding and output.
+
+    With losses on several stages a tied value would have several credits, and on two devices two values. For a Hugging Face
+    network this also changes the configuration, so the network is saved and loaded untied.
+
+    Args:
+        model: the network, which is changed.
+
+    Returns:
+        Names of the copies.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> b.weight = a.weight
+    >>> untie(nn.Sequential(a, b))
+    ['1.weight']
+    """
+    new: list[str] = []
+    _copy_second_places(model, "", set(), new)
+    for part in model.modules():
+        if new and is_hugging_face(part):
+            part.config.tie_word_embeddings = False  # type: ignore[union-attr]
+            setattr(part, "all_tied_weights_keys", {})  # noqa: B010 - the names that save_pretrained omits
+    return new
+
+
+def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[str]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) in seen:
+            parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(module, name, parameter)
+            new.append(path + name)
+        seen.add(id(parameter))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and id(buffer) in seen:
+            setattr(module, name, buffer.clone())
+            new.append(path + name)
+    seen.update(map(id, module._buffers.values()))
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
+        if id(child) in seen and child.state_dict():
+            child = copy.deepcopy(child)
+            module._modules[name] = child
+            new.extend(f"{path}{name}.{inner}" for inner in child.state_dict())
+        seen.add(id(child))
+        _copy_second_places(child, f"{path}{name}.", seen, new)
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Check for a model of transformers without importing the package: a model that exists has imported it."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _pieces(
+    model: nn.Module, opens: Callable[[str, nn.Module], bool], before: Mapping[str, Callable[..., Any]] | None
+) -> dict[str, nn.Module]:
+    """Return the pieces of a network; `opens` tells from the name of a sequence and itself whether a cut goes through it."""
+    if is_hugging_face(model):
+        if before:
+            raise ValueError(
+                "`before` should be left out for a Hugging Face model, which knows its functions. Found some."
+            )
+        return huggingface.family_for(model).ordered_pieces(model)
+    pieces = _unroll(model, opens)
+    if not pieces:
+        raise ValueError(
+            "`model` should be an nn.Sequential or have child modules that run in order. Found no children."
+        )
+    return _with_functions(pieces, before or {})
+
+
+def _with_functions(
+    pieces: Mapping[str, nn.Module], functions: Mapping[str, Callable[..., Any]]
+) -> dict[str, nn.Module]:
+    """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
+    result: dict[str, nn.Module] = {}
+    for name, piece in pieces.items():
+        # A function before a sequence that is cut goes before its first module.
+        for owner, function in functions.items():
+            if f"{name}.".startswith(f"{owner}.") and not any(f"{other}.".startswith(f"{owner}.") for other in result):
+                path, _, last = owner.rpartition(".")
+                result[f"{path}.before_{last}".removeprefix(".")] = _as_function(owner, function)
+        result[name] = piece
+    if unknown := [owner for owner in functions if not any(f"{name}.".startswith(f"{owner}.") for name in pieces)]:
+        raise ValueError(
+            f"`before` should name pieces of the network: {', '.join(pieces)}. Found {unknown[0]!r}.{hint(unknown[0], pieces)}"
+        )
+    return result
+
+
+def _as_function(owner: str, function: Callable[..., Any]) -> nn.Module:
+    if not callable(function) or (isinstance(function, nn.Module) and list(function.parameters())):
+        raise ValueError(
+            f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with parameters "
+            "belongs to the network."
+        )
+    return function if isinstance(function, nn.Module) else Function(function)
+
+
+def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
+    """Return the children in order; replace lists, and the sequences that a cut goes through, by their own children."""
+    pieces: dict[str, nn.Module] = {}
+    for name, child in model._modules.items():  # named_children() omits a module's second place
+        if child is None:
+            continue
+        path = prefix + name
+        sequence = isinstance(child, nn.Sequential | Chain | nn.ModuleList | nn.ModuleDict)
+        if _is_list(child) or (sequence and opens(path, child)):
+            pieces.update(_unroll(child, opens, path + "."))
+        else:
+            pieces[path] = child
+    return pieces
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether a module only holds others: a list or a dictionary without a forward."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
+    """Return whether a module is a sequence with fewer than `depth` modules around it."""
+    return path.count(".") < depth and type(module).forward in _RUNS_CHILDREN
+
+
+def _refuse_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
+    """Refuse a module whose custom forward is lost because the stages run its children one by one."""
+    opened = {name[:i] for name in at for i, character in enumerate(name) if character == "."}
+    for path in ["", *sorted(opened)]:
+        module = model.get_submodule(path)
+        forward = type(module).forward
+        # The classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
+        known = is_hugging_face(model) and forward.__module__.startswith("transformers.")
+        if "forward" in vars(module) or not (known or forward in _RUNS_CHILDREN or _is_list(module)):
+            raise ValueError(
+                f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
+                f"else, as its stages will. Found a {type(module).__name__} with a custom forward, whose sums, reshapes and "
+                "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
+                "`before=`; or write the stages yourself; or pass `unchecked=True` if its forward does nothing else."
+            )
+
+
+def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
+    if tied not in ("refuse", "sum"):
+        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
+    ends = (0, len(stages) - 1)
+    places: dict[int, tuple[int, str]] = {}
+    for k, stage in enumerate(stages):
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            first, other = places.setdefault(id(tensor), (k, name))
+            if first != k and not (tied == "sum" and (first, k) == ends):
+                hint = " Or pass `tied='sum'`, in one process." if (first, k) == ends else ""
+                raise ValueError(
+                    f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
+                    f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
+                    f"values. `nwise.untie(model)` makes a copy for each.{hint}"
+                )
+
+
+def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
+    """Compare the stages with the model in eval mode, then in training mode, with the same random numbers."""
+    rule = _HF_RULE if is_hugging_face(model) else _RULE
+    run = huggingface.run_model if is_hugging_face(model) else call
+
+    def run_model() -> Tensors:
+        with _repeatable(model, example):
+            return as_tuple(run(model, each(example, torch.clone)), "The output of `model`")
+
+    def run_stages() -> Tensors:
+        hidden = each(example, torch.clone)
+        with _repeatable(model, example):
+            for stage in stages:
+                hidden = run_module(stage, hidden, "The output of a stage")
+        return hidden
+
+    with evaluating(model, *stages):
+        try:
+            expected, found = run_model(), run_stages()
+        except Exception as error:
+            advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
+            raise ValueError(f"{rule} Found that they cannot: {str(error).rstrip('.')}.{advice}") from error
+    _refuse_difference(rule, found, expected, "")
+    with training(model, *stages):
+        try:
+            expected = run_model()
+        except Exception:  # such as batch norm of one sample: there is nothing to compare with
+            return
+        try:
+            found = run_stages()
+        except Exception as error:
+            raise ValueError(f"{rule} Found that they cannot in training mode: {str(error).rstrip('.')}.") from error
+    _refuse_difference(rule, found, expected, " in training mode")
+
+
+def _refuse_difference(rule: str, found: Tensors, expected: Tensors, mode: str) -> None:
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True)  # up to the rounding of their dtype
+    except AssertionError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{rule} Found another output for `example`{mode}: {reason}") from error
+
+
+@contextmanager
+def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
+    """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
+    random.seed(0), np.random.seed(0)  # noqa: NPY002
+    try:
+        with seeded(0, example[0].device):
+            yield
+    finally:
+        random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
+        for buffer, values in buffers:
+            # Batch norm changes its statistics without a new version. One that is equal may be expanded and refuse a copy.
+            if not buffer.is_meta and not torch.equal(buffer, values):
+                buffer.copy_(values)
+
+
+_RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
+_RULE = (
+    "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
+    "give the functions between them by `before=`, or write the stages yourself."
+)
+_HF_RULE = (
+    "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
+)
