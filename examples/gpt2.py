@@ -16,8 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nwise
 from nwise.app.data import Bytes, batch_indices, embedded_text
-from nwise.checkpoint import Checkpoints, gather_weights
-from nwise.checkpoint.weights import under
+from nwise.checkpoint import Checkpoints, gather_weights, under
 from nwise.losses import TokenCrossEntropy
 
 LENGTH = 48

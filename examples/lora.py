@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nwise
-from nwise.checkpoint import gather_weights
-from nwise.checkpoint.weights import under
+from nwise.checkpoint import gather_weights, under
 from nwise.losses import TokenCrossEntropy
 from nwise.runtime.launch import launched
 

@@ -16,9 +16,8 @@ from nwise.app.report.figures import flow_figure
 from nwise.app.report.grid import Picture, schedule_figure
 from nwise.flow import find_flow
 from nwise.pipeline import Pipeline
-from nwise.schedule import PAPER
+from nwise.schedule import PAPER, paper_time
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.paper import paper_time
 from nwise.strategies import EndToEnd, Hogwild, Local, NWise
 
 # Slots per batch without micro-batches, A = 4, as the paper's grid and its table have them.

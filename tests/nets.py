@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.heads import OnFirstOutput
-from nwise.network.carry import carry
+from nwise.network.carrying import carry
 from nwise.network.layers import Embedding, TransformerBlock, vocabulary
 
 LossFn = Callable[..., Tensor]

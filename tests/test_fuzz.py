@@ -27,7 +27,7 @@ from nwise.app.cli.costs import parse_costs
 from nwise.app.recipes import RECIPES, Recipe, from_json, recipe, to_json
 from nwise.schedule import Timed
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.validate import validate
+from nwise.schedule.validation import validate
 
 TIMES = int(os.environ.get("NWISE_FUZZ", "1"))
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # examples take a second each

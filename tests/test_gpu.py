@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise._memory import allocated
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
+from nwise.planning.allocation import allocated
 
 DEVICE = "cuda" if torch.cuda.is_available() else os.environ.get("NWISE_REHEARSE", "")
 pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a GPU")

@@ -158,4 +158,4 @@ def test_effects_on_the_process_are_in_one_module() -> None:
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
     application = {"app/cli/dispatch.py", "app/cli/output.py", "app/cli/training.py"}
-    assert offenders == {"_process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `_process` says"
+    assert offenders == {"_process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `process` says"

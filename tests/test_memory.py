@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from nwise._memory import allocated
 from nwise.app.recipes import Adam, Recipe
 from nwise.app.recipes.config import ConvNet, Mlp
 from nwise.app.training.build import make_pipeline, measurable
-from nwise.planning.profile import Profile, profile
+from nwise.planning.allocation import allocated
+from nwise.planning.profiling import Profile, profile
 from nwise.schedule import Costs
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
-from nwise.schedule.partition import stage_costs
+from nwise.schedule.partitions import stage_costs
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import strategy as parse
 

@@ -20,13 +20,13 @@ from nwise.app.recipes import Adam, Mlp, Recipe
 from nwise.app.report.verdict import verdict
 from nwise.app.training.build import measurable
 from nwise.flow import StageFlow, find_flow
-from nwise.planning.profile import profile
+from nwise.planning.profiling import profile
 from nwise.schedule import Costs, baseline, best
 from nwise.schedule.baselines import BASELINES
-from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import TRANSFORMER
+from nwise.schedule.find import DoesNotFit
 from nwise.schedule.methods import Methods, time_methods
-from nwise.schedule.partition import Piece, partition, stage_costs
+from nwise.schedule.partitions import Piece, partition, stage_costs
 from nwise.schedule.placement import balanced
 
 POWERS = (1, 2, 4, 8, 16, 32)

@@ -24,14 +24,14 @@ from nwise.planning import prepare
 from nwise.planning.devices import as_devices
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
-from nwise.planning.profile import Profile
+from nwise.planning.profiling import Profile
 from nwise.planning.search import Search, _orders, search
 from nwise.program import Program
 from nwise.schedule import Costs, best
-from nwise.schedule.best import DoesNotFit
+from nwise.schedule.find import DoesNotFit
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
-from nwise.schedule.partition import Piece
+from nwise.schedule.partitions import Piece
 from ranks import planned
 
 SPEEDS = ([1, 2, 4], [4, 2, 1], [1, 1, 2], [1, 1, 1], [1, 3])

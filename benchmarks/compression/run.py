@@ -28,9 +28,7 @@ from torch import Tensor
 import nwise
 from nwise.app.data import batch_indices
 from nwise.app.recipes import recipe
-from nwise.app.training import evaluate
-from nwise.app.training.build import make_loss
-from nwise.app.training.optimizers import make_optimizer, parameter_groups
+from nwise.app.training import evaluate, make_loss, make_optimizer, parameter_groups
 from nwise.machine import processor
 from nwise.runtime.compression import Cast, Compression, Int8, TopK
 from nwise.runtime.shapes import Spec

@@ -23,8 +23,8 @@ from rich.progress import track
 
 from benchmarks.runtime.bench import Case, start_all
 from nwise.machine import processor
-from nwise.schedule import TRANSFORMER, Costs
-from nwise.schedule.baselines import BASELINES, stages_on
+from nwise.schedule import BASELINES, TRANSFORMER, Costs
+from nwise.schedule.baselines import stages_on
 from nwise.schedule.methods import Option, time_methods
 
 HERE = Path(__file__).parent

@@ -31,22 +31,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from nwise._memory import allocated
 from nwise.app.data import Images, Tokens
-from nwise.app.recipes import Adam, Recipe
-from nwise.app.recipes.config import ConvNet, EmbeddedText, Gpt, ResNet
+from nwise.app.recipes import Adam, ConvNet, EmbeddedText, Gpt, Recipe, ResNet
 from nwise.app.report.figures import COLOURS, MARKERS
-from nwise.app.training.build import make_loss, make_pipeline, measurable
-from nwise.app.training.optimizers import make_optimizer, parameter_groups
+from nwise.app.training import make_loss, make_optimizer, make_pipeline, measurable, parameter_groups
 from nwise.machine import processor
-from nwise.network.chain import Chain
+from nwise.network import Chain
 from nwise.pipeline import Pipeline
-from nwise.planning.profile import Profile, profile
+from nwise.planning.allocation import allocated
+from nwise.planning.profiling import Profile, profile
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
-from nwise.schedule.partition import Piece, stage_costs
+from nwise.schedule.partitions import Piece, stage_costs
 from nwise.strategies import strategy as parse
 
 HERE = Path(__file__).parent

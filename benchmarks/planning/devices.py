@@ -25,8 +25,8 @@ import tyro
 from benchmarks.runtime.bench import Case, start_all
 from nwise.planning.devices import as_devices
 from nwise.planning.search import Cut, Search
-from nwise.schedule.costs import Costs
-from nwise.schedule.partition import Piece
+from nwise.schedule import Costs
+from nwise.schedule.partitions import Piece
 from nwise.strategies import strategy as parse
 
 RECORDS = Path(__file__).parent / "records" / "devices.jsonl"

@@ -28,12 +28,11 @@ from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import Processes
 from nwise.runtime.world import World
-from nwise.schedule.actions import Kind
-from nwise.schedule.baselines import BASELINES, timed_method
-from nwise.schedule.costs import Costs, Prices, prices
+from nwise.schedule import BASELINES, Costs, Kind, Timed
+from nwise.schedule.baselines import timed_method
+from nwise.schedule.costs import Prices, prices
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
-from nwise.schedule.timed import Timed
 
 _BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
 

@@ -30,7 +30,8 @@ from rich.progress import Progress
 from benchmarks.runtime.bench import Case
 from nwise.app.cli.costs import parse_costs
 from nwise.machine import processor
-from nwise.schedule.baselines import BASELINES, timed_method
+from nwise.schedule import BASELINES
+from nwise.schedule.baselines import timed_method
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

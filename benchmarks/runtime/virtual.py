@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule import Action, Kind
 from nwise.schedule.costs import Prices
 from nwise.stage import Stage
 from nwise.tape import Cotangents, Tape

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nwise
-from nwise.app.data.text import embedded_text
+from nwise.app.data import embedded_text
 from nwise.machine import processor
 
 HERE = Path(__file__).parent

@@ -18,10 +18,8 @@ from experiments.harness.runs import Runs, loss, loss_at, perplexity
 from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.app.recipes import Gpt, Recipe, recipe
 from nwise.schedule import PAPER as PAPERS_COSTS
-from nwise.schedule import Costs
+from nwise.schedule import TRANSFORMER, Costs, DoesNotFit
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.best import DoesNotFit
-from nwise.schedule.costs import TRANSFORMER
 
 # The paper's N-wise runs of Transformers have the mean of the own and the far loss.
 PAPER = ("1-wise", "2-wise-mean", "3-wise-mean", "end-to-end")

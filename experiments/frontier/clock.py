@@ -8,9 +8,7 @@ from functools import cache
 
 from experiments.frontier.arms import STEPS, Arm
 from experiments.harness import clock
-from nwise.schedule import Costs, Timed
-from nwise.schedule.best import best
-from nwise.schedule.costs import TRANSFORMER
+from nwise.schedule import TRANSFORMER, Costs, Timed, best
 from nwise.strategies import Strategy
 
 COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences

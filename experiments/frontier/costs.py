@@ -23,12 +23,12 @@ from experiments.harness.cell import Record, revision
 from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
 from nwise.app.records import json_line, write_text
-from nwise.app.training.build import measurable
+from nwise.app.training import measurable
 from nwise.flow import flows_for
 from nwise.machine import machine
-from nwise.planning.profile import Profile, profile
+from nwise.planning.profiling import Profile, profile
 from nwise.schedule import Costs
-from nwise.schedule.partition import stage_costs
+from nwise.schedule.partitions import stage_costs
 
 RECORDS = Path(__file__).parent / "costs.jsonl"
 ARMS = (*COMPARED, "3-wise-mean")

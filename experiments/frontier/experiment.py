@@ -29,7 +29,7 @@ from experiments.harness.clock import step_time
 from experiments.harness.experiment import Result, Size
 from experiments.harness.runs import Runs, loss, loss_at
 from experiments.harness.trained import Parts, Trained
-from nwise.schedule.costs import PAPER, TRANSFORMER
+from nwise.schedule import PAPER, TRANSFORMER
 
 SMALL = 0.03  # nats; chosen before the runs; a Muon run of end-to-end training falls by 0.018 in its last tenth
 

@@ -24,9 +24,9 @@ from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
 from nwise.app.records import json_line, write_text
 from nwise.machine import machine
-from nwise.planning.profile import Profile
+from nwise.planning.profiling import Profile
 from nwise.schedule import Costs
-from nwise.schedule.timed import CLOSE
+from nwise.schedule.timing import CLOSE
 
 RECORDS = Path(__file__).parent / "memory.jsonl"
 _MIB = 2**20

@@ -21,9 +21,7 @@ from nwise.app.data import Images, Tokens
 from nwise.app.data.sources import tables
 from nwise.app.data.text import standard_library
 from nwise.app.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, from_json, to_json
-from nwise.app.training import Callback, Scores, Trainer, evaluate
-from nwise.app.training.build import autocast
-from nwise.app.training.run import versions
+from nwise.app.training import Callback, Scores, Trainer, autocast, evaluate, versions
 from nwise.machine import machine
 
 Record = dict[str, Any]

@@ -20,10 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from experiments.harness import markdown
 from nwise.app import models
 from nwise.app.recipes import Gpt, ResNet
-from nwise.schedule import PAPER, Costs, Schedule, Timed
+from nwise.schedule import PAPER, TRANSFORMER, Costs, DoesNotFit, Schedule, Timed, best
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.best import DoesNotFit, best
-from nwise.schedule.costs import TRANSFORMER, prices
+from nwise.schedule.costs import prices
 from nwise.strategies import Strategy
 
 _SIZES = (1, 2, 4, 8, 16)  # M; 32 is of use to longer pipelines than the experiments have

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nwise.schedule.paper import Slot
+from nwise.schedule import Slot
 
 # The best M as printed, for A = 2, 3, 4, 5, 6-11 and 12-30. Nine cells with n >= 3 do not follow from the formula.
 PRINTED_BEST = {

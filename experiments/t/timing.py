@@ -16,12 +16,11 @@ from typing import Any
 
 from benchmarks.runtime.bench import Case, start_all
 from experiments.t.printed import best_table
-from nwise.app.training.run import versions
+from nwise.app.training import versions
 from nwise.machine import machine
-from nwise.schedule import PAPER, Costs, Slot, Timed, paper_time, simulate, validate
+from nwise.schedule import PAPER, TRANSFORMER, Costs, Slot, Timed, fit_slot, paper_time, simulate, validate
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.costs import TRANSFORMER
-from nwise.schedule.paper import POWERS, fit_slot
+from nwise.schedule.paper import POWERS
 
 Row = dict[str, Any]
 _NETWORK = ("train", "source-code", "--num-stages", "2")  # a small Transformer

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from nwise.auxiliary import inject
     from nwise.batchnorm import defer_batchnorm
     from nwise.flow import Flow, find_flow
-    from nwise.network.carry import carry
+    from nwise.network.carrying import carry
     from nwise.network.chain import Chain
-    from nwise.network.split import split, untie
+    from nwise.network.splitting import split, untie
     from nwise.pipeline import Pipeline
     from nwise.planning.devices import Device
     from nwise.planning.planner import plan

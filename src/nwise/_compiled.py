@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nwise._process import keep_buffers
+from nwise.process import keep_buffers
 
 _MAX_VARIANTS = 256  # of all compiled modules, for training and for tests; torch's own bound for one function
 

@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+__all__ = ["defer_batchnorm"]
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

@@ -10,6 +10,8 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any
 
+__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed"]
+
 # Names that other projects use for the same method.
 _ALIASES = {
     "e2e": "end-to-end",

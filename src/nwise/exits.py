@@ -29,6 +29,8 @@ from nwise.runtime.processes import Processes
 from nwise.tensors import Tensors, as_argument, as_inputs, call, each, names, run_module, unchanged
 from nwise.terms import unwrapped
 
+__all__ = ["Answers", "Confidence", "EarlyExit", "confidence", "confidence_of", "confidences", "head_output"]
+
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
 

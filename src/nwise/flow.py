@@ -32,6 +32,8 @@ from torch import Tensor
 
 from nwise.strategies import Strategy
 
+__all__ = ["Cotangent", "Flow", "StageFlow", "find_flow", "flows_for"]
+
 # Credits like 0.9 ** (j - k) in float64 are proportional only up to rounding. A difference that is smaller than this share of
 # its two terms counts as rounding; a credit that is small by itself does not. The rounding of float32 is part of the credit.
 _TOLERANCE = 1e-12

@@ -15,7 +15,7 @@ from nwise.checks import check_at_least
 from nwise.modes import evaluating
 from nwise.network.chain import Chain, join
 from nwise.network.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
-from nwise.network.split import repeated_blocks
+from nwise.network.splitting import repeated_blocks
 from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
 
 WIDTHS = (128, 64)  # the paper's

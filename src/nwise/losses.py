@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from nwise.tensors import Tensors, names
 
+__all__ = ["Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain"]
+
 
 class Loss(Tensor):
     """A loss of a step, one number: a tensor that says what to do instead of `backward`.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["machine", "num_cores", "processor"]
+
 
 def machine() -> dict[str, str]:
     """Describe this machine: processor, the instruction set that torch uses, number of cores, and the GPU if there is one."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from nwise.tensors import Tensors, as_tuple, names, scatter
 from nwise.terms import Terms
 
+__all__ = ["Batch", "check_parts"]
+
 Dim = int | None  # dimension of the samples; None for a tensor that is the same for all micro-batches
 # One dimension for everything, one for each input and perhaps the target, or dimensions by name.
 BatchDim = int | Sequence[Any] | Mapping[str, Any]

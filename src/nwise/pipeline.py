@@ -38,6 +38,8 @@ from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
+__all__ = ["Pipeline"]
+
 
 class Pipeline(Settings):
     """A network in stages, each with a head, trained by a strategy.

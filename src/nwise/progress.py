@@ -8,6 +8,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+__all__ = ["MANY", "T", "progress_bar", "with_progress_bar"]
+
 T = TypeVar("T")
 
 MANY = 5000  # small items; fewer are done before a bar could be read

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+__all__ = ["derive", "generator", "seeded"]
+
 
 def derive(*names: int | str) -> int:
     """Return a seed of 63 bits from names such as ``(seed, "stage", 3, step, microbatch)``.

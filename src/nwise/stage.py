@@ -47,6 +47,8 @@ from nwise.tensors import (
 )
 from nwise.versions import copy_parameters, holding, move_gradients
 
+__all__ = ["LossFn", "Stage"]
+
 LossFn = Callable[..., Tensor]
 
 _NOTHING_ELSE = nullcontext()  # made once: a step enters it many times

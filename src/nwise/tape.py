@@ -15,6 +15,8 @@ from nwise.modes import Modes
 from nwise.rerun import FirstRun
 from nwise.tensors import Tensors
 
+__all__ = ["Cotangents", "Tape"]
+
 # One gradient per output of a stage; None stands for zero.
 Cotangents = tuple[Tensor | None, ...]
 

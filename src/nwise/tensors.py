@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+__all__ = ["Tensors", "as_tuple", "run_module"]
+
 Tensors = tuple[Tensor, ...]
 Input = Tensor | Mapping[str, Tensor]
 HIDDEN = "hidden"  # the hidden state between stages of `nwise.carry`

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nwise.checkpoint.atomic import replacing
+from nwise.checkpoint import replacing
+
+__all__ = ["append_text", "json_line", "plain", "read_lines", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:

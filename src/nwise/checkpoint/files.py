@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nwise._process import ignore_no_dist
 from nwise.checkpoint.atomic import PARTIAL
+from nwise.process import ignore_no_dist
 
 # `torch.distributed.checkpoint` takes a second to import, so the functions below import it when they need it.
 

@@ -3,9 +3,9 @@
 from functools import partial
 
 from nwise._lazy import submodule
-from nwise.network.carry import carry
+from nwise.network.carrying import carry
 from nwise.network.chain import Chain, group_pieces, join
-from nwise.network.split import cut_points, even_starts, repeated_blocks, split, untie
+from nwise.network.splitting import cut_points, even_starts, repeated_blocks, split, untie
 
 __all__ = [
     "Chain",

@@ -11,6 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+__all__ = [
+    "Embedding",
+    "Linear",
+    "NormalEmbedding",
+    "SelfAttention",
+    "TransformerBlock",
+    "conv_norm_relu",
+    "vocabulary",
+]
+
 
 class Linear(nn.Linear):
     """A linear layer initialised as in GPT-2: normal with deviation 0.02, zero bias."""

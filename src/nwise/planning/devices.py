@@ -10,6 +10,8 @@ from typing import Any
 
 from nwise.checks import check_at_least
 
+__all__ = ["Device", "as_devices", "limits"]
+
 _EXTREME = 1e6  # keeps times finite
 
 

@@ -11,10 +11,10 @@ from nwise.flow import flows_for
 from nwise.network.chain import Chain
 from nwise.planning.devices import Device, limits
 from nwise.planning.observe import Observer
-from nwise.planning.profile import Profile
+from nwise.planning.profiling import Profile
 from nwise.runtime.processes import Processes
 from nwise.schedule.costs import Costs
-from nwise.schedule.timed import Limit, Timed
+from nwise.schedule.timing import Limit, Timed
 from nwise.strategies import EndToEnd
 
 _MIB = 2.0**20

@@ -12,7 +12,7 @@ from torch import nn
 
 from nwise.checks import check_at_least
 from nwise.network.chain import Chain
-from nwise.network.split import even_starts, is_hugging_face
+from nwise.network.splitting import even_starts, is_hugging_face
 from nwise.planning.devices import Device, as_devices, limits
 from nwise.planning.plan import Plan
 from nwise.planning.prepare import (
@@ -28,14 +28,14 @@ from nwise.planning.prepare import (
     numbers_to_try,
     speeds,
 )
-from nwise.planning.profile import Profile, profile
+from nwise.planning.profiling import Profile, profile
 from nwise.planning.search import Search, search
 from nwise.progress import progress_bar
 from nwise.randomness import preserved
 from nwise.runtime.launch import launched, variable
-from nwise.schedule.best import DoesNotFit
 from nwise.schedule.costs import Costs
-from nwise.schedule.partition import check_enough
+from nwise.schedule.find import DoesNotFit
+from nwise.schedule.partitions import check_enough
 from nwise.stage import LossFn
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
@@ -93,7 +93,7 @@ def plan(
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the network cannot be cut into so many stages.
-        nwise.schedule.best.DoesNotFit: no cut that was tried fits the memory; a ValueError too.
+        nwise.schedule.find.DoesNotFit: no cut that was tried fits the memory; a ValueError too.
 
     >>> import nwise
     >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))

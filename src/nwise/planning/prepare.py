@@ -20,8 +20,8 @@ from nwise.checks import check_at_least, check_optimizer
 from nwise.flow import find_flow
 from nwise.microbatch import Batch
 from nwise.network.chain import Chain
-from nwise.network.split import cut_points, split
-from nwise.planning.profile import Network
+from nwise.network.splitting import cut_points, split
+from nwise.planning.profiling import Network
 from nwise.runtime.launch import exchange, start
 from nwise.schedule.actions import Action, Kind
 from nwise.stage import LossFn, Stage

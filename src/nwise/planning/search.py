@@ -19,16 +19,18 @@ from nwise.flow import flows_for
 from nwise.planning.devices import Device, limits
 from nwise.schedule.ages import Flows, weight_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
-from nwise.schedule.best import DoesNotFit, best_order
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs
+from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import named_schedule
-from nwise.schedule.partition import Piece, check_enough, stage_costs, sums, work
+from nwise.schedule.partitions import Piece, check_enough, stage_costs, sums, work
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timed import CLOSE, Timed, excess, timed
+from nwise.schedule.timing import CLOSE, Timed, excess, timed
 from nwise.strategies import Strategy
+
+__all__ = ["Cut", "Search", "search"]
 
 _MOST_ORDERS = 120  # of devices that are tried
 _STARTS = 6  # first cuts of a kind that are improved

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nwise._memory import allocated
 from nwise.graph import add_gradients
 from nwise.kept import keep
+from nwise.planning.allocation import allocated
 from nwise.tensors import Tensors, as_leaves, each, run_module
 
 
@@ -31,7 +31,7 @@ class PieceSizes:
         self.outputs = self._forward()
 
     def measure(self) -> dict[str, float]:
-        """Return the bytes of forward and passes, as `nwise.schedule.partition.Piece` names them."""
+        """Return the bytes of forward and passes, as `nwise.schedule.partitions.Piece` names them."""
         first = allocated(lambda _: self._forward(), self._device)
         graph = allocated(lambda _: [y.grad_fn for y in self._forward()], self._device)
         passing = allocated(lambda _: [y.grad_fn for y in self._forward(passing=True)], self._device)
@@ -96,7 +96,7 @@ class PieceSizes:
 def head_sizes(
     head: nn.Module, inputs: Tensors, loss_fn: Callable[[Tensors], Tensor], device: torch.device
 ) -> dict[str, float]:
-    """Return the bytes of a head, as `nwise.schedule.partition.Piece` names them.
+    """Return the bytes of a head, as `nwise.schedule.partitions.Piece` names them.
 
     Args:
         head: the head.

@@ -22,6 +22,8 @@ from nwise.runtime.shapes import Spec, make_spec
 from nwise.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
+__all__ = ["Cast", "Compression", "Int8", "TopK", "Wire", "fingerprint", "parse_compression"]
+
 
 class Compression(Protocol):
     """A way to compress floating-point tensors.

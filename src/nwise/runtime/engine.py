@@ -33,6 +33,8 @@ from nwise.stage import Stage
 from nwise.tape import Tape
 from nwise.tensors import Tensors, each, with_names
 
+__all__ = ["Engine"]
+
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
 

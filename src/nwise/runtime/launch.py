@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from nwise._process import choose_gpu, prepare_rank
+from nwise.process import choose_gpu, prepare_rank
+
+__all__ = ["launched", "local_gpu", "start", "variable"]
 
 DIMENSIONS = ("pp", "dp", "tp")
 

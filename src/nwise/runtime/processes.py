@@ -20,6 +20,8 @@ from nwise.runtime.watch import Doing
 from nwise.schedule.placement import Placement
 from nwise.tensors import Tensors
 
+__all__ = ["Processes"]
+
 _REMEDIES = {"seed": "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`"}
 
 

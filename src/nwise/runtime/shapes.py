@@ -18,6 +18,8 @@ from torch import Tensor
 from nwise.tape import Cotangents
 from nwise.tensors import Tensors, names
 
+__all__ = ["Spec"]
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:

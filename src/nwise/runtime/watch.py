@@ -22,10 +22,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from nwise._process import end_stalled, exit_at_once
+from nwise.process import end_stalled, exit_at_once
 from nwise.runtime.calls import Call, Calls
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind, describe
+
+__all__ = ["Doing", "RankError", "Watchdog"]
 
 _WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 _BEAT = 1.0  # seconds between signs of life

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from nwise._dtensor import is_dtensor
-from nwise._process import exit_at_once, on_uncaught_error
+from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
@@ -42,6 +42,8 @@ from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
+
+__all__ = ["World", "join", "tell_all"]
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
 _open: list[World] = []

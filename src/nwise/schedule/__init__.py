@@ -42,13 +42,13 @@ RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) D3(0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) D3
 from nwise._renamed import deprecated_names
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
-from nwise.schedule.best import DoesNotFit, best
 from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
+from nwise.schedule.find import DoesNotFit, best
 from nwise.schedule.paper import Slot, fit_slot, paper_time
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.simulate import Timeline, simulate
-from nwise.schedule.timed import Timed, timed
-from nwise.schedule.validate import Buffer, validate
+from nwise.schedule.simulation import Timeline, simulate
+from nwise.schedule.timing import Timed, timed
+from nwise.schedule.validation import Buffer, validate
 
 __all__ = [
     "BASELINES",

@@ -7,6 +7,19 @@ from typing import NamedTuple
 
 from nwise.flow import StageFlow
 
+__all__ = [
+    "COMPUTATIONS",
+    "NAMES",
+    "PASSES",
+    "SENDS",
+    "Action",
+    "Kind",
+    "counterpart",
+    "describe",
+    "forwards",
+    "passes",
+]
+
 
 class Kind(Enum):
     """Kinds of actions: computations (see `nwise.stage`), messages, and bookkeeping."""

@@ -24,6 +24,8 @@ from typing import Literal
 from nwise.flow import Cotangent, Flow, StageFlow
 from nwise.strategies import Strategy
 
+__all__ = ["Ages", "message_ages", "staleness", "weight_ages"]
+
 Flows = tuple[tuple[Flow, ...], ...]
 When = Literal["early", "late"]
 

@@ -10,15 +10,26 @@ from nwise._renamed import current_name
 from nwise.checks import check_at_least, hint
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
-from nwise.schedule.best import arrange, best, fastest, place
 from nwise.schedule.costs import Costs
+from nwise.schedule.find import arrange, best, fastest, place
 from nwise.schedule.named import RULES, check_order, choose, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timed import Limit, Timed, check_memory, timed
+from nwise.schedule.timing import Limit, Timed, check_memory, timed
 from nwise.strategies import EndToEnd, Strategy
 from nwise.strategies import strategy as parse
+
+__all__ = [
+    "BASELINES",
+    "SEVERAL_STAGES",
+    "baseline",
+    "known_method",
+    "method_flows",
+    "stages_on",
+    "timed_method",
+    "timed_order",
+]
 
 BASELINES = tuple(name for name, order in RULES.items() if order.baseline)
 # Those with two stages on a rank, or more.

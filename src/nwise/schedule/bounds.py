@@ -30,6 +30,8 @@ from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import counted, held_back, merge, needs, product
 
+__all__ = ["stage_work"]
+
 Matrix = NDArray[np.float64]
 
 _CLOSE = 1e-9

@@ -11,6 +11,8 @@ from nwise.checks import check_at_least
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
 
+__all__ = ["PAPER", "TRANSFORMER", "Costs", "Prices", "prices"]
+
 Scalars = float | Sequence[float]
 
 _LARGEST = 1e30  # keeps sums finite

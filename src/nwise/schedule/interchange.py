@@ -16,8 +16,10 @@ from collections import Counter
 from nwise.flow import flows_for
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.validate import validate
+from nwise.schedule.validation import validate
 from nwise.strategies import EndToEnd
+
+__all__ = ["read_csv", "write_csv"]
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)", re.ASCII)
 # Cells of torch's longer format, for messages and parameters that are sharded; the lists imply the messages.

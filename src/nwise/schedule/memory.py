@@ -19,6 +19,8 @@ from nwise.schedule.actions import PASSES, Kind
 from nwise.schedule.costs import Costs
 from nwise.schedule.schedule import Schedule, Word
 
+__all__ = ["fixed_bytes", "peak_bytes"]
+
 # Stage, micro-batch and turn.
 _Tape = tuple[int, int, int]
 _Places = dict[_Tape, list[int]]

@@ -12,14 +12,16 @@ import torch
 from nwise.checks import check_at_least
 from nwise.flow import Flow
 from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES, method_flows, stages_on, timed_method
-from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs
+from nwise.schedule.find import DoesNotFit
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
-from nwise.schedule.timed import CLOSE, Timed, rounded
+from nwise.schedule.timing import CLOSE, Timed, rounded
 from nwise.strategies import EndToEnd, Local, Strategy, Switch
 from nwise.strategies import strategy as parse
+
+__all__ = ["STRATEGIES", "Methods", "Option", "is_late", "ratio", "same_gradients", "time_methods"]
 
 STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "rotating-2-microbatch", "end-to-end-delay-1")
 # A function from the flows of a method and M to the costs of one micro-batch.

@@ -23,13 +23,15 @@ from nwise.checks import hint
 from nwise.schedule import orders
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.ages import Flows, message_ages
-from nwise.schedule.best import DoesNotFit, best_order
 from nwise.schedule.costs import Costs
+from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.orders import TYPICAL, Rule, make_schedule
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, Word, merge
-from nwise.schedule.timed import Limit, Timed
-from nwise.schedule.validate import validate
+from nwise.schedule.timing import Limit, Timed
+from nwise.schedule.validation import validate
+
+__all__ = ["ORDERS", "RULES", "NamedOrder", "check_order", "choose", "named_schedule", "one_process"]
 
 Order: TypeAlias = "str | Schedule | Timed"
 

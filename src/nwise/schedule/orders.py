@@ -25,6 +25,8 @@ from nwise.schedule.greedy import ListScheduler
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule, Word, counted, merge
 
+__all__ = ["depth_first", "make_schedule", "phase", "skewed"]
+
 Flows = Sequence[Flow]
 # A function from the flows and the turn of a mini-batch to a word for every stage, or for every rank.
 Rule = Callable[[Flows, int], list[Word]]

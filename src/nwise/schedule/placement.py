@@ -18,6 +18,8 @@ import numpy as np
 from nwise.checks import hint
 from nwise.schedule.assign import assign
 
+__all__ = ["PLACEMENTS", "Placement", "balanced", "check_name", "make_placement", "parse_placement"]
+
 PLACEMENTS = ("contiguous", "interleaved", "v")
 Placement = tuple[int, ...]
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nwise.checks import hint
 
+__all__ = ["Strategy", "example_names", "strategy"]
+
 Heads = Literal["live", "all"]
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nwise.checks import hint
-from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
+from nwise.schedule import PAPER, TRANSFORMER, Costs
+
+__all__ = ["PRESETS", "parse_costs", "read_file"]
 
 PRESETS = {"paper": PAPER, "transformer": TRANSFORMER}
 

@@ -23,6 +23,8 @@ from nwise.runtime.launch import launched
 from nwise.runtime.watch import RankError
 from nwise.runtime.world import tell_all
 
+__all__ = ["execute"]
+
 
 def dispatch(name: str, arguments: list[str]) -> int:
     """Run a command of `nwise` and return its exit code.

@@ -23,12 +23,11 @@ from nwise.app.report.html import check_page, plotly
 from nwise.app.report.trace import chrome_trace
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
-from nwise.schedule import Timed
-from nwise.schedule.baselines import BASELINES, timed_method, timed_order
+from nwise.schedule import BASELINES, Timed, timed
+from nwise.schedule.baselines import timed_method, timed_order
 from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
-from nwise.schedule.timed import timed
 
 _FORMATS = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
 _NOT_WITH_CSV = ("strategy", "stages", "microbatches", "order", "ranks", "placement")

@@ -27,6 +27,8 @@ from nwise.exits import EarlyExit
 from nwise.progress import with_progress_bar
 from nwise.tensors import run_module
 
+__all__ = ["DROPS", "ExitsCommand"]
+
 # Accuracy that may be lost at the points of the figure, in percentage points.
 DROPS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _TIMED_SAMPLES = 1000  # of the test set, at most

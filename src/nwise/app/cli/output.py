@@ -13,6 +13,19 @@ from rich.console import Console
 
 from nwise.app.records import json_line
 
+__all__ = [
+    "BAD_INPUT",
+    "CLOSED",
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "PARSING",
+    "STOPPED",
+    "UNWRITTEN",
+    "Output",
+    "print_json",
+]
+
 OK, FAILED, BAD_INPUT = 0, 1, 2
 INTERRUPTED, CLOSED = 130, 141  # 128 plus the signal's number, as in a shell
 UNWRITTEN, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from nwise._summary import milliseconds
 from nwise.app.cli.costs import PRESETS, parse_costs
 from nwise.app.cli.output import OK, Output, print_json
 from nwise.app.data import steps_per_epoch
@@ -20,13 +19,12 @@ from nwise.app.report.verdict import verdict
 from nwise.app.training.build import measurable, pick_device
 from nwise.checks import check_at_least, check_limits
 from nwise.flow import Flow
-from nwise.planning.profile import Profile, profile
+from nwise.planning.profiling import Profile, profile
 from nwise.progress import progress_bar
-from nwise.schedule import Costs, methods
+from nwise.schedule import Costs, DoesNotFit, methods
 from nwise.schedule.baselines import method_flows
-from nwise.schedule.best import DoesNotFit
 from nwise.schedule.bounds import stage_work
-from nwise.schedule.partition import partition, stage_costs
+from nwise.schedule.partitions import partition, stage_costs
 from nwise.schedule.placement import balanced
 from nwise.strategies import strategy
 
@@ -96,7 +94,7 @@ class PlanCommand:
             )
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
-        lines = verdict(plan) if measured is None else verdict(plan, milliseconds)
+        lines = verdict(plan) if measured is None else verdict(plan, lambda seconds: f"{1e3 * seconds:.4g} ms")
         if self.bandwidth is not None and measured is None:
             lines += self._free_messages(costs, plan.recommended.period)
         if self.json:

@@ -16,7 +16,6 @@ import torch
 import tyro
 from rich.table import Table
 
-from nwise._process import use_one_thread
 from nwise.app.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, heading, note, print_json
 from nwise.app.recipes import RECIPES, Digits, Recipe, to_json
 from nwise.app.recipes.config import FLAT
@@ -28,8 +27,8 @@ from nwise.app.report.figures import check_format
 from nwise.app.report.loggers import LoggerName, loggers
 from nwise.app.training import CheckpointPolicy, Run, StoppedError, Trainer, evaluate, new_run
 from nwise.app.training.run import numbered, versions
-from nwise.checkpoint import replacing, save_tensors
-from nwise.checkpoint.weights import under
+from nwise.checkpoint import replacing, save_tensors, under
+from nwise.process import use_one_thread
 from nwise.runtime.launch import variable
 from nwise.runtime.world import tell_all
 from nwise.training import NotFiniteError

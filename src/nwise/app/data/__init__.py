@@ -1,8 +1,5 @@
 """Data: images and text, embedded or through Hugging Face `datasets`, in an order that depends on seed, epoch and step alone."""
 
-from functools import partial
-
-from nwise._lazy import submodule
 from nwise.app.data.images import Images, digits, load_images
 from nwise.app.data.order import batch_indices, permutation, steps_per_epoch
 from nwise.app.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, make_streams
@@ -21,5 +18,3 @@ __all__ = [
     "steps_per_epoch",
     "make_streams",
 ]
-
-__getattr__ = partial(submodule, __name__)

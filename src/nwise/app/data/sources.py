@@ -18,6 +18,8 @@ from urllib.request import getproxies
 
 from nwise.checks import needed
 
+__all__ = ["Table", "column", "library", "local_folder", "tables"]
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

@@ -20,6 +20,8 @@ from nwise.app.data import sources
 from nwise.checks import check_at_least, check_range, needed
 from nwise.progress import MANY, with_progress_bar
 
+__all__ = ["Bpe", "Bytes", "Tokens", "embedded_text", "load_text", "make_streams", "standard_library"]
+
 _TEST_SHARE = 0.05  # of the standard library
 
 

@@ -1,8 +1,5 @@
 """The networks of the paper, in stages with heads."""
 
-from functools import partial
-
-from nwise._lazy import submodule
 from nwise.app.models.convnet import convnet
 from nwise.app.models.gpt import gpt
 from nwise.app.models.mlp import mlp
@@ -10,5 +7,3 @@ from nwise.app.models.resnet import resnet
 from nwise.app.models.staged import StagedModel, initialize, merged
 
 __all__ = ["StagedModel", "convnet", "gpt", "initialize", "merged", "mlp", "resnet"]
-
-__getattr__ = partial(submodule, __name__)

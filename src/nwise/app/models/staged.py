@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nwise.network.chain import Chain, group_pieces, join
+from nwise.network import Chain, group_pieces, join
 from nwise.randomness import derive, seeded
 
 

@@ -1,8 +1,5 @@
 """Named, complete configurations: the experiments of the paper, full size and small."""
 
-from functools import partial
-
-from nwise._lazy import submodule
 from nwise.app.recipes.book import RECIPES, recipe
 from nwise.app.recipes.config import (
     ConvNet,
@@ -36,5 +33,3 @@ __all__ = [
     "recipe",
     "to_json",
 ]
-
-__getattr__ = partial(submodule, __name__)

@@ -9,8 +9,9 @@ from nwise.app.report.display import head_name
 from nwise.app.report.figures import COLOURS
 from nwise.app.report.grid import KIND_COLOURS
 from nwise.app.report.summary import AXES, Series
-from nwise.schedule.actions import NAMES, Kind
-from nwise.schedule.simulate import Event
+from nwise.schedule import Kind
+from nwise.schedule.actions import NAMES
+from nwise.schedule.simulation import Event
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "star")

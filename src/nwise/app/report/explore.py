@@ -14,12 +14,11 @@ from typing import Any
 from nwise.app.report.grid import KIND_COLOURS, Picture
 from nwise.app.report.html import write_page
 from nwise.checks import check_at_least
-from nwise.schedule import Timed
+from nwise.schedule import BASELINES, Costs, Timed
 from nwise.schedule.actions import NAMES
-from nwise.schedule.baselines import BASELINES, known_method, stages_on, timed_method
-from nwise.schedule.costs import Costs
+from nwise.schedule.baselines import known_method, stages_on, timed_method
 from nwise.schedule.methods import is_late, same_gradients
-from nwise.schedule.simulate import Event
+from nwise.schedule.simulation import Event
 from nwise.strategies import EndToEnd, Local, strategy
 
 METHODS = (

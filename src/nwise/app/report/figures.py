@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["COLOURS", "MARKERS", "Curve", "check_format", "compare_figure", "exits_figure", "flow_figure", "new_figure"]
+
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")

@@ -15,10 +15,12 @@ from nwise.app.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
 from nwise.schedule.actions import NAMES, PASSES
 from nwise.schedule.placement import Placement
-from nwise.schedule.simulate import Event
+from nwise.schedule.simulation import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+__all__ = ["KIND_COLOURS", "Picture", "legend", "row_names", "schedule_figure", "terminal_grid"]
 
 KIND_COLOURS = {
     Kind.FORWARD: COLOURS[5],

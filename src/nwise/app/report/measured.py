@@ -10,9 +10,9 @@ from statistics import mean, median
 from typing import Any
 
 from nwise.app.report.trace import make_trace, process_events
-from nwise.schedule import Costs, Schedule, Timeline, simulate
-from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, counterpart
-from nwise.schedule.simulate import Event, Message
+from nwise.schedule import Action, Costs, Kind, Schedule, Timeline, simulate
+from nwise.schedule.actions import COMPUTATIONS, SENDS, counterpart
+from nwise.schedule.simulation import Event, Message
 
 _MS = 1e3
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nwise.app.report.grid import Picture, row_names
 from nwise.schedule.placement import Placement
-from nwise.schedule.simulate import Event, Message
+from nwise.schedule.simulation import Event, Message
 
 # The format counts microseconds; draw a unit of the costs as a millisecond.
 _UNIT = 1000.0

@@ -2,7 +2,7 @@
 
 from nwise.app.training.build import autocast, compile_blocks, make_loss, make_pipeline, measurable
 from nwise.app.training.callback import Callback
-from nwise.app.training.evaluate import Score, Scores, evaluate
+from nwise.app.training.evaluation import Score, Scores, evaluate
 from nwise.app.training.optimizers import LearningRate, make_optimizer, parameter_groups, rate_factor
 from nwise.app.training.run import Run, new_run, versions
 from nwise.app.training.saver import CheckpointPolicy

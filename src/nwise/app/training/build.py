@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise._compiled import compile_module
-from nwise._process import choose_gpu
+from nwise import compile_module
 from nwise.app.data import Images, Tokens
 from nwise.app.models import initialize
 from nwise.app.recipes import Recipe
 from nwise.app.training.optimizers import make_optimizer
 from nwise.batchnorm import defer_batchnorm
 from nwise.losses import TokenCrossEntropy
-from nwise.network.chain import Chain
+from nwise.network import Chain
 from nwise.pipeline import Pipeline
-from nwise.planning.profile import Network
+from nwise.planning.profiling import Network
+from nwise.process import choose_gpu
 from nwise.runtime.launch import launched, local_gpu
 from nwise.schedule.placement import parse_placement
 from nwise.stage import LossFn
@@ -86,7 +86,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
 
 
 def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> Network:
-    """Return the recipe's network for `nwise.planning.profile.profile`, with the data's first samples."""
+    """Return the recipe's network for `nwise.planning.profiling.profile`, with the data's first samples."""
     model, samples = recipe.build(data), data.to(device)
     stages = [stage.pieces() for stage in model.stages]
     pieces = {name: piece.to(device) for stage in stages for name, piece in stage.items()}

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from nwise.app.data import Images
-from nwise.app.training.evaluate import head_outputs
+from nwise.app.training.evaluation import head_outputs
 from nwise.exits import Confidence, confidence_of, confidences, head_output
 from nwise.modes import evaluating
 from nwise.pipeline import Pipeline
 from nwise.tensors import as_tuple, run_module
+
+__all__ = ["Outcome", "Seen", "Work", "calibrate", "count_work", "cross_validated", "observe", "outcome"]
 
 _CANDIDATES = 200  # thresholds that are tried
 

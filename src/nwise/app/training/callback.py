@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nwise.app.training.evaluate import Scores
+from nwise.app.training.evaluation import Scores
 
 if TYPE_CHECKING:
     from nwise.app.training.trainer import Trainer

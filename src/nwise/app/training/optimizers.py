@@ -9,12 +9,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from nwise._dtensor import is_dtensor
 from nwise.app.recipes import Adam, Sgd
 from nwise.checkpoint import add_momenta
 from nwise.pipeline import Pipeline
-from nwise.training.fused import Fused
-from nwise.training.late import MuonWithAdam, extrapolate
+from nwise.training import Fused, MuonWithAdam, extrapolate
 
 _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
 
@@ -48,7 +46,7 @@ def make_optimizer(
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     # Fused: one pass over a parameter instead of one per operation, a fifth of a small Transformer's step.
-    fused = not any(is_dtensor(p) for group in kept for p in group["params"])
+    fused = not any(hasattr(p, "device_mesh") for group in kept for p in group["params"])  # no DTensor
     lr, weight_decay = config.lr, config.weight_decay
     optimizer: torch.optim.Optimizer
     if isinstance(config, Sgd):

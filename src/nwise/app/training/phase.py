@@ -8,9 +8,7 @@ from typing import Any
 from nwise.app.recipes import Adam, Recipe
 from nwise.app.training.optimizers import LearningRate, make_optimizer, parameter_groups
 from nwise.pipeline import Pipeline
-from nwise.training.clip import Clip
-from nwise.training.late import hidden_matrices
-from nwise.training.nonfinite import NonFiniteGuard
+from nwise.training import Clip, NonFiniteGuard, hidden_matrices
 
 
 class Phase:

@@ -37,8 +37,7 @@ from nwise.app.data.text import Bpe, Bytes, Tokenizer
 from nwise.app.recipes import Recipe, from_json, to_json
 from nwise.app.records import append_text, json_line, read_lines, write_text
 from nwise.app.training.build import make_pipeline, pick_device
-from nwise.checkpoint.lock import FolderLock
-from nwise.checkpoint.weights import discard_unsaved_heads, load_main_state, save_tensors, under
+from nwise.checkpoint import FolderLock, discard_unsaved_heads, load_main_state, save_tensors, under
 from nwise.pipeline import Pipeline
 
 

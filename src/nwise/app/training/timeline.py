@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nwise.pipeline import Pipeline
 from nwise.runtime.world import World
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule import Action, Kind
 
 _PINGS = 5
 _CHUNK = 50_000  # largest number of actions that a process records; later ones are dropped

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise._process import repeat_convolutions
 from nwise.app.data import Images, Tokens, batch_indices, steps_per_epoch
 from nwise.app.recipes import Recipe, to_json
 from nwise.app.records import write_text
 from nwise.app.training.agreement import Agreement
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.app.training.callback import Callback
-from nwise.app.training.evaluate import Scores, evaluate
+from nwise.app.training.evaluation import Scores, evaluate
 from nwise.app.training.log import StepLog
 from nwise.app.training.phase import Phase, check_phases
 from nwise.app.training.run import Run, versions
@@ -51,7 +50,8 @@ class Trainer:
         self.callbacks: tuple[Callback, ...] = ()
         self.device = pick_device(recipe)
         if self.device.type == "cuda":
-            repeat_convolutions()
+            # Its fastest gradients of weights are sums of atomic additions, in no fixed order.
+            torch.backends.cudnn.deterministic = True
         self.train_data, self.test_data = (part.to(self.device) for part in data or recipe.load())
         self.steps_per_epoch = steps_per_epoch(len(self.train_data), recipe.batch_size)
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))

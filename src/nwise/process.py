@@ -15,12 +15,12 @@ A library should leave its process alone; these are the exceptions, and no other
     a GPU becomes the current one       ranks join or pick their devices     torch takes the local rank, if it exists or not
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
-    cudnn takes repeatable algorithms   a trainer is on a GPU                its fastest ones add in no fixed order
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
     KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
 
-The command line also handles SIGTERM and SIGINT while it trains, replaces a closed standard output, and characters that its
-encoding lacks. Several processes leave their group in an exit handler.
+The trainer also makes cudnn take repeatable algorithms. The command line handles SIGTERM and SIGINT while it trains, and
+replaces a closed standard output, and characters that its encoding lacks. Several processes leave their group in an exit
+handler.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from typing import Any, NoReturn
 import torch
 
 from nwise.machine import num_cores
+
+__all__ = ["choose_gpu", "use_one_thread"]
 
 
 def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
@@ -134,15 +136,6 @@ def keep_buffers() -> None:
     if functorch.donated_buffer:
         torch.compiler.reset()
         functorch.donated_buffer = False
-
-
-def repeat_convolutions() -> None:
-    """Make cudnn take algorithms that give the same bits each time.
-
-    Its fastest gradients of weights are sums of atomic additions, in no fixed order. With ``torch.backends.cudnn.benchmark`` it
-    may still choose another algorithm in another process.
-    """
-    torch.backends.cudnn.deterministic = True
 
 
 def ignore_no_dist() -> None:

@@ -14,6 +14,8 @@ from nwise.schedule.memory import peak_bytes
 from nwise.schedule.period import period
 from nwise.schedule.schedule import Schedule, Word
 
+__all__ = ["CLOSE", "Timed", "check_memory", "excess", "rounded", "timed"]
+
 Limit = float | Sequence[float] | None  # of the memory of every rank, in bytes: one for all, or one for each
 CLOSE = 1e-9  # periods that differ by less than this share are equal
 

@@ -10,7 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nwise._process import silence_profiler
+from nwise.process import silence_profiler
+
+__all__ = ["Allocated", "allocated"]
 
 T = TypeVar("T")
 

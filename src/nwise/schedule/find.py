@@ -17,7 +17,7 @@ from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import make_schedule, paced
 from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Deadlock, Schedule, Word, counted
-from nwise.schedule.timed import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
+from nwise.schedule.timing import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 

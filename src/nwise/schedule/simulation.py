@@ -18,6 +18,8 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.event_graph import EventGraph, SimulatedRun, event_graph, run
 from nwise.schedule.schedule import Schedule, check_schedule
 
+__all__ = ["Event", "Message", "Timeline", "simulate"]
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise._memory import allocated
 from nwise.losses import explain
+from nwise.planning.allocation import allocated
 from nwise.planning.sizes import PieceSizes, head_sizes
-from nwise.schedule.partition import Piece
+from nwise.schedule.partitions import Piece
 from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
+
+__all__ = ["Network", "Profile", "profile"]
 
 _WHAT = "The output of a piece"
 

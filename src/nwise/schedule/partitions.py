@@ -14,6 +14,8 @@ from nwise.flow import Flow, StageFlow
 from nwise.schedule.assign import Matrix, assign
 from nwise.schedule.costs import Costs
 
+__all__ = ["Piece", "check_enough", "partition", "stage_costs", "sums", "work"]
+
 # Costs of a stage that are the sums of its pieces', and those of its last piece.
 _SUMS = (
     *("forward", "input_grad", "weight_grad", "update", "activation_bytes", "cotangent_bytes", "gradient_bytes"),
