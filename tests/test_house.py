@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 import re
+import sys
 import types
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 import nwise
 
@@ -22,9 +28,8 @@ RANKS = [
         "_hooks",
         "_lazy",
         "machine",
-        "_memory",
         "modes",
-        "_process",
+        "process",
         "progress",
         "_renamed",
         "auxiliary",
@@ -89,6 +94,58 @@ def test_files_are_short_and_say_what_they_are_for() -> None:
 def test_files_import_downwards() -> None:
     pairs = [(part(file), name) for file in FILES for name in imports(file) if part(file) != "__init__"]
     assert not [pair for pair in pairs if RANK.get(pair[1], 0) > RANK[pair[0]]]
+
+
+def documented() -> dict[str, set[str]]:
+    """Documented names by module: the ``__all__`` of `nwise` and of the modules in the API pages of the manual."""
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    modules = {"nwise", *re.findall(r"automodule:: (\S+)", pages)}
+    return {module: set(import_module(module).__all__) for module in modules}
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """Iterate over all imports of a file from nwise, also inside functions, as module and name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "nwise":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("nwise."))
+
+
+@pytest.mark.parametrize("where", ["src/nwise/app", "experiments", "benchmarks", "examples"])
+def test_outside_the_library_only_documented_names_are_used(where: str) -> None:
+    """The border of the library; inside the application its own names are free."""
+    known, inside = documented(), where == "src/nwise/app"
+    unknown = [
+        (str(file.relative_to(ROOT)), module, name)
+        for file in sorted((ROOT / where).rglob("*.py"))
+        for module, name in imported(file)
+        if name not in known.get(module, ()) and f"{module}.{name}".rstrip(".") not in known
+        if not (inside and f"{module}.".startswith("nwise.app."))
+    ]
+    assert not unknown
+
+
+def test_library_knows_no_application_and_needs_torch_and_numpy_alone() -> None:
+    """All imports at the head of a file; others are imported when they are used, and an error names their extra."""
+    for file in FILES:
+        if part(file) in ("app", "__main__"):
+            continue
+        assert not [module for module, _ in imported(file) if module.startswith("nwise.app")], file
+        heads = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [(getattr(node, "module", None) or node.names[0].name).partition(".")[0] for node in heads]
+        assert set(names) <= {*sys.stdlib_module_names, "torch", "numpy", "nwise"}, file
+
+
+def test_no_submodule_hides_a_function() -> None:
+    """Importing ``nwise.schedule.best`` would replace the function of that name."""
+    for found in pkgutil.walk_packages(nwise.__path__, "nwise."):
+        if not found.name.endswith("__main__"):
+            import_module(found.name)
+    for module_name, names in documented().items():
+        module = import_module(module_name)
+        hidden = [name for name in names if inspect.ismodule(getattr(module, name))]
+        assert set(hidden) <= {"heads", "losses"}, module_name
 
 
 def test_every_module_has_an_import_rank() -> None:
@@ -157,5 +214,5 @@ def test_effects_on_the_process_are_in_one_module() -> None:
     effects += r"|^ *warnings\.filterwarnings|os\.dup2|sys\.path\.insert|signal\.signal\(|atexit\.register"
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
-    application = {"app/cli/dispatch.py", "app/cli/output.py", "app/cli/training.py"}
-    assert offenders == {"_process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `process` says"
+    application = {"app/cli/dispatch.py", "app/cli/output.py", "app/cli/training.py", "app/training/trainer.py"}
+    assert offenders == {"process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `process` says"

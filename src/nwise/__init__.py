@@ -80,7 +80,7 @@ _PLACES = {
     "Device": "planning.devices",
     "Flow": "flow",
     "Pipeline": "pipeline",
-    "carry": "network.carry",
+    "carry": "network.carrying",
     "clip_grad_norm_": "training.clip",
     "compile_module": "_compiled",
     "defer_batchnorm": "batchnorm",
@@ -88,9 +88,9 @@ _PLACES = {
     "inject": "auxiliary",
     "plan": "planning.planner",
     "reference_grads": "reference",
-    "split": "network.split",
+    "split": "network.splitting",
     "staleness": "schedule.ages",
-    "untie": "network.split",
+    "untie": "network.splitting",
 }
 
 

@@ -33,7 +33,6 @@ __all__ = ["Answers", "Confidence", "EarlyExit", "confidence", "confidence_of", 
 
 # One output for every stage; None where the head is missing or was not requested.
 Outputs = list[Tensor | Tensors | None]
-
 # How confidence follows from an output: one of `CONFIDENCES`, or a function of it; None for that of the loss.
 Rule = str | Callable[..., Tensor]
 Confidence = Rule | None
@@ -45,8 +44,7 @@ _ROWS = (
     "{shape}; keep positions in another dimension."
 )
 _BY_LOSS: dict[Any, str] = {
-    nn.CrossEntropyLoss: "classes",
-    functional.cross_entropy: "classes",
+    **dict.fromkeys((nn.CrossEntropyLoss, functional.cross_entropy), "classes"),
     nn.NLLLoss: "classes",  # a softmax leaves log-probabilities as they are
     functional.nll_loss: "classes",
     TokenCrossEntropy: "tokens",

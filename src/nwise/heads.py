@@ -18,6 +18,18 @@ from nwise.network.layers import Norm, TransformerBlock, conv_norm_relu, vocabul
 from nwise.network.splitting import repeated_blocks
 from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
 
+__all__ = [
+    "WIDTHS",
+    "OnFirstOutput",
+    "PooledTokens",
+    "convolutional",
+    "copied",
+    "fitting",
+    "linear",
+    "shared",
+    "transformer",
+]
+
 WIDTHS = (128, 64)  # the paper's
 
 

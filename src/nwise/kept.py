@@ -24,6 +24,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from nwise.graph import has_custom, leaves_first
 
+__all__ = ["Kept", "Part", "keep"]
+
 Gradients = tuple[Tensor | None, ...]
 
 

@@ -1,6 +1,6 @@
 """Every change that nwise makes to the process it runs in.
 
-A library should leave its process alone; these are the exceptions, and no other module may add one (`tests/test_house.py`).
+A library should leave its process alone; these are the exceptions, and no other module may add one (`tests/test_house.py`)::
 
     change                              when                                 why
     ----------------------------------  -----------------------------------  -------------------------------------

@@ -18,6 +18,8 @@ from torch.nn.functional import dropout
 from nwise.network.encoder_decoder import T5, WHISPER
 from nwise.network.family import Call, CallContext, Family, attend, run, run_without_mask, skip
 
+__all__ = ["FAMILIES"]
+
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x[:, 0])

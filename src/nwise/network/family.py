@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+__all__ = ["CallContext", "Family", "attend", "run", "run_without_mask", "skip"]
+
 
 class CallContext:
     """Arguments of a stage's modules besides the hidden state, computed once per forward of the stage.

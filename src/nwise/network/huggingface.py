@@ -21,6 +21,8 @@ from nwise.network.unsaved import refuse_buffers, unsaved_buffers
 from nwise.randomness import preserved
 from nwise.tensors import HIDDEN_STATES, Tensors, names
 
+__all__ = ["HuggingFaceStage", "family_for"]
+
 
 class HuggingFaceStage(Chain):
     """A stage of a Hugging Face network: some of its modules, called as the network's own forward calls them.

@@ -15,6 +15,8 @@ from nwise.schedule.actions import COMPUTATIONS, Action
 if TYPE_CHECKING:
     from nwise.planning.plan import Plan
 
+__all__ = ["Observer", "compared"]
+
 _WARMUP = 2  # steps that are not counted: the first allocate memory
 _STEPS = 5
 

@@ -17,6 +17,8 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.timing import Limit, Timed
 from nwise.strategies import EndToEnd
 
+__all__ = ["Plan"]
+
 _MIB = 2.0**20
 _NOISE = 0.1  # spread of the rounds above which a plan says so
 

@@ -41,6 +41,8 @@ from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_tuple
 
+__all__ = ["plan"]
+
 
 def plan(
     model: nn.Module,

@@ -38,8 +38,6 @@ __all__ = ["Engine"]
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
 
-_NOTHING_ELSE = nullcontext()
-
 
 class Engine:
     """Runs the stages of one rank. With several processes all of them make their engines together.
@@ -86,7 +84,7 @@ class Engine:
 
     @property
     def bytes_of_last_step(self) -> dict[str, list[int]]:
-        """Bytes of activations and of gradients: those that the last step sent, and those that its mini-batch should send."""
+        """The bytes of activations and of gradients: those that the last step sent, and those that its mini-batch should send."""
         return {"measured": self.sent, "predicted": self._newest.num_bytes(self._stages, self._wire.specs)}
 
     def run(
@@ -345,7 +343,7 @@ class Engine:
             elif tapes is not None:
                 # The gradients are complete after the last action that adds to them, so their sums over replicas begin
                 # during it, and overlap with the actions until the update.
-                with self._replicas[k].summing(head=kind is Kind.HEAD) if entry.last else _NOTHING_ELSE:
+                with self._replicas[k].summing(head=kind is Kind.HEAD) if entry.last else nullcontext():
                     made = self._stages[k].run(action, tapes[k][m], continued=entry.continued)
                 if kind is Kind.FORWARD:
                     if k + 1 in tapes:

@@ -2,7 +2,7 @@
 
 Processes lie on a mesh of up to three dimensions: ``pp`` (ranks with different stages) outermost, then ``dp`` (replicas of these
 stages, each with a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the
-store of `torch.distributed`, tensors through channels. The ranks of 8 processes with 4 stages and 2 replicas:
+store of `torch.distributed`, tensors through channels. The ranks of 8 processes with 4 stages and 2 replicas::
 
             dp 0   dp 1
     pp 0      0      1        Each column is a pipeline with its own channels.

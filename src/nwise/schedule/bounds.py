@@ -1,5 +1,7 @@
 """Lower bounds on the period of any schedule.
 
+There are three::
+
     resource        the busiest rank (or link) must do all its work
     dependency      messages need the time of their path, however free the stages are
     head-work-tail  between the start of rank a's list and the end of rank b's must fit all work of a rank s that

@@ -1,5 +1,7 @@
 """The memory of every rank along its list: fixed memory, that of micro-batches, and the peak of every action.
 
+Each kind lives from one action to another::
+
     stage k, micro-batch m        F ....... H ....... first pass ....... last pass ....... update
     activations and output        |------------------------------------------|
     gradient of its own loss                |--------------------------------|

@@ -18,6 +18,8 @@ from nwise._dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 
+__all__ = ["Clip", "ClipBy", "clip_grad_norm_", "clip_groups"]
+
 ClipBy = Literal["global", "stage", "loss"]
 
 # A stage's own parameters (False) or its head's (True).

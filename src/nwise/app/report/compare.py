@@ -17,6 +17,8 @@ from nwise.app.training import Callback, Run, Trainer, new_run
 from nwise.pipeline import Pipeline
 from nwise.schedule import PAPER, best
 
+__all__ = ["Result", "check", "compare", "draw"]
+
 
 @dataclass(frozen=True, slots=True)
 class Result:

@@ -21,6 +21,8 @@ from nwise.schedule.methods import is_late, same_gradients
 from nwise.schedule.simulation import Event
 from nwise.strategies import EndToEnd, Local, strategy
 
+__all__ = ["Choices", "explore", "write_pictures"]
+
 METHODS = (
     "2-wise",
     "local",

@@ -12,6 +12,8 @@ from nwise.app.recipes import to_json
 from nwise.app.training import Callback, Scores, Trainer
 from nwise.checks import needed
 
+__all__ = ["Logger", "TensorBoard", "Tracker", "loggers"]
+
 LoggerName = Literal["tensorboard", "wandb", "trackio"]
 
 

@@ -17,6 +17,8 @@ from nwise.app.report.html import HtmlCell, section, table, write_page
 from nwise.app.report.summary import AXES, Summary
 from nwise.schedule import PAPER, best
 
+__all__ = ["report"]
+
 _WIDEST = 16  # most stages that a picture of the flow has room for
 _BATCHES = 3  # mini-batches of a timeline
 
