@@ -106,19 +106,21 @@ def resting(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def noted(tensors: list[Tensor]) -> Iterator[None]:
-    """Append to a list the tensors on which the body registers hooks, as a graph does not tell."""
-    register = Tensor.register_hook
+def noted(method: str, tensors: list[Tensor]) -> Iterator[None]:
+    """Append to a list the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell."""
+    original = getattr(Tensor, method)
 
-    def note(tensor: Tensor, hook: Any) -> Any:
-        tensors.append(tensor)
-        return register(tensor, hook)
+    def note(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        # Torch's own hooks, as of `FlopCounterMode`, look on.
+        if not any(str(getattr(value, "__module__", "")).startswith("torch.") for value in args):
+            tensors.append(tensor)
+        return original(tensor, *args, **named)
 
-    Tensor.register_hook = note  # type: ignore[method-assign]
+    setattr(Tensor, method, note)
     try:
         yield
     finally:
-        Tensor.register_hook = register  # type: ignore[method-assign]
+        setattr(Tensor, method, original)
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:

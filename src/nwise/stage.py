@@ -200,11 +200,13 @@ class Stage:
                 return run_unchanged(self.module, tape.inputs, self._name)
         leaves, owner = [*self._leaves(tape), *tape.inputs], self._name.capitalize()
         hooks: list[Tensor] = []
-        with held, without_backward(leaves, owner), noted(hooks):
+        asked: list[Tensor] = []  # PEFT lets the output of a frozen embedding require a gradient
+        with held, without_backward(leaves, owner), noted("register_hook", hooks), noted("requires_grad_", asked):
             outputs = run_unchanged(self.module, tape.inputs, self._name)
         refuse_attributes(outputs, f"The output of {self._name}")
         nodes = nodes_of(outputs)
-        check_leaves(nodes, leaves, dict(self.module.named_parameters()), owner)
+        made = [x for x in asked if not isinstance(x, nn.Parameter)]
+        check_leaves(nodes, leaves + made, dict(self.module.named_parameters()), owner)
         tape.suspect |= has_custom(nodes)
         tape.hooked = bool(hooks) or has_hooks(nodes)
         if tape.suspect or tape.hooked:
@@ -227,7 +229,11 @@ class Stage:
         owner = f"The head or loss of stage {self.index}"
         checks = self._always or is_due(self._losses + 1)
         hooks: list[Tensor] = []
-        watched = (without_backward(leaves, owner), noted(hooks)) if checks else (_NOTHING_ELSE, _NOTHING_ELSE)
+        watched = (
+            (without_backward(leaves, owner), noted("register_hook", hooks))
+            if checks
+            else (_NOTHING_ELSE, _NOTHING_ELSE)
+        )
         with unchanged(leaves, owner), watched[0], watched[1]:
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
