@@ -341,7 +341,7 @@ def test_hooks_that_add_a_gradient_are_right_or_refused(how: str, place: str) ->
         net[1 if place == "stage" else 2] = layer = Adding(WIDTH, WIDTH if place == "stage" else 3)
         layer.how = how
         if how == "module":
-            layer.register_full_backward_hook(lambda _, inputs, __: tuple(g + 0.1 for g in inputs))
+            layer.register_full_backward_hook(lambda _, inputs, __: tuple(g + 0.1 for g in cast(Any, inputs)))
         sides = heads(net) if strategy != "end-to-end" else None
         pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=num_microbatches)
         expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
@@ -707,7 +707,7 @@ def test_optimizers_inside_the_backward_update_once(setting: dict[str, Any]) -> 
     """Regression: torch's own optimizer in hooks of nodes updated between micro-batches, and never under a delay."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import warns of TorchScript
-        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
     twin = copy.deepcopy(net)
     x, y = batch()
