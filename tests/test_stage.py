@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -109,24 +109,32 @@ def test_backwards_may_write_over_their_cotangent(place: str, strategy: str, sch
         assert_same(gradients(pipe), expected, 1e-12)
 
 
-def test_hooks_that_write_in_place_are_right_or_refused() -> None:
-    """Regression: a tensor's hook that wrote in place ran once in I and again in W."""
+def doubled_unseen(g: Tensor) -> None:
+    g.data.mul_(2)  # raises no version counter
+
+
+@pytest.mark.parametrize("write", [lambda g: g.mul_(2), doubled_unseen])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_hooks_that_write_in_place(write: Callable[[Tensor], Tensor | None], num_microbatches: int) -> None:
+    """Regression: a tensor's hook that wrote in place ran once in I and again in W; through `.data`, in silence."""
 
     class Doubling(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             h = super().forward(x)
-            h.register_hook(lambda g: g.mul_(2))
+            if h.requires_grad:
+                h.register_hook(write)
             return h.tanh()
 
-    net: list[nn.Module] = [Doubling(WIDTH, WIDTH), Doubling(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
-    x, y = batch()
-    expected = plain(net, x, y)
-    pipe = nwise.Pipeline(net, strategy="end-to-end", schedule="1f1b")
-    pipe.step(x, target=y)
-    assert_same(gradients(pipe), expected, 1e-12)
-    pipe.schedule = "zero-bubble"
-    with pytest.raises(ValueError, match="hooks should return a new gradient .* changed in place"):
-        pipe.step(x, target=y)
+    for strategy, schedule in ORDERS:
+        net: list[nn.Module] = [*(Doubling(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)]
+        sides = heads(net) if strategy != "end-to-end" else None
+        x, y = batch()
+        pipe = nwise.Pipeline(net, sides, strategy=strategy, schedule=schedule, num_microbatches=num_microbatches)
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+            assert_same(gradients(pipe), expected, 1e-12)
 
 
 @pytest.mark.parametrize("place", ["input", "output", "residual"])
@@ -290,6 +298,64 @@ def test_late_losses_inside_stages_are_found() -> None:
         assert_same(gradients(pipe), expected, 1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["depth-first", "zb-h1", "zero-bubble"])
+def test_losses_that_begin_late_are_found_at_once(schedule: str) -> None:
+    """Regression: a coefficient that grew from zero was looked for in steps 1, 2, 4, 8, ... only."""
+    coefficient = 0.0
+
+    def inject(y: Tensor, aux: Tensor) -> Tensor:
+        return injecting(y, coefficient * aux)
+
+    net: list[nn.Module] = [Balanced(WIDTH, inject), Balanced(WIDTH, inject), Balanced(3, inject)]
+    x, y = batch(6)
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=3, schedule=schedule)
+    for step in range(12):
+        coefficient = max(0.0, step - 8.0)
+        pipe.zero_grad()
+        expected = plain(net, x, y)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+class Adding(nn.Linear):
+    """A layer whose hook adds to the gradient of its output."""
+
+    how = "tensor"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if h.requires_grad and self.how == "tensor":
+            h.register_hook(lambda g: g + 0.1)
+        elif h.grad_fn is not None and self.how == "node":
+            h.grad_fn.register_prehook(lambda gs: tuple(g + 0.1 for g in gs))
+        return h.tanh()
+
+
+@pytest.mark.parametrize("how", ["tensor", "node", "module"])
+@pytest.mark.parametrize("place", ["stage", "head"])
+def test_hooks_that_add_a_gradient_are_right_or_refused(how: str, place: str) -> None:
+    """Regression: they added once for each micro-batch and pass, in silence."""
+    x, y = batch()
+    for strategy, num_microbatches in (("end-to-end", 1), ("end-to-end", 3), ("deep-supervision", 1)):
+        net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        net[1 if place == "stage" else 2] = layer = Adding(WIDTH, WIDTH if place == "stage" else 3)
+        layer.how = how
+        if how == "module":
+            layer.register_full_backward_hook(lambda _, inputs, __: tuple(g + 0.1 for g in cast(Any, inputs)))
+        sides = heads(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=num_microbatches)
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        if num_microbatches == 1 and (strategy == "end-to-end" or place == "head"):
+            pipe.step(x, target=y)
+            assert_same(gradients(pipe), expected, 1e-12)
+        else:
+            with pytest.raises(
+                ValueError, match="Stage . should have no hooks of hidden tensors that add to a gradient"
+            ):
+                pipe.step(x, target=y)
+            assert all(p.grad is None for p in pipe.parameters())
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
     """Regression: gradients of a `backward` in a stage or loss counted once for each micro-batch, without its weight."""
@@ -378,6 +444,38 @@ def test_parameters_that_the_graph_reaches_otherwise_are_refused() -> None:
     with pytest.raises(RuntimeError, match="not have been used in the graph") as error:
         nwise.Pipeline(net, None, Slope(), "end-to-end").step(leaf, target=y)
     assert any("the graph of a loss begins at its stage" in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize("setting", [{}, {"num_microbatches": 2, "recompute": True}])
+@pytest.mark.parametrize("how", ["returned", "kept", "checkpointed"])
+def test_outputs_of_frozen_layers_may_require_gradients(how: str, setting: dict[str, Any]) -> None:
+    """Regression: `enable_input_require_grads` of PEFT made a new leaf, which was refused where anything else referred to it."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.table.requires_grad_(False).register_forward_hook(lambda _, __, y: y.requires_grad_(True))
+
+        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            h = self.table(x)
+            y = checkpoint(self.layer, h, use_reentrant=False) if how == "checkpointed" else self.layer(h)
+            if how == "kept":
+                self.last = h
+            return (y, h) if how == "returned" else y
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+            return super().forward(x if h is None else x + h)
+
+    net: list[nn.Module] = [Frozen(), Last(WIDTH, 3)]
+    x, y = torch.randint(9, (6,)), torch.randint(3, (6,))
+    pipe = nwise.Pipeline(net, strategy="end-to-end", **setting)
+    expected = nwise.reference_grads(net, None, functional.cross_entropy, x, y, pipe.credit)
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
 
 
 @pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
@@ -575,6 +673,55 @@ def test_hooks_on_several_parameters_run() -> None:
     pipe.step(x, target=y)
     assert seen == [2]
     assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_hooks_of_the_nodes_of_parameters_run_once(setting: dict[str, Any]) -> None:
+    """Regression: such hooks ran for every micro-batch and never under a delay, so a second memory of gradients stayed empty."""
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    nodes, main, calls = [], {}, []
+
+    def move(p: Tensor) -> None:
+        assert p.grad is not None
+        calls.append(p)
+        main[p] = p.grad * p.grad.norm()  # not linear
+        p.grad = None
+
+    for p in nn.ModuleList(net).parameters():
+        nodes.append(get_gradient_edge(p).node)
+        nodes[-1].register_hook(lambda *_, p=p: move(p))
+    pipe = nwise.Pipeline(net, **setting)
+    for _ in range(4):
+        calls.clear()
+        pipe.step(x, target=y)
+    assert len(calls) == 6
+    got = {name: main[p] for name, p in pipe.named_parameters()}
+    assert_same(got, {name: g * g.norm() for name, g in expected.items()}, 1e-12)
+    functional.cross_entropy(copy.deepcopy(pipe).stages[0](x)[:, :3], y).backward()  # a copy has no hooks
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_optimizers_inside_the_backward_update_once(setting: dict[str, Any]) -> None:
+    """Regression: torch's own optimizer in hooks of nodes updated between micro-batches, and never under a delay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import warns of TorchScript
+        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    twin = copy.deepcopy(net)
+    x, y = batch()
+    pipe, other = nwise.Pipeline(net, **setting), nwise.Pipeline(twin, **setting)
+    _apply_optimizer_in_backward(torch.optim.SGD, nn.ModuleList(net).parameters(), {"lr": 0.5})
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    for _ in range(5):
+        pipe.step(x, target=y)
+        assert all(p.grad is None for p in pipe.parameters())
+        other.zero_grad()
+        other.step(x, target=y)
+        optimizer.step()
+    for mine, p in zip(pipe.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])

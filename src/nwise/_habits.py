@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nwise._dtensor import is_dtensor
+from nwise._looks import is_due
 from nwise.runtime.processes import Processes
 from nwise.stage import Stage
 
@@ -69,7 +70,7 @@ class Habits:
 
     @property
     def _looks(self) -> bool:
-        return self._steps & (self._steps - 1) == 0
+        return is_due(self._steps)
 
     def _look_at_heads(self) -> None:
         """Count updates that change stages but not their heads."""

@@ -4,42 +4,72 @@ A step adds to a gradient in several passes, for every micro-batch and on copies
 user has put on a parameter expects one `backward`. So its hooks rest during the passes and run at the end of the step:
 
     pass 1    + part        register_hook                     sees the sum, and may replace it
-    pass 2    + part        register_post_accumulate_grad_hook    sees `.grad`; it may update and set it to None
+    pass 2    + part        hooks of the node that accumulates    see `.grad`; they may move it elsewhere
+                            register_post_accumulate_grad_hook    sees `.grad`; it may update and set it to None
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from nwise._looks import is_due
 
 _NOTHING_ELSE = nullcontext()
 
 
-def once(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Let the body run without the hooks of these parameters, then run them on what it has added to each gradient.
+class Hooks:
+    """Finds the hooks of parameters, those of the nodes that accumulate their gradients in the calls 1, 2, 4, 8, ... only."""
 
-    If the body or a hook on a gradient raises, each ``.grad`` is as before.
-    """
-    # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
-    found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
-    return _once(list(dict.fromkeys(found))) if found else _NOTHING_ELSE
+    def __init__(self) -> None:
+        self._calls = 0
+        self._of_nodes: dict[Tensor, list[Any]] = {}
+
+    def once(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Let the body run without the hooks of these parameters, then run them on what it has added to each gradient.
+
+        If the body or a hook on a gradient raises, each ``.grad`` is as before.
+        """
+        parameters, self._calls = list(parameters), self._calls + 1
+        if is_due(self._calls):
+            found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
+            self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
+        # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
+        found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        found += self._of_nodes
+        return _once(list(dict.fromkeys(found)), self._of_nodes) if found else _NOTHING_ELSE
+
+    def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
+        """Copy and pickle without the hooks, as torch copies parameters."""
+        return Hooks, ()
+
+
+def hooks_of(node: Node) -> list[Any]:
+    """Return the dictionaries of the hooks of a node of a graph, which torch gives away with the handle of a new hook."""
+    handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
+    found = [handle.hooks_dict_ref() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return found
 
 
 @contextmanager
-def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
+def _once(parameters: Sequence[Tensor], of_nodes: Mapping[Tensor, list[Any]]) -> Iterator[None]:
     before = [p.grad for p in parameters]
-    hooks = [(_taken(p._backward_hooks), _taken(p._post_accumulate_grad_hooks)) for p in parameters]
+    hooks = [[p._backward_hooks, *of_nodes.get(p, ()), p._post_accumulate_grad_hooks] for p in parameters]
+    taken = [list(map(_taken, kinds)) for kinds in hooks]
     for p in parameters:
         p.grad = None
     added: list[Tensor | None] = [None] * len(parameters)
     try:
         yield
-        for p, taken in zip(parameters, hooks, strict=True):
-            _put_back(p._backward_hooks, taken[0])
+        for kinds, resting in zip(hooks, taken, strict=True):
+            _put_back(kinds[:-1], resting[:-1])
         due = {p: p.grad for p in parameters if p.grad is not None}
         for p in due:
             p.grad = None
@@ -47,10 +77,9 @@ def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
             torch.autograd.backward(list(due), list(due.values()))
         added = [p.grad for p in parameters]
     finally:
-        for p, gradient, taken in zip(parameters, before, hooks, strict=True):
+        for p, gradient, kinds, resting in zip(parameters, before, hooks, taken, strict=True):
             p.grad = gradient
-            _put_back(p._backward_hooks, taken[0])
-            _put_back(p._post_accumulate_grad_hooks, taken[1])
+            _put_back(kinds, resting)
     for p, gradient in zip(parameters, added, strict=True):
         if gradient is not None:
             add_to_grad(p, gradient)
@@ -59,6 +88,39 @@ def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
             after = p._post_accumulate_grad_hooks if gradient is not None else None
             for hook in list((after or {}).values()):
                 hook(p)
+
+
+def has_hooks(nodes: Iterable[Node]) -> bool:
+    """Return whether any node has hooks of its own, as backward hooks of modules put on them."""
+    return any(hooks for node in nodes for hooks in hooks_of(node))
+
+
+@contextmanager
+def resting(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let the body add to gradients without the hooks that run after an addition, those of a sum over replicas among them."""
+    taken = [_taken(x._post_accumulate_grad_hooks) for x in tensors]
+    try:
+        yield
+    finally:
+        _put_back([x._post_accumulate_grad_hooks for x in tensors], taken)
+
+
+@contextmanager
+def noted(method: str, tensors: list[Tensor]) -> Iterator[None]:
+    """Append to a list the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell."""
+    original = getattr(Tensor, method)
+
+    def note(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        # Torch's own hooks, as of `FlopCounterMode`, look on.
+        if not any(str(getattr(value, "__module__", "")).startswith("torch.") for value in args):
+            tensors.append(tensor)
+        return original(tensor, *args, **named)
+
+    setattr(Tensor, method, note)
+    try:
+        yield
+    finally:
+        setattr(Tensor, method, original)
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
@@ -81,8 +143,9 @@ def _taken(hooks: Any) -> dict[int, Any]:
     return taken
 
 
-def _put_back(hooks: Any, taken: dict[int, Any]) -> None:
-    """Fill a dictionary of hooks again; a second call does nothing."""
-    if taken:
-        hooks.update(taken)
-        taken.clear()
+def _put_back(hooks: Sequence[Any], taken: Sequence[dict[int, Any]]) -> None:
+    """Fill dictionaries of hooks again; a second call does nothing."""
+    for into, part in zip(hooks, taken, strict=True):
+        if part:
+            into.update(part)
+            part.clear()

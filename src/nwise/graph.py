@@ -83,6 +83,16 @@ def has_custom(nodes: Iterable[Node]) -> bool:
     return names not in ([], [_HOOKS])
 
 
+def has_foreign(nodes: Iterable[Node]) -> bool:
+    """Return whether any node runs a `torch.autograd.Function` that comes with neither torch nor nwise.
+
+    >>> has_foreign(nodes_of([torch.nn.Linear(1, 1)(torch.ones(1, 1))]))
+    False
+    """
+    functions = {getattr(kind, "_forward_cls", None) for kind in map(type, nodes)} - {None}
+    return any(function.__module__.partition(".")[0] not in ("torch", "nwise") for function in functions)
+
+
 def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:
     """Raise ValueError if a graph ends at a tensor whose gradient a step would not compute.
 
@@ -156,11 +166,12 @@ def without_updates(parameters: Sequence[Tensor], what: str) -> Iterator[None]:
 
 
 def surplus(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], what: str | None
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], what: str | None = None
 ) -> list[Tensor | None]:
-    """Return the gradients that a graph adds even if the cotangent of every root is zero.
+    """Return the gradients that a graph adds even if the cotangent of every root is zero, None where it adds nothing.
 
-    A `torch.autograd.Function` that injects the gradient of an auxiliary loss adds one. The graph stays.
+    A `torch.autograd.Function` that injects the gradient of an auxiliary loss adds one, and so may the hook of a hidden tensor.
+    The graph stays.
 
     Args:
         roots: outputs of the graph.
@@ -172,13 +183,22 @@ def surplus(
         ValueError: another walk would give other gradients.
 
     >>> x = torch.ones(1, requires_grad=True)
-    >>> surplus([2 * x], [torch.ones(1)], [x], None)
-    [tensor([0.])]
+    >>> surplus([2 * x], [torch.ones(1)], [x])
+    [None]
     """
 
+    before = [x.grad for x in wanted]
+
     def walk(seeds: Sequence[Tensor]) -> list[Tensor | None]:
-        clones = [seed.clone() for seed in seeds]
-        return list(torch.autograd.grad(roots, wanted, clones, retain_graph=True, allow_unused=True))
+        # Not `torch.autograd.grad`, in which hooks on several leaves, as of `FlopCounterMode`, fail.
+        for x in wanted:
+            x.grad = None
+        try:
+            add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
+            return [x.grad for x in wanted]
+        finally:
+            for x, gradient in zip(wanted, before, strict=True):
+                x.grad = gradient
 
     if what is not None:
         for first, second in zip(walk(seeds), walk(seeds), strict=True):
@@ -188,4 +208,11 @@ def surplus(
                     "several times. Found other ones the second time; let its `torch.autograd.Function` leave the tensors that "
                     "it saved as they are, or use an order and strategy with one pass, such as 'end-to-end'."
                 )
-    return walk([torch.zeros_like(seed) for seed in seeds])
+    added = walk([torch.zeros_like(seed) for seed in seeds])
+    return [g if g is not None and _counts(g) else None for g in added]
+
+
+def _counts(gradient: Tensor) -> bool:
+    """Return whether a gradient is finite and not zero."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all() and values.any())

@@ -35,26 +35,16 @@ class Part(NamedTuple):
     Args:
         node: the node at which it begins.
         gradients: cotangents of the node's outputs; a custom function's backward may return none, which stands for zeros.
-        counters: version counters of the cotangents when they were kept; None to trust them.
         learns: the parameters beyond the node.
         arrived: whether the cotangents have passed the tensor hooks of these outputs.
+        apart: whether those hooks may write over them.
     """
 
     node: Node
     gradients: Gradients
-    counters: list[int] | None
     learns: list[Tensor]
     arrived: bool
-
-    def unchanged(self, _: Gradients) -> Gradients:
-        """Return the kept cotangents; raise ValueError if they have been written over."""
-        if self.counters is not None and self.counters != _counters(self.gradients):
-            raise ValueError(
-                "Tensor hooks should return a new gradient and leave their argument as it is, because the gradient to the "
-                "weights still needs it. Found one that was changed in place; return the new value, or use an order that makes "
-                "both gradients in one pass, such as schedule='1f1b'."
-            )
-        return self.gradients
+    apart: bool
 
 
 class Kept:
@@ -72,9 +62,9 @@ class Kept:
         for part in self.parts:
             present = [(GradientEdge(part.node, i), g) for i, g in enumerate(part.gradients) if g is not None]
             # A tensor's hooks run again, but what they return must not count twice.
-            handle = part.node.register_prehook(part.unchanged) if part.arrived else None
+            handle = part.node.register_prehook(partial(_instead, part.gradients)) if part.arrived else None
             try:
-                walk([edge for edge, _ in present], [g for _, g in present], part.learns)
+                walk([edge for edge, _ in present], [g.clone() if part.apart else g for _, g in present], part.learns)
             finally:
                 if handle is not None:
                     handle.remove()
@@ -93,7 +83,7 @@ def keep(
     inputs: Sequence[Tensor],
     learns: Sequence[Tensor],
     *,
-    checks: bool = False,
+    apart: bool = False,
 ) -> Iterator[Kept | None]:
     """Keep the cotangents that the weight gradients need, while the body computes the input gradients.
 
@@ -102,7 +92,7 @@ def keep(
         cotangents: gradient of each output.
         inputs: leaves of the graph to compute the gradients of now.
         learns: leaves of the graph to compute the gradients of later.
-        checks: whether to check that hooks leave the kept cotangents as they are; default: no.
+        apart: whether hooks of tensors may write over their cotangents; default: no.
 
     Yields:
         The kept cotangents, complete after the body; None if they cannot be told apart because layers share a parameter. The
@@ -127,16 +117,14 @@ def keep(
         yield None
         return
     gradients: dict[Node, Gradients] = {}
-    counters: dict[Node, list[int]] = {}
     # Custom backwards may write their result over the cotangent that they get, as fused kernels do.
-    copies = has_custom(nodes)
+    apart = apart or has_custom(nodes)
 
     def arrive(node: Node, cotangents: Gradients) -> None:
-        gradients[node] = tuple(None if g is None else g.clone() for g in cotangents) if copies else cotangents
-        counters[node] = _counters(gradients[node])
+        gradients[node] = tuple(None if g is None else g.clone() for g in cotangents)
 
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
-    put: Callable[[Node, Gradients], None] = arrive if checks or copies else gradients.__setitem__
+    put: Callable[[Node, Gradients], None] = arrive if apart else gradients.__setitem__
     handles = [node.register_prehook(partial(put, node)) for node in exits]
     kept = Kept()
     try:
@@ -146,16 +134,16 @@ def keep(
             handle.remove()
     for node, part in exits.items():
         if any(g is not None for g in gradients.get(node, ())):
-            kept.parts.append(Part(node, gradients[node], counters.get(node), part, arrived=True))
+            kept.parts.append(Part(node, gradients[node], part, arrived=True, apart=apart))
     # An output that no input reaches was not walked at all.
     for edge, cotangent in zip(edges, cotangents, strict=True):
         if edge.node in ends:
             alone = (*(None,) * edge.output_nr, cotangent)
-            kept.parts.append(Part(edge.node, alone, None, ends[edge.node], arrived=False))
+            kept.parts.append(Part(edge.node, alone, ends[edge.node], arrived=False, apart=apart))
 
 
-def _counters(gradients: Gradients) -> list[int]:
-    return [0 if g is None else g._version for g in gradients]
+def _instead(gradients: Gradients, _: Gradients) -> Gradients:
+    return gradients
 
 
 def _exits(

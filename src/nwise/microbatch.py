@@ -39,6 +39,7 @@ class Batch:
         first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
         losses: the results, by (stage, micro-batch); filled by the heads.
         input_gradients: gradients to the inputs that ask for one, by micro-batch; filled by the first stage.
+        looked: the stages and heads that have looked in this mini-batch for gradients that their graphs add.
     """
 
     inputs: Sequence[Tensors]
@@ -48,6 +49,7 @@ class Batch:
     first: int = 0
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    looked: set[str] = field(default_factory=set)
 
     def hand_back(self) -> None:
         """Send the gradients to the inputs back into the graphs that the inputs came from."""

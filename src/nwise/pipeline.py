@@ -14,7 +14,7 @@ import nwise._arguments as arguments
 from nwise._arguments import HeadDict, ModuleOrFactory, Planned
 from nwise._compiled import allow_several_passes
 from nwise._habits import Habits
-from nwise._hooks import once
+from nwise._hooks import Hooks
 from nwise._settings import Settings
 from nwise._snapshot import restored_on_error
 from nwise.batchnorm import warn_of_microbatches
@@ -142,6 +142,7 @@ class Pipeline(Settings):
         self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
+        self._hooks = Hooks()
         self._engine: Engine | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
@@ -252,7 +253,7 @@ class Pipeline(Settings):
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         learns = self.habits.learns()
         looking = self._cutter.looking(parts, batch, schedule, self.steps)
-        with once(learns), restored_on_error(modules, learns), preserved(engine.device), looking:
+        with self._hooks.once(learns), restored_on_error(modules, learns), preserved(engine.device), looking:
             engine.run(schedule, self.steps, batch, self.on_action)
             if asked:
                 batch.hand_back()
@@ -272,7 +273,7 @@ class Pipeline(Settings):
 
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
-        with once(self.parameters()), preserved(self._device()):
+        with self._hooks.once(self.parameters()), preserved(self._device()):
             return self._engine is not None and self._engine.drain()
 
     def pending_gradients(self) -> list[Gradients]:
@@ -282,7 +283,7 @@ class Pipeline(Settings):
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
         """
         self._survey()
-        with once(self.parameters()), preserved(self._device()):
+        with self._hooks.once(self.parameters()), preserved(self._device()):
             return [] if self._engine is None else self._engine.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:

@@ -17,15 +17,18 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from nwise._hooks import has_hooks, noted
+from nwise._looks import is_due
+from nwise.added import Added
 from nwise.auxiliary import PRESENT
-from nwise.graph import add_gradients, check_leaves, has_custom, nodes_of, surplus, without_backward, without_updates
+from nwise.graph import add_gradients, check_leaves, has_custom, nodes_of, without_backward, without_updates
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch
@@ -89,8 +92,7 @@ class Stage:
         # Whether its graph has had nodes or hooks of the user's that may write over cotangents; None until a walk shows it.
         self._custom: bool | None = None
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
-        self._injects: bool | None = None  # whether a function of the user's adds gradients; None until a walk shows it
-        self._head_injects = False
+        self._added, self._added_in_head = Added(f"Stage {index}"), Added(f"The head of stage {index}")
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
@@ -191,22 +193,27 @@ class Stage:
         kind = tape.versions is None, len(self.learns)
         if kind != self._kind:  # what the graph may end at has changed
             self._kind, self._forwards = kind, 0
-        tape.checked = self._always or not self._forwards & (self._forwards + 1)
+        tape.checked = self._always or is_due(self._forwards + 1)
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
-        tape.suspect = bool(self._custom) if self._injects is None else self._injects
+        tape.suspect = self._added.unknown
         if not tape.checked:
             self._forwards += 1
             with held:
                 return run_unchanged(self.module, tape.inputs, self._name)
         leaves, owner = [*self._leaves(tape), *tape.inputs], self._name.capitalize()
-        with held, without_backward(leaves, owner):
+        hooks: list[Tensor] = []
+        asked: list[Tensor] = []  # PEFT lets the output of a frozen embedding require a gradient
+        with held, without_backward(leaves, owner), noted("register_hook", hooks), noted("requires_grad_", asked):
             outputs = run_unchanged(self.module, tape.inputs, self._name)
         refuse_attributes(outputs, f"The output of {self._name}")
         nodes = nodes_of(outputs)
-        check_leaves(nodes, leaves, dict(self.module.named_parameters()), owner)
+        made = [x for x in asked if not isinstance(x, nn.Parameter)]
+        check_leaves(nodes, leaves + made, dict(self.module.named_parameters()), owner)
         tape.suspect |= has_custom(nodes)
-        if tape.suspect:
+        tape.hooked = bool(hooks) or has_hooks(nodes)
+        if tape.suspect or tape.hooked:
             self._custom = True
+        self._added.meet(nodes)
         self._forwards += 1  # a graph that was refused is looked through again
         return outputs
 
@@ -222,8 +229,14 @@ class Stage:
         self._draw("head", tape, tape.outputs)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         owner = f"The head or loss of stage {self.index}"
-        checks = self._always or not self._losses & (self._losses + 1)
-        with unchanged(leaves, owner), without_backward(leaves, owner) if checks else _NOTHING_ELSE:
+        checks = self._always or is_due(self._losses + 1)
+        hooks: list[Tensor] = []
+        watched = (
+            (without_backward(leaves, owner), noted("register_hook", hooks))
+            if checks
+            else (_NOTHING_ELSE, _NOTHING_ELSE)
+        )
+        with unchanged(leaves, owner), watched[0], watched[1]:
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
                 loss = self.loss_fn(output, None if target is None else as_argument(target))
@@ -242,15 +255,17 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and weight:
-            looks = self._head_injects
+            seeds, tape.share, custom = [torch.full_like(loss, weight)], weight, False
             if checks:
                 nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
                 check_leaves(nodes, wrt, named, owner)
-                looks |= has_custom(nodes)
+                self._added_in_head.meet(nodes)
+                custom = has_custom(nodes)
+                if not custom and (hooks or has_hooks(nodes)):
+                    self._added_in_head.refuse([loss], seeds, wrt, tape)
             self._losses += 1
-            seeds, tape.share = [torch.full_like(loss, weight)], weight
-            if looks:
-                self._head_injects |= self._look([loss], seeds, wrt, tape, again=False)
+            if custom or self._added_in_head.expected(tape):
+                self._added_in_head.walk([loss], seeds, wrt, wrt, tape, again=False)
             else:
                 add_gradients([loss], seeds, wrt, retain_graph=False)
         tape.own = tuple(leaf.grad for leaf in leaves)
@@ -277,7 +292,7 @@ class Stage:
         inputs, weights = kind is not Kind.WEIGHT_GRAD or self.index == 0, kind is not Kind.INPUT_GRAD
         # An I and a later W that start from one cotangent share the walk.
         cotangent = tape.flow.cotangent(message)
-        keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message and not tape.suspect
+        keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
         tape.share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
         held = _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name)
@@ -286,21 +301,26 @@ class Stage:
                 tape.kept.replay(partial(add_gradients, retain_graph=again))
                 tape.kept = None
             else:
-                learns = self._leaves(tape) if weights or keeps else []
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
                 seeds = tape.cotangents(message, apart=self._custom is not False or self._always)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
+                if pairs:
+                    tape.suspect = tape.suspect or self._added.expected(tape)
+                    if tape.hooked and not tape.suspect:
+                        self._added.refuse(outputs, cotangents, self._everything(tape), tape)
+                keeps = keeps and not tape.suspect
+                learns = self._leaves(tape) if weights or keeps else []
                 if pairs and keeps:
-                    with keep(outputs, cotangents, leaves, learns, checks=tape.checked) as tape.kept:
+                    with keep(outputs, cotangents, leaves, learns, apart=bool(self._custom)) as tape.kept:
                         if leaves:
                             # Without kept cotangents, W will read these once more.
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                 elif pairs and (learns or leaves):
-                    if tape.suspect or self._injects:
-                        found = self._look(outputs, cotangents, learns + leaves, tape, again=again)
-                        self._injects = found or bool(self._injects)
+                    if tape.suspect:
+                        everything = self._everything(tape)
+                        self._added.walk(outputs, cotangents, learns + leaves, everything, tape, again=again)
                     else:
                         add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
                 # A tensor's hook may write over its argument, too.
@@ -327,28 +347,9 @@ class Stage:
             return apart
         return gradients
 
-    def _look(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], tape: Tape, *, again: bool
-    ) -> bool:
-        """Add the gradients of one walk, and weight by the tape's share what the graph adds by a function of the user's.
-
-        Args:
-            roots, seeds, wanted: as for `add_gradients`.
-            tape: the micro-batch.
-            again: whether another walk will follow.
-
-        Returns:
-            Whether the graph adds anything.
-        """
-        add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
-        share, tape.share = tape.share, 0.0  # `nwise.inject` has counted already
-        found = False
-        extra = surplus(roots, seeds, wanted, self._name.capitalize() if again else None)
-        for tensor, added in zip(wanted, extra, strict=True):
-            if added is not None and tensor.grad is not None and added.isfinite().all() and added.any():
-                found = True
-                tensor.grad.sub_(added, alpha=1 - share)
-        return found
+    def _everything(self, tape: Tape) -> list[Tensor]:
+        """Return all leaves that a pass of the micro-batch may want."""
+        return self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
 
     def _leaves(self, tape: Tape) -> list[Tensor]:
         """Return the parameters that the micro-batch was computed with."""

@@ -39,6 +39,7 @@ class Tape:
         has_graph: whether `outputs` have their graph.
         checked: whether the graph was looked through.
         suspect: whether the graph may add gradients that do not come from its outputs, and the passes have to look.
+        hooked: whether hooks of the graph may add gradients, and the passes have to look before they walk.
         share: weight of an auxiliary loss inside the stage (`nwise.inject`) in the present walk.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
@@ -58,6 +59,7 @@ class Tape:
     has_graph: bool = False
     checked: bool = False
     suspect: bool = False
+    hooked: bool = False
     share: float = 1.0
     head_left: bool = False
     own: Cotangents = ()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
+from nwise._looks import is_due
 from nwise.batchnorm import DeferredBatchNorm
 from nwise.randomness import derive
 from nwise.stage import Stage
@@ -53,7 +54,7 @@ class Replicas:
         self._flags = _flags(self._stage)
         learns = self._stage.learns + self._stage.head_learns
         # Before steps 1, 2, 4, 8, ...: it reads all parameters.
-        if self._steps and self._steps & (self._steps - 1) == 0:
+        if is_due(self._steps):
             check_equal(self._group, self._stage)
         self._steps += 1
         self._before = [(p, p.grad) for p in learns if p.grad is not None]
