@@ -95,6 +95,18 @@ def test_optimizer_without_heads_is_said_once(every: int) -> None:
     assert caught[0].filename == __file__, "at the caller of `step`"
 
 
+def test_optimizer_that_loses_the_heads_later_is_said() -> None:
+    """Regression: only the first two updates were looked at, and an optimizer made later without the heads was not said."""
+    pipe = made()
+    trained(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    main = torch.optim.SGD(pipe.main_parameters(), lr=0.1)
+    trained(pipe, main)  # one look, after step 8
+    with pytest.warns(UserWarning, match=r"heads of stages \[0, 1\] that no optimizer") as caught:
+        trained(pipe, main)
+    assert len(caught) == 1
+    trained(pipe, main, main, main)  # once
+
+
 def test_other_optimizers_are_not_blamed() -> None:
     pipe = made()
     trained(pipe, torch.optim.Adam(pipe.main_parameters()), torch.optim.SGD(pipe.head_parameters(), lr=0.0))
