@@ -36,8 +36,8 @@ class Written:
     def __init__(self) -> None:
         self._seen: dict[Tensor, tuple[int, int, Tensor]] = {}  # version, memory and some values
         self._writes: Counter[Tensor] = Counter()  # since the last step, outside of optimizers
-        # The most that the last update wrote to one parameter; without an optimizer, the most after the first gradients, which is
-        # taken for an update by hand.
+        self._changed = False  # whether they have changed values
+        # How often each update writes to a parameter. Without an optimizer, the writes after the first gradients are the update.
         self._usual: int | None = None
         self._updated = self._graded = False
         self._hooks: list[Any] = []
@@ -46,7 +46,8 @@ class Written:
         """Begin to watch these parameters, after a step."""
         self._note(parameters)
         self._graded = any(p.grad is not None for p in self._seen)
-        self._updated, self._writes = False, Counter()
+        self._updated = self._changed = False
+        self._writes.clear()
         self._depth = 0  # of calls of `step` inside one another
         if not self._hooks:
             # The hooks must not keep this object, with its parameters, alive.
@@ -82,9 +83,9 @@ class Written:
         most = max(self._writes.values(), default=0)
         if self._usual is None and self._graded and not self._updated:
             self._usual = most
-        more = most > (self._usual or 0)
+        more = self._changed and most > (self._usual or 0)
         if self._updated:
-            self._usual = most
+            self._usual = most if self._changed or self._usual is None else min(most, self._usual)
         if not replaced and not more:
             return ""
         if several:
@@ -111,10 +112,11 @@ class Written:
         self._seen = {p: seen[p] if p in seen and _same(p, seen[p]) else _state(p) for p in parameters}
 
     def _count(self) -> None:
-        """Count the writes since the last note, but those that leave the values as they were."""
+        """Count the writes since the last note."""
         for p, state in self._seen.items():
-            if not _same(p, state) and not torch.equal(sample(p), state[2]):
+            if not _same(p, state):
                 self._writes[p] += p._version - state[0] or 1
+                self._changed |= not torch.equal(sample(p), state[2])
 
 
 def _state(parameter: Tensor) -> tuple[int, int, Tensor]:
