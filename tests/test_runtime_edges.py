@@ -159,7 +159,9 @@ def test_rank_leaving_before_a_call_of_all_ends_all_ranks(call: str, tmp_path: P
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     place = rf"\(`{'Pipeline.step' if 'step' in call else 'gather_weights'}` in leaving.py, line 8\)"
-    assert re.search(rf"Found (.* {place} on rank 0 and the end|the end .* on rank 1 and .* {place} on rank 0)", done.stderr)
+    assert re.search(
+        rf"Found (.* {place} on rank 0 and the end|the end .* on rank 1 and .* {place} on rank 0)", done.stderr
+    )
     assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
 
 

@@ -149,8 +149,7 @@ def test_ranks_that_train_with_different_settings_end() -> None:
     ranks.tick()
     assert (
         "(stage 0) should train with the same settings as rank 1. Found local with M = 2 on rank 0 and 2-wise with "
-        "M = 2 on rank 1; give all ranks"
-        in ranks.error()
+        "M = 2 on rank 1; give all ranks" in ranks.error()
     )
 
 
@@ -188,4 +187,6 @@ def test_rank_that_makes_another_call_ends_all() -> None:
         "test_watch.py, line "
     )
     assert ranks.error().startswith(expected)
-    assert re.search(r" on rank 1 and step 40 \(`Calls.begin` in test_watch.py, line \d+\) on rank 2; make", ranks.error())
+    assert re.search(
+        r" on rank 1 and step 40 \(`Calls.begin` in test_watch.py, line \d+\) on rank 2; make", ranks.error()
+    )

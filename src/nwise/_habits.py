@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nwise._dtensor import is_dtensor
 from nwise.runtime.processes import Processes
 from nwise.stage import Stage, learning
-from nwise.tensors import versions
+from nwise.tensors import sample, versions
 
-_SAMPLE = 64  # values of a gradient that are compared
 _UPDATES = 2  # updates without a head after which there is a warning
 
 
@@ -41,7 +39,7 @@ class Habits:
         self._looks = False  # whether the last step was number 1, 2, 4, 8, ...
         self._left_out: dict[int, int] = {}  # updates in a row without the head, by stage
         self._versions: dict[Tensor, int] = {}  # of parameters with gradients, at the last look
-        self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and a copy of its first values
+        self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and some of its values
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
         self._warned = self._warned_of_heads = False
         processes.before_close(self.look_at_factors)
@@ -118,24 +116,17 @@ def _held() -> set[Tensor]:
 
 
 def _sample(gradients: Iterable[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    """Return the last gradient that has values, and a copy of its first values."""
+    """Return the last gradient that has values, and some of them."""
     found = None
     for gradient in gradients:
         if gradient is not None and gradient.layout is torch.strided and gradient.numel() > 1:
             found = gradient
-    return None if found is None else (found, _first(found).clone())
-
-
-def _first(gradient: Tensor) -> Tensor:
-    whole = gradient.detach()
-    local = whole.to_local() if is_dtensor(whole) else whole
-    return local.reshape(-1)[:_SAMPLE]
+    return None if found is None else (found, sample(found))
 
 
 def _factor(gradient: Tensor, before: Tensor) -> float | None:
     """Return the factor by which a gradient has been scaled; None if it was set to zero or changed otherwise."""
-    now = _first(gradient).double()
-    before = before.double()
+    now, before = sample(gradient).double(), before.double()
     square = before.square().sum()
     factor = (now * before).sum() / square
     same = bool(((now - factor * before).abs() <= 1e-2 * factor.abs() * before.abs()).all())
