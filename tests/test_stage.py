@@ -688,6 +688,22 @@ def test_weights_that_are_swapped_and_restored_keep_due_gradients(how: str) -> N
     assert_same(found[1], found[0], 0.0)
 
 
+@pytest.mark.parametrize("shares", ["layer", "parameter"])
+def test_layers_used_twice_keep_their_parameters_under_a_delay(shares: str) -> None:
+    """Regression: the stage kept copies as its own parameters, so each step dropped a mini-batch and nothing was trained."""
+    inner, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    other.weight = inner.weight
+    net: list[nn.Module] = [nn.Sequential(inner, nn.Tanh(), inner if shares == "layer" else other), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected, before = plain(net, x, y), [p for stage in net for p in stage.parameters()]
+    pipe = nwise.Pipeline(net, strategy="end-to-end-delay-1")
+    for _ in range(2):
+        pipe.step(x, target=y)
+        torch.optim.SGD(pipe.parameters(), lr=0.0).step()
+    assert all(p is old for p, old in zip(pipe.parameters(), before, strict=True))
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
 @pytest.mark.parametrize("how", ["clamp", "wide clamp", "normalise", "by hand"])
 def test_writes_after_every_update_are_a_part_of_it(how: str) -> None:
     """Regression: weights clipped after each update, as in a WGAN, dropped each mini-batch, so nothing learnt at all.
