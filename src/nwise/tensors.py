@@ -228,7 +228,7 @@ def sample(tensor: Tensor) -> Tensor:
 
     >>> import torch
     >>> sample(torch.arange(200.0))[:3]
-    tensor([0., 3., 6.])
+    tensor([0., 4., 8.])
     """
     local = tensor.detach()
     values = (local.to_local() if is_dtensor(local) else local).reshape(-1)

@@ -21,8 +21,8 @@ from nwise.tensors import sample, versions
 
 _REMEDY = (
     "on all processes, gather the weights by `weights = nwise.training.gather_weights(pipe)`, and in rank 0 load them, "
-    "`model.load_state_dict(nwise.training.weights.under(weights, 'model.'))` (for an average, average `pipe` instead of the network, "
-    "and load the average into `pipe` before)"
+    "`model.load_state_dict(nwise.training.weights.under(weights, 'model.'))` (for an average, average `pipe` instead of the "
+    "network, and load the average into `pipe` before)"
 )
 
 
