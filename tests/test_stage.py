@@ -713,7 +713,8 @@ def test_writes_after_every_update_are_a_part_of_it(how: str) -> None:
     net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
     pipe = nwise.Pipeline(net, strategy="end-to-end-delay-1" if how != "by hand" else "end-to-end-hogwild")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    lost, bound = [], 0.1 if how == "clamp" else 0.6  # of which the latter changes nothing at first
+    lost: list[warnings.WarningMessage] = []
+    bound = 0.1 if how == "clamp" else 0.6  # of which the latter changes nothing at first
     for _ in range(6):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
