@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
     assert first["summary"] == pipe.summary()
     assert first["local"][:2] == [[0], pipe.credit.tolist()]
     assert first["averaged"] == ""
+    assert first["average"][2] == habits.averaged()[2], "that of one process"
     for rank, one in enumerate(found):
         other = f"stage {1 - rank} with its first values, because rank {1 - rank} trains it;"
         assert re.match(
@@ -39,6 +41,8 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
             one["clipped by torch"],
         )
         assert one["scaled alike"] == ""
+        assert re.match(f"RuntimeError.*{other}.*average `pipe` instead", one["average"][0])
+        assert other in one["average"][1]
         for name in ("copied", "pickled"):
             assert one[name][:2] == [True, True]
             assert all(
@@ -93,6 +97,18 @@ def test_optimizer_without_heads_is_said_once(every: int) -> None:
         trained(pipe, torch.optim.Adam(pipe.main_parameters()), every=every)
     assert len(caught) == 1
     assert caught[0].filename == __file__, "at the caller of `step`"
+
+
+def test_optimizer_that_loses_the_heads_later_is_said() -> None:
+    """Regression: only the first two updates were looked at, and an optimizer made later without the heads was not said."""
+    pipe = made()
+    trained(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    main = torch.optim.SGD(pipe.main_parameters(), lr=0.1)
+    trained(pipe, main)  # one look, after step 8
+    with pytest.warns(UserWarning, match=r"heads of stages \[0, 1\] that no optimizer") as caught:
+        trained(pipe, main)
+    assert len(caught) == 1
+    trained(pipe, main, main, main)  # once
 
 
 def test_other_optimizers_are_not_blamed() -> None:
@@ -167,6 +183,57 @@ def test_copy_of_an_old_network_stays_old() -> None:
             p.copy_(torch.ones_like(p))  # a broadcast, for example
     assert model(torch.ones(2)).tolist() == [3.0, 3.0]
     progress.steps += 1
+    with pytest.raises(RuntimeError, match="to use the network"):
+        model(torch.ones(2))
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("make", [averaged, by_hand])
+def test_average_of_an_old_network_is_old(make: Callable[[nn.Module], nn.Module]) -> None:
+    """Regression: an average begun before training holds first values of stages that others train, and was used and saved."""
+    torch.manual_seed(0)
+    model, progress = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), Progress()
+    watch_absent(model[1], "stage 1", 1, progress)
+    average, before = make(model), copy.deepcopy(model)
+    for _ in range(100):
+        progress.steps += 1
+        with torch.no_grad():
+            for p in model[0].parameters():
+                p += 0.1
+            if isinstance(average, torch.optim.swa_utils.AveragedModel):
+                average.update_parameters(model)
+            else:
+                for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.mul_(0.9).add_(p, alpha=0.1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Found stage 1 with its first values.*average `pipe` instead"):
+            average(torch.ones(2))
+    with pytest.warns(UserWarning, match="before you save the network"):
+        average.state_dict()
+    with pytest.warns(UserWarning, match="before you save the network"):
+        model.state_dict()  # another network
+    with pytest.raises(RuntimeError, match="to use the network"):
+        copy.deepcopy(average)(torch.ones(2))
+    average.load_state_dict({name: tensor + 1 for name, tensor in average.state_dict().items()})
+    assert average(torch.ones(2)).shape == (2,)
+    assert before(torch.ones(2)).shape == (2,), "nothing has been written into it"
+
+
+def test_values_swapped_and_restored_are_old() -> None:
+    """Regression: a swap wrote old values over old values, and the network was used as if it were trained."""
+    model, progress = nn.Linear(2, 2), Progress()
+    watch_absent(model, "stage 1", 1, progress)
+    progress.steps += 1
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.clone())
     with pytest.raises(RuntimeError, match="to use the network"):
         model(torch.ones(2))
 

@@ -93,7 +93,7 @@ def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
     said, seconds = faulty("leave", 1, -1, tmp_path)
     assert seconds < 60, "not the default limit of five minutes"
     assert len(said) == 4
-    assert re.search(r"Found (step \d|the end).* here and (step \d|the end).* there", said[0]), said[0]
+    assert re.search(r"Found (step \d|the end).* on rank \d and (step \d|the end).* on rank \d;", said[0]), said[0]
 
 
 @pytest.mark.slow("two hundred starts, ten minutes")

@@ -140,7 +140,7 @@ def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert re.search(
-        r"All ranks should make the same calls of nwise|Found (step 2 .*|the end .*) here and (step 2|the end)",
+        r"All ranks should make the same calls of nwise|Found (step 2 .*|the end .*) on rank [01] and (step 2|the end)",
         done.stderr,
     )
 
@@ -159,7 +159,9 @@ def test_rank_leaving_before_a_call_of_all_ends_all_ranks(call: str, tmp_path: P
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     place = rf"\(`{'Pipeline.step' if 'step' in call else 'gather_weights'}` in leaving.py, line 8\)"
-    assert re.search(rf"Found (.* {place} here and the end|the end .* here and .* {place} there)", done.stderr)
+    assert re.search(
+        rf"Found (.* {place} on rank 0 and the end|the end .* on rank 1 and .* {place} on rank 0)", done.stderr
+    )
     assert time.monotonic() - began < 100, "and not 4 x 300 seconds"
 
 
@@ -177,7 +179,7 @@ def test_call_of_one_rank_only_is_found_at_once(call: str, tmp_path: Path) -> No
     done = forked(2, [str(script)], tmp_path)
     assert done.returncode != 0
     assert re.search(
-        r"Found .* \(`.*` in guarded.py, line [79]\) here and .* \(`.*` in guarded.py, line [79]\) there; make both",
+        r"Found .* \(`.*` in guarded.py, line [79]\) on rank [01] and .* \(`.*` in guarded.py, line [79]\) on rank [01]; make",
         done.stderr,
     ), done.stderr
     assert time.monotonic() - began < 60, "and not 4 x 300 seconds"

@@ -772,8 +772,8 @@ def test_gradients_stay_in_their_memory(setting: dict[str, Any]) -> None:
 # Weights written from elsewhere while gradients are due -----------------------------------------------------
 
 
-def write(how: str, model: nn.Sequential, stages: Stages) -> None:
-    state = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+def write(how: str, model: nn.Sequential, stages: Stages, state: dict[str, Tensor] | None = None) -> None:
+    state = state or {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
     if how in ("load", "assign"):
         model.load_state_dict(state, assign=how == "assign")
     elif how == "stage":
@@ -808,6 +808,85 @@ def test_weights_written_while_gradients_are_due_drop_them(how: str, optimizer: 
     assert all(p.grad is None for p in pipe.parameters())
     pipe.step(x, target=y)
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("how", ["load", "stage", "copy", "data"])
+def test_weights_that_are_swapped_and_restored_keep_due_gradients(how: str) -> None:
+    """Regression: averaged weights that were written for an evaluation, and then the present ones, dropped a mini-batch."""
+    x, y = batch()
+    found = []
+    for swaps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+        stages = nwise.split(model, at=["2", "3"])
+        pipe = nwise.Pipeline(stages, strategy="end-to-end-delay-1")
+        update = torch.optim.Adam(pipe.parameters(), lr=0.1)
+        for _ in range(4):
+            pipe.step(x, target=y)
+            update.step()
+            pipe.zero_grad()
+            if swaps:
+                kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                write(how, model, stages)
+                pipe(x)
+                write(how, model, stages, kept)
+        pipe.step(x, target=y)
+        found.append(gradients(pipe))
+    assert_same(found[1], found[0], 0.0)
+
+
+@pytest.mark.parametrize("shares", ["layer", "parameter"])
+def test_layers_used_twice_keep_their_parameters_under_a_delay(shares: str) -> None:
+    """Regression: the stage kept copies as its own parameters, so each step dropped a mini-batch and nothing was trained."""
+    inner, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    other.weight = inner.weight
+    net: list[nn.Module] = [nn.Sequential(inner, nn.Tanh(), inner if shares == "layer" else other), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected, before = plain(net, x, y), [p for stage in net for p in stage.parameters()]
+    pipe = nwise.Pipeline(net, strategy="end-to-end-delay-1")
+    for _ in range(2):
+        pipe.step(x, target=y)
+        torch.optim.SGD(pipe.parameters(), lr=0.0).step()
+    assert all(p is old for p, old in zip(pipe.parameters(), before, strict=True))
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.parametrize("how", ["clamp", "wide clamp", "normalise", "by hand"])
+def test_writes_after_every_update_are_a_part_of_it(how: str) -> None:
+    """Regression: weights clipped after each update, as in a WGAN, dropped each mini-batch, so nothing learnt at all.
+
+    By hand, a stage whose gradients came later than those of others counted as loaded."""
+    x, y = batch()
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, strategy="end-to-end-delay-1" if how != "by hand" else "end-to-end-hogwild")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    lost: list[warnings.WarningMessage] = []
+    bound = 0.1 if how == "clamp" else 0.6  # of which the latter changes nothing at first
+    for _ in range(6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe.step(x, target=y)
+        lost += caught
+        if how != "by hand":
+            optimizer.step()
+        with torch.no_grad():
+            for p in pipe.parameters():
+                if "clamp" in how:
+                    p.clamp_(-bound, bound)
+                elif how == "normalise":
+                    p /= p.norm()
+                elif p.grad is not None:
+                    p -= 0.1 * p.grad
+        pipe.zero_grad()
+    assert len(lost) == (how in ("clamp", "normalise"))
+    assert all("write in a hook, `optimizer.register_step_post_hook`" in str(warning.message) for warning in lost)
+    pipe.step(x, target=y)
+    assert all(p.grad is not None for p in pipe.parameters())
+    optimizer.step()
+    for _ in range(2):  # as the usual write, and another
+        write("copy", nn.Sequential(*net), net)
+    with pytest.warns(UserWarning, match="the weights were written outside"):
+        pipe.step(x, target=y)
 
 
 def test_updates_are_not_writes() -> None:

@@ -148,8 +148,8 @@ def test_ranks_that_train_with_different_settings_end() -> None:
     one.begin("step 1", *A)
     ranks.tick()
     assert (
-        "(stage 0) should train with the same settings as rank 1. Found local with M = 2 here and 2-wise with M = 2"
-        in ranks.error()
+        "(stage 0) should train with the same settings as rank 1. Found local with M = 2 on rank 0 and 2-wise with "
+        "M = 2 on rank 1; give all ranks" in ranks.error()
     )
 
 
@@ -187,4 +187,6 @@ def test_rank_that_makes_another_call_ends_all() -> None:
         "test_watch.py, line "
     )
     assert ranks.error().startswith(expected)
-    assert re.search(r" here and step 40 \(`Calls.begin` in test_watch.py, line \d+\) there; make both", ranks.error())
+    assert re.search(
+        r" on rank 1 and step 40 \(`Calls.begin` in test_watch.py, line \d+\) on rank 2; make", ranks.error()
+    )

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nwise._dtensor import is_dtensor
 from nwise._looks import is_due
 from nwise.runtime.processes import Processes
-from nwise.stage import Stage
+from nwise.stage import Stage, learning
+from nwise.tensors import sample, versions
 
-_SAMPLE = 64  # values of a gradient that are compared
 _UPDATES = 2  # updates without a head after which there is a warning
 
 
@@ -36,66 +35,60 @@ class Habits:
     """
 
     def __init__(self, processes: Processes, stages: Sequence[Stage]) -> None:
-        self._processes, self._stages = processes, stages
+        self.stages, self._processes = stages, processes
         self._steps = 0
-        self._left_out: dict[int, int] = {}  # updates without the head, by stage
-        self._updates = 0
-        self._versions: dict[Tensor, int] = {}
-        self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and a copy of its first values
+        self._looks = False  # whether the last step was number 1, 2, 4, 8, ...
+        self._left_out: dict[int, int] = {}  # updates in a row without the head, by stage
+        self._versions: dict[Tensor, int] = {}  # of parameters with gradients, at the last look
+        self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and some of its values
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
-        self._warned = False
+        self._warned = self._warned_of_heads = False
         processes.before_close(self.look_at_factors)
-
-    def learns(self) -> list[Tensor]:
-        """Return the trainable parameters of this process."""
-        return [p for stage in self._stages for p in stage.learns + stage.head_learns]
 
     def after_step(self) -> None:
         """Note the gradients that a step or nwise's own clipping leaves."""
-        if self._updates < _UPDATES and self._steps <= 64:
-            self._versions = {p: p._version for p in self.learns() if p.grad is not None}
-        if self._processes.size > 1 and self._looks and not self._warned:
-            self._gradient = _sample(p.grad for p in self.learns())
+        if not self._looks:
+            return
+        if not self._versions and not self._warned_of_heads:
+            graded = [p for p in learning(self.stages) if p.grad is not None]
+            self._versions = dict(zip(graded, versions(graded), strict=True))
+        if self._processes.size > 1 and not self._warned:
+            self._gradient = _sample(p.grad for p in learning(self.stages))
 
     def before_step(self) -> None:
         """Warn if the loop has left out heads or scaled the gradients of each process by another factor."""
-        if self._versions:
+        if self._looks and self._versions:
             self._look_at_heads()
-        if self._processes.size > 1 and self._steps and self._looks:
+        if self._looks and self._processes.size > 1:
             factor, self._gradient = None if self._gradient is None else _factor(*self._gradient), None
             self._processes.post(f"factor/{self._steps}", factor)
             self._posted.append(self._steps)
         self.look_at_factors()
         self._steps += 1
-
-    @property
-    def _looks(self) -> bool:
-        return is_due(self._steps)
+        self._looks = is_due(self._steps)
 
     def _look_at_heads(self) -> None:
-        """Count updates that change stages but not their heads."""
-        moved = {p for p, version in self._versions.items() if p._version != version}
-        if any(p in moved for stage in self._stages for p in stage.learns):
-            self._updates += 1
-            for stage in self._stages:
-                heads = [p for p in stage.head_learns if p in self._versions]
-                if heads and not moved.intersection(heads):
-                    self._left_out[stage.index] = self._left_out.get(stage.index, 0) + 1
-            stays = sorted(k for k, updates in self._left_out.items() if updates == _UPDATES)
-            # An optimizer may update the heads less often, in another phase, or by their `data`, which counts as no change.
-            held = _held() if self._updates == _UPDATES and stays else set()
-            stays = [k for k in stays if not held.intersection(self._heads_of(k))]
-            if self._updates == _UPDATES and stays:
-                warnings.warn(
-                    f"Heads should be trained with their stages. Found gradients of the heads of stages {stays} that no "
-                    "optimizer has used in two updates; give the optimizer `pipe.parameters()`, or freeze these heads "
-                    "(`requires_grad_(False)`). This warning appears once.",
-                    stacklevel=4,  # at the caller of `step`
-                )
-        self._versions = {}
-
-    def _heads_of(self, index: int) -> list[Tensor]:
-        return [p for stage in self._stages if stage.index == index for p in stage.head_learns]
+        """Count updates in a row that change stages but not their heads."""
+        before, self._versions = self._versions, {}
+        moved = {p for p, now in zip(before, versions(before), strict=True) if now != before[p]}
+        if not any(p in moved for stage in self.stages for p in stage.learns):
+            self._versions = {p: now for p, now in before.items() if p.grad is not None}  # they accumulate
+            return
+        for stage in self.stages:
+            heads = [p for p in stage.head_learns if p in before]
+            left_out = bool(heads) and not moved.intersection(heads)
+            self._left_out[stage.index] = self._left_out.get(stage.index, 0) + 1 if left_out else 0
+        stays = [stage for stage in self.stages if self._left_out[stage.index] >= _UPDATES]
+        # An optimizer may update the heads less often, in another phase, or by their `data`, which counts as no change.
+        held = _held() if stays else set()
+        if found := [stage.index for stage in stays if not held.intersection(stage.head_learns)]:
+            self._warned_of_heads = True
+            warnings.warn(
+                f"Heads should be trained with their stages. Found gradients of the heads of stages {found} that no "
+                "optimizer has used in two updates; give the optimizer `pipe.parameters()`, or freeze these heads "
+                "(`requires_grad_(False)`). This warning appears once.",
+                stacklevel=4,  # at the caller of `step`
+            )
 
     def look_at_factors(self) -> None:
         """Compare by which factor each process has scaled its gradients, once all have said so; wait for none."""
@@ -124,24 +117,17 @@ def _held() -> set[Tensor]:
 
 
 def _sample(gradients: Iterable[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    """Return the last gradient that has values, and a copy of its first values."""
+    """Return the last gradient that has values, and some of them."""
     found = None
     for gradient in gradients:
         if gradient is not None and gradient.layout is torch.strided and gradient.numel() > 1:
             found = gradient
-    return None if found is None else (found, _first(found).clone())
-
-
-def _first(gradient: Tensor) -> Tensor:
-    whole = gradient.detach()
-    local = whole.to_local() if is_dtensor(whole) else whole
-    return local.reshape(-1)[:_SAMPLE]
+    return None if found is None else (found, sample(found))
 
 
 def _factor(gradient: Tensor, before: Tensor) -> float | None:
     """Return the factor by which a gradient has been scaled; None if it was set to zero or changed otherwise."""
-    now = _first(gradient).double()
-    before = before.double()
+    now, before = sample(gradient).double(), before.double()
     square = before.square().sum()
     factor = (now * before).sum() / square
     same = bool(((now - factor * before).abs() <= 1e-2 * factor.abs() * before.abs()).all())

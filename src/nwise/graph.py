@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from nwise.tensors import versions
+
 _HOOKS = "BackwardHookFunctionBackward"  # torch's own node for a module's backward hooks
 _NOTHING_ELSE = nullcontext()
 
@@ -141,12 +143,10 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
     ValueError: Stage 0 should leave gradients to `step`. Found a call of `backward` in its forward; ...
     """
 
-    before = [(x.grad, 0 if x.grad is None else x.grad._version) for x in leaves]
+    before = [x.grad for x in leaves]
+    counters = versions(before)
     yield
-    if any(
-        x.grad is not old or (old is not None and old._version != count)
-        for x, (old, count) in zip(leaves, before, strict=True)
-    ):
+    if any(x.grad is not old for x, old in zip(leaves, before, strict=True)) or versions(before) != counters:
         raise ValueError(
             f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
             "`nwise.inject`, or to the loss that `loss_fn` returns."
@@ -156,9 +156,9 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
 @contextmanager
 def without_updates(parameters: Sequence[Tensor], what: str) -> Iterator[None]:
     """Raise ValueError if the body, a walk through a graph, changes parameters: the next micro-batch would find other ones."""
-    before = [p._version for p in parameters]
+    before = versions(parameters)
     yield
-    if before != [p._version for p in parameters]:
+    if before != versions(parameters):
         raise ValueError(
             f"{what.capitalize()} should leave updates to the time after `step`. Found parameters that its backward changes; "
             "update by an optimizer, or in `register_post_accumulate_grad_hook`, which runs once a step."

@@ -33,7 +33,7 @@ from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.named import Order, check_order
 from nwise.schedule.schedule import Schedule
-from nwise.stage import LossFn, Stage
+from nwise.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
@@ -251,7 +251,7 @@ class Pipeline(Settings):
         if asked:
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
-        learns = self.habits.learns()
+        learns = learning(self.habits.stages)
         looking = self._cutter.looking(parts, batch, schedule, self.steps)
         with self._hooks.once(learns), restored_on_error(modules, learns), preserved(engine.device), looking:
             engine.run(schedule, self.steps, batch, self.on_action)

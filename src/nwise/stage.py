@@ -17,7 +17,7 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -356,6 +356,11 @@ class Stage:
         if tape.versions is None:
             return self.learns
         return [version for version in tape.versions.values() if version.requires_grad]
+
+
+def learning(stages: Iterable[Stage]) -> list[Tensor]:
+    """Return the trainable parameters of stages and their heads."""
+    return [p for stage in stages for p in stage.learns + stage.head_learns]
 
 
 def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:

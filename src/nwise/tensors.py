@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from nwise._dtensor import is_dtensor
+
 __all__ = ["Tensors", "as_tuple", "run_module"]
 
 Tensors = tuple[Tensor, ...]
@@ -218,9 +220,21 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     return tensors[0] if len(tensors) == 1 and not isinstance(tensors, Sole) else tuple(tensors)
 
 
-def versions(tensors: Tensors) -> list[int]:
-    """Return for each tensor the number of changes in place so far."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def versions(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Return for each tensor the number of changes in place so far, 0 for None."""
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return a copy of at most 64 values, spread over the tensor: enough to see whether a write has changed its values.
+
+    >>> import torch
+    >>> sample(torch.arange(200.0))[:3]
+    tensor([0., 4., 8.])
+    """
+    local = tensor.detach()
+    values = (local.to_local() if is_dtensor(local) else local).reshape(-1)
+    return values[:: max(1, -(-len(values) // 64))].clone()
 
 
 def refuse_attributes(tensors: Tensors, what: str) -> None:

@@ -10,12 +10,11 @@ w[s] are the parameters in step s::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from nwise._hooks import add_to_grad
 
@@ -25,7 +24,8 @@ def copy_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
 
 
-def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> AbstractContextManager[None]:
+@contextmanager
+def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Iterator[None]:
     """Let a module hold these parameters and buffers instead of its own while the body runs.
 
     A backward pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
@@ -48,9 +48,21 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Abst
             f"{name.capitalize()} should not be TorchScript when it runs with replaced parameters or buffers, as under a "
             "delay or with `recompute`. Found a scripted module; pass the original module."
         )
-    return _reparametrize_module(
-        module, dict(tensors), tie_weights=True
-    )  # `torch.func.functional_call` without the call
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    others = {own[key]: tensor for key, tensor in tensors.items() if key in own}
+    # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep the
+    # replacement of the first as its own.
+    stores = [store for part in module.modules() for store in (part._parameters, part._buffers)]
+    places = [
+        (store, key, held) for store in stores for key, held in store.items() if held is not None and held in others
+    ]
+    try:
+        for store, key, held in places:
+            store[key] = others[held]  # type: ignore[assignment]
+        yield
+    finally:
+        for store, key, held in places:
+            store[key] = held  # type: ignore[assignment]
 
 
 def move_gradients(versions: Mapping[str, Tensor], module: nn.Module, name: str) -> None:

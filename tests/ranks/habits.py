@@ -64,6 +64,25 @@ def unscaled(pipe: nwise.Pipeline) -> None:
     nn.utils.clip_grad_value_(pipe.parameters(), 1e-3)
 
 
+def averaged() -> list[Any]:
+    """Average the network, and the pipeline, over three updates; in one process both are right."""
+    model, heads = network()
+    pipe = pipeline(model, heads, seed=0)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    whole, part = (torch.optim.swa_utils.AveragedModel(one) for one in (model, pipe))
+    for x, y in data(3):
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+        whole.update_parameters(model)
+        part.update_parameters(pipe)
+    said = [told(lambda: whole(x)), told(whole.state_dict)]
+    pipe.load_state_dict(part.module.state_dict())
+    values = {name: tensor.tolist() for name, tensor in sorted(gather_weights(pipe).items())}
+    pipe.close()
+    return [*said, values]
+
+
 def main() -> dict[str, Any]:
     """Ask everything of a trained pipeline."""
     found: dict[str, Any] = {}
@@ -73,6 +92,7 @@ def main() -> dict[str, Any]:
     found["scaled alike"] = told(lambda: clipped(unscaled)[0].close())
     norms: list[float] = []
     pipe, model = clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
+    found["average"] = averaged()
     found["norms"], x = norms, data(1)[0][0]
     alone = RANK == 0  # what follows needs no other rank
     if alone:

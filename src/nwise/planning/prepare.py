@@ -27,7 +27,7 @@ from nwise.schedule.actions import Action, Kind
 from nwise.stage import LossFn, Stage
 from nwise.strategies import EndToEnd
 from nwise.tape import Tape
-from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
+from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module, versions
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -132,10 +132,10 @@ def _apart(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
         end = len(stages)
         for i in reversed(range(1, len(stages))):
             hidden = before = each(given[i], torch.clone)
-            versions = [x._version for x in before]
+            counters = versions(before)
             for stage in stages[i:end]:
                 hidden = run_module(copy.deepcopy(stage), hidden, "The output of a piece")
-            if versions == [x._version for x in before]:
+            if counters == versions(before):
                 at.append(next(iter(pieces[i])))
                 end = i
     return at[::-1]

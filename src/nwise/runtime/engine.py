@@ -29,7 +29,7 @@ from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Stage
+from nwise.stage import Stage, learning
 from nwise.tape import Tape
 from nwise.tensors import Tensors, each, with_names
 
@@ -139,7 +139,7 @@ class Engine:
         self._look_for_writes()
         call = self._next
         self._processes.begin("`drain`")
-        with restored_on_error((), self._learns()):
+        with restored_on_error((), learning(self._stages.values())):
             if self._tapes:
                 self._call_without_batch()
             self._due.leave(call)
@@ -150,7 +150,7 @@ class Engine:
         """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
         if not self._tapes:
             return self._due.by_call()
-        call, learns, sent = self._next, self._learns(), self.sent
+        call, learns, sent = self._next, learning(self._stages.values()), self.sent
         before = [p.grad for p in learns]
         recorder, self.recorder = self.recorder, None  # these passes belong to no step
         self._processes.begin("`pending_gradients`")
@@ -230,10 +230,6 @@ class Engine:
         with self._processes.watched(None):
             self.forget()
             self._start(Script((), {}, {}), 0, (), ())
-
-    def _learns(self) -> list[Tensor]:
-        """Return the trainable parameters of this rank."""
-        return [p for stage in self._stages.values() for p in stage.learns + stage.head_learns]
 
     def _look_for_writes(self) -> None:
         """Drop the mini-batches that wait for their delay if something but an optimizer has written to the weights."""

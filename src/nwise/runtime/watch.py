@@ -253,13 +253,14 @@ class Watchdog:
         for mine, theirs in self._calls.pairs(Call(*call) for call in beat.get("calls", ())):
             if mine.name != theirs.name:
                 return (
-                    f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} here and {theirs} "
-                    "there; make both calls on all ranks, outside of conditions on the rank"
+                    f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} on rank "
+                    f"{self._rank} and {theirs} on rank {other}; make both calls on all ranks, outside of conditions on the rank"
                 )
             if mine.digest != theirs.digest:
                 return (
-                    f"should train with the same settings as rank {other}. Found {mine.settings} here and {theirs.settings} "
-                    "there; give all ranks the same strategy, number of micro-batches, order and trainable stages"
+                    f"should train with the same settings as rank {other}. Found {mine.settings} on rank "
+                    f"{self._rank} and {theirs.settings} on rank {other}; give all ranks the same strategy, number of "
+                    "micro-batches, order and trainable stages"
                 )
         return ""
 
