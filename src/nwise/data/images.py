@@ -5,8 +5,10 @@ B  batch    C  channels    H, W  height and width
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -97,9 +99,12 @@ def digits(seed: int = 0) -> tuple[Images, Images]:
     >>> len(train), len(test), train.size
     (1437, 360, 8)
     """
-    bundle = needed("sklearn.datasets", "train", "The bundled digits").load_digits()
-    pixels = torch.from_numpy(np.round(bundle.images * (255 / 16)).astype(np.uint8))[:, None]
-    labels = torch.from_numpy(bundle.target.astype(np.int64))
+    # Its own loader imports all of scikit-learn and SciPy, which takes two seconds at every start.
+    spec = importlib.util.find_spec("sklearn")
+    init = spec.origin if spec and spec.origin else needed("sklearn", "train", "The bundled digits").__file__
+    table = np.loadtxt(Path(init).parent / "datasets/data/digits.csv.gz", delimiter=",")  # 64 pixels and a label
+    pixels = torch.from_numpy(np.round(table[:, :64] * (255 / 16)).astype(np.uint8)).reshape(-1, 1, 8, 8)
+    labels = torch.from_numpy(table[:, 64].astype(np.int64))
     order = torch.randperm(len(labels), generator=generator(seed, "digits"))
     train, test = order[:1437], order[1437:]
     images = Images(pixels, labels, tuple(map(str, range(10))), *_statistics(pixels[train]), "none", 8)
