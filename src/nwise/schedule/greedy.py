@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
