@@ -102,7 +102,7 @@ def digits(seed: int = 0) -> tuple[Images, Images]:
     # Its own loader imports all of scikit-learn and SciPy, which takes two seconds at every start.
     spec = importlib.util.find_spec("sklearn")
     init = spec.origin if spec and spec.origin else needed("sklearn", "train", "The bundled digits").__file__
-    table = np.loadtxt(Path(init).parent / "datasets/data/digits.csv.gz", delimiter=",")  # 64 pixels and a label
+    table = np.loadtxt(Path(init).parent / "datasets/data/digits.csv.gz", np.uint8, delimiter=",")  # 64 pixels, a label
     pixels = torch.from_numpy(np.round(table[:, :64] * (255 / 16)).astype(np.uint8)).reshape(-1, 1, 8, 8)
     labels = torch.from_numpy(table[:, 64].astype(np.int64))
     order = torch.randperm(len(labels), generator=generator(seed, "digits"))
