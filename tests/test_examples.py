@@ -47,9 +47,12 @@ def test_reconstruction_gradients_match_reference() -> None:
     assert_same(gradients(pipe), expected, 1e-12)
 
 
-def test_gpt2_resume_is_bitwise_and_loads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twenty steps in one run equal ten plus a resume for the other ten."""
+def test_gpt2_resume_is_bitwise_and_loads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twenty steps in one run equal ten plus a resume for the other ten; short lines show it as well as long ones."""
     gpt2 = pytest.importorskip("gpt2", reason="needs the extra 'hf'", exc_type=ImportError)
+    monkeypatch.setattr(gpt2, "LENGTH", 12)
     whole = gpt2.main(tmp_path / "whole", steps=20)
     assert whole[-1] < whole[0] - 1
     first = gpt2.main(tmp_path / "parts", steps=10)

@@ -82,18 +82,19 @@ class StopsAfterTest(Stops):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "after"),
     [
-        TINY,
-        dataclasses.replace(TINY, optimizer=Sgd(lr=0.05, drops=(0.4, 0.8)), clip=0.5, stage_lr=(1, 0.5, 1, 1)),
-        dataclasses.replace(TINY, optimizer=Sgd(lr=0.05, plateau_epochs=1), eval_every=0.02, batch_size=64),
-        dataclasses.replace(TINY, strategy="local@6,end-to-end", then=Sgd(lr=0.01)),
-        dataclasses.replace(TINY, strategy="local@7,end-to-end"),
-        dataclasses.replace(TINY, strategy="2-wise-hogwild"),
-        dataclasses.replace(TINY, strategy="rotating-2", microbatches=2),
+        (TINY, 3),
+        (dataclasses.replace(TINY, optimizer=Sgd(lr=0.05, drops=(0.4, 0.8)), clip=0.5, stage_lr=(1, 0.5, 1, 1)), 7),
+        (dataclasses.replace(TINY, optimizer=Sgd(lr=0.05, plateau_epochs=1), eval_every=0.02, batch_size=64), 6),
+        # Before, at and after a switch.
+        *((dataclasses.replace(TINY, strategy="local@6,end-to-end", then=Sgd(lr=0.01)), after) for after in (3, 6, 7)),
+        *((dataclasses.replace(TINY, strategy="local@7,end-to-end"), after) for after in (6, 7)),
+        *((dataclasses.replace(TINY, strategy="2-wise-hogwild"), after) for after in (3, 6)),
+        # The turns of a cycle.
+        *((dataclasses.replace(TINY, strategy="rotating-2", microbatches=2), after) for after in (3, 6)),
     ],
 )
-@pytest.mark.parametrize("after", [3, 6, 7])
 def test_resume_after_stop_is_bitwise(config: Recipe, after: int, tmp_path: Path) -> None:
     hogwild = "hogwild" in config.strategy  # whose checkpoints end the mini-batches under way
     whole, first, second = Trainer(config), Trainer(config), Trainer(config)
@@ -323,11 +324,11 @@ def until(found: Any, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_a_resumable_run(number: int, tmp_path: Path, start: Start) -> None:
+def test_signal_stops_a_resumable_run(tmp_path: Path, start: Start) -> None:
+    """A scheduler's signal; `tests/test_cli.py` sends that of Ctrl-C, which has the same handler."""
     process = start(["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--epochs", "1000", "--log-every", "1"])
     until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said
     (folder,) = tmp_path.iterdir()

@@ -15,7 +15,7 @@ import torch
 
 from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
-from experiments.frontier import clock, experiment, memory, plots
+from experiments.frontier import clock, costs, experiment, memory, plots
 from experiments.frontier.arms import ARMS, STEPS, Arm, arm
 from experiments.harness.cell import Cell, Record
 from experiments.harness.claims import Claim
@@ -378,6 +378,10 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(experiment, "_PAIRS", pairs)
     monkeypatch.setattr(experiment, "LATER", "end-to-end")
     monkeypatch.setattr(experiment, "BETTER_LATE", "end-to-end")
+    measured = tmp_path / "costs.jsonl"
+    names = {one.name for one in few}
+    Store(measured).add(*(record for record in Store(costs.RECORDS).read() if record["arm"] in names))
+    monkeypatch.setattr(costs, "RECORDS", measured)
     runs = Runs([r for one in few for r in records(one.name, 1.0 + len(one.name) / 100, 1 / STEPS)], "medium")
     text = experiment.tables(runs)
     assert "| muon local | " in text
@@ -396,6 +400,7 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     plots.draw_frontier(runs, tmp_path / "medium")
     for name in ("muon", "adam", "muon-four"):
         assert (tmp_path / f"medium-{name}.png").stat().st_size > 10_000
+    monkeypatch.setattr(plots, "_OPTIMIZERS", ())  # whose figures are there
     plots.draw_frontier(Runs([r for r in runs.records if "4 stages" not in r["method"]]), tmp_path / "few")
     assert not (tmp_path / "few-muon-four.png").exists(), "end-to-end training alone"
 

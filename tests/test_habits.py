@@ -206,7 +206,7 @@ def test_average_of_an_old_network_is_old(make: Callable[[nn.Module], nn.Module]
         progress.steps += 1
         with torch.no_grad():
             for p in model[0].parameters():
-                p += 0.1
+                p.add_(0.1)
             if isinstance(average, torch.optim.swa_utils.AveragedModel):
                 average.update_parameters(model)
             else:

@@ -874,9 +874,9 @@ def test_writes_after_every_update_are_a_part_of_it(how: str) -> None:
                 if "clamp" in how:
                     p.clamp_(-bound, bound)
                 elif how == "normalise":
-                    p /= p.norm()
+                    p.div_(p.norm())
                 elif p.grad is not None:
-                    p -= 0.1 * p.grad
+                    p.sub_(p.grad, alpha=0.1)
         pipe.zero_grad()
     assert len(lost) == (how in ("clamp", "normalise"))
     assert all("write in a hook, `optimizer.register_step_post_hook`" in str(warning.message) for warning in lost)

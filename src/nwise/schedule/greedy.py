@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,18 +10,30 @@ from typing import NamedTuple
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.ages import Ages
-from nwise.schedule.costs import Costs, prices
+from nwise.schedule.costs import Costs, Prices, prices
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Deadlock, Word, needs, product
 
-# The result of an action of a mini-batch: what, stage, micro-batch, and the number of the mini-batch.
-_Result = tuple[str | int, int, int, int]
+# The result of an action of a mini-batch: what, stage, and micro-batch.
+_Result = tuple[str | int, int, int]
+
+
+class _Job(NamedTuple):
+    """An action of the cycle with all facts that the simulation asks for many times."""
+
+    action: Action
+    rank: int
+    urgency: tuple[int, int, int]  # the smallest comes first
+    price: float
+    needs: tuple[tuple[_Result, float], ...]  # results, and the latency from where they are made
+    made: _Result | None
+    holds_back: bool  # a forward that waits while too many micro-batches are in flight
 
 
 class _Work(NamedTuple):
-    """An action to do, with the number of its mini-batch and the last call that may run it."""
+    """A job to do, with the number of its mini-batch and the last call that may run it."""
 
-    action: Action
+    job: _Job
     number: int
     due: int
 
@@ -70,7 +81,7 @@ class ListScheduler:
         self._calls = [*calls] * rounds
         self._flows, self._placement, self._reorders = flows, placement, cap is not None
         self._latest, self._pace = latest, pace
-        self._prices, self._latency = prices(costs, len(placement)), costs.latency
+        self._latency = costs.latency
         ranks = range(1 + max(placement))
         self._stages = [[k for k, rank in enumerate(placement) if rank == r] for r in ranks]
         self._call = [-1] * len(ranks)
@@ -78,12 +89,14 @@ class ListScheduler:
         self._worked, self._next = [-1] * len(ranks), [0.0] * len(ranks)
         self._queues: list[dict[object, deque[_Work]]] = [{} for _ in ranks]
         self._words: list[list[list[Action]]] = [[[] for _ in ranks] for _ in self._calls]
-        self._made: dict[_Result, tuple[float, int]] = {}  # time and call
+        # Results of every mini-batch, with their time and call.
+        self._made: list[dict[_Result, tuple[float, int]]] = [{} for _ in self._calls]
         self._in_flight = [0] * len(placement)
         self._all = Counter((a.stage, a.microbatch, a.turn) for a in actions)
         self._done = Counter[tuple[int, int, int]]()
         self._most = [(cap or 0) + delay * len(flows[0]) for delay in delays]
-        self._needs = {a: [(key[0], key[1], key[2]) for key in needs(a, flows)] for a in actions}
+        by_stage = prices(costs, len(placement))
+        self._jobs = {a: self._job(a, by_stage[a.stage]) for a in actions}
 
     def run(self) -> list[list[list[Word]]]:
         """Simulate all calls, and return cycles of them, ``[cycle][turn][rank]``, that are schedules.
@@ -112,18 +125,17 @@ class ListScheduler:
                 work = self._take(rank, now)
                 if work is None:
                     continue
-                action, number, _ = work
-                k = action.stage
-                price = self._prices[k].time(action, self._flows[action.turn][action.microbatch].stages[k])
-                busy[rank] = now + (price if number >= 0 else 0.0)
+                job, number, _ = work
+                busy[rank] = now + (job.price if number >= 0 else 0.0)
                 heapq.heappush(events, (busy[rank], rank))
-                made = product(action)
-                if made is not None:
-                    self._made[made[0], k, action.microbatch, number] = busy[rank], self._call[rank]
+                if job.made is not None:
+                    if number >= 0:
+                        self._made[number][job.made] = busy[rank], self._call[rank]
+                    k = job.action.stage
                     for other in (k - 1, k + 1):
                         if 0 <= other < len(self._placement) and self._placement[other] != rank:
                             heapq.heappush(events, (busy[rank] + self._latency, self._placement[other]))
-        if stuck := [queue[0].action for queues in self._queues for queue in queues.values() if queue]:
+        if stuck := [queue[0].job.action for queues in self._queues for queue in queues.values() if queue]:
             raise Deadlock(stuck)
         turns = len(self._flows)
         cut = [self._words[i : i + turns] for i in range(0, len(self._words), turns)]
@@ -146,8 +158,10 @@ class ListScheduler:
         """Begin calls of a rank while nothing is due in its call; return whether it has to wait for the pace."""
         queues = self._queues[rank]
         while self._call[rank] + 1 < len(self._calls):
-            if any(queue and queue[0].due <= self._call[rank] for queue in queues.values()):
-                return False
+            call = self._call[rank]
+            for queue in queues.values():
+                if queue and queue[0].due <= call:
+                    return False
             if now < self._next[rank]:
                 return True
             self._call[rank] += 1
@@ -162,26 +176,60 @@ class ListScheduler:
                 if self._latest is not None and a.kind is Kind.INPUT_GRAD:
                     slack = self._latest.messages[k][a.message or 0] - a.age
                 key = (k, a.kind, a.message) if self._reorders else k
-                self._queues[rank].setdefault(key, deque()).append(_Work(a, call - a.age, call + slack))
+                self._queues[rank].setdefault(key, deque()).append(_Work(self._jobs[a], call - a.age, call + slack))
 
     def _take(self, rank: int, now: float) -> _Work | None:
         """Remove the most urgent ready action of a rank from its queue and return it; None if none is ready."""
-        ready = [queue for queue in self._queues[rank].values() if queue and self._ready(queue[0], now)]
-        if not ready:
+        first: deque[_Work] | None = None
+        for queue in self._queues[rank].values():
+            more_urgent = queue and (first is None or queue[0].job.urgency < first[0].job.urgency)
+            if more_urgent and self._ready(queue[0], now):
+                first = queue
+        if first is None:
             return None
-        work = min(ready, key=lambda queue: self._urgency(queue[0].action)).popleft()
-        action, number, _ = work
-        call = self._call[rank]
+        work = first.popleft()
+        action, number, call = work.job.action, work.number, self._call[rank]
         if number >= 0 and self._worked[rank] < call:
             self._next[rank] = now + self._pace
             self._worked[rank] = call
-        self._words[call][rank].append(action._replace(age=call - number))
+        age = call - number
+        self._words[call][rank].append(action if age == action.age else action._replace(age=age))
         self._in_flight[action.stage] += action.kind is Kind.FORWARD
-        key = (action.stage, action.microbatch, number)
-        self._done[key] += 1
-        if number >= 0 and self._done[key] == self._all[action.stage, action.microbatch, action.turn]:
-            self._in_flight[action.stage] -= 1
+        if number >= 0:
+            key = (action.stage, action.microbatch, number)
+            self._done[key] += 1
+            if self._done[key] == self._all[action.stage, action.microbatch, action.turn]:
+                self._in_flight[action.stage] -= 1
         return work
+
+    def _ready(self, work: _Work, now: float) -> bool:
+        """Tell whether a rank may start a job now."""
+        job, number, _ = work
+        if job.holds_back and self._in_flight[job.action.stage] >= self._most[job.action.stage]:
+            return False
+        if number < 0:
+            return True
+        made, call = self._made[number], self._call[job.rank]
+        for result, latency in job.needs:
+            # A neighbour may be in a later call already, but no result is older than its use.
+            if result not in made or made[result][0] + latency > now or made[result][1] > call:
+                return False
+        return True
+
+    def _job(self, action: Action, price: Prices) -> _Job:
+        """Return an action with the facts that the simulation needs."""
+        k, made = action.stage, product(action)
+        rank = self._placement[k]
+        needed = [(key[:3], self._placement[key[1]]) for key in needs(action, self._flows)]
+        return _Job(
+            action,
+            rank,
+            self._urgency(action),
+            price.time(action, self._flows[action.turn][action.microbatch].stages[k]),
+            tuple((result, 0.0 if owner == rank else self._latency) for result, owner in needed),
+            None if made is None else made[:3],
+            self._reorders and action.kind is Kind.FORWARD,
+        )
 
     def _urgency(self, action: Action) -> tuple[int, int, int]:
         """Return the place of an action among the ready ones of a rank; the smallest comes first."""
@@ -194,19 +242,3 @@ class ListScheduler:
             return (3, 0, 0)
         far = self._flows[action.turn][action.microbatch].stages[k].cotangent(action.message).far
         return (1, far - k, k)
-
-    def _ready(self, work: _Work, now: float) -> bool:
-        """Tell whether a rank may start an action now."""
-        action, number, _ = work
-        k = action.stage
-        if self._reorders and action.kind is Kind.FORWARD and self._in_flight[k] >= self._most[k]:
-            return False
-        if number < 0:
-            return True
-        for what, stage, m in self._needs[action]:
-            when, call = self._made.get((what, stage, m, number), (math.inf, 0))
-            apart = self._placement[stage] != self._placement[k]
-            # A neighbour may be in a later call already, but no result is older than its use.
-            if when + (self._latency if apart else 0.0) > now or call > self._call[self._placement[k]]:
-                return False
-        return True

@@ -5,8 +5,10 @@ B  batch    C  channels    H, W  height and width
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -97,9 +99,17 @@ def digits(seed: int = 0) -> tuple[Images, Images]:
     >>> len(train), len(test), train.size
     (1437, 360, 8)
     """
-    bundle = needed("sklearn.datasets", "app", "The bundled digits").load_digits()
-    pixels = torch.from_numpy(np.round(bundle.images * (255 / 16)).astype(np.uint8))[:, None]
-    labels = torch.from_numpy(bundle.target.astype(np.int64))
+    # The loader of scikit-learn imports all of it and of SciPy, for two seconds at every start. Its file is read in no time.
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
+    if file is not None and file.is_file():
+        table = np.loadtxt(file, np.uint8, delimiter=",")  # 64 pixels of 0 to 16, and the label
+        values, target = table[:, :64], table[:, 64]
+    else:
+        bundle = needed("sklearn.datasets", "app", "The bundled digits").load_digits()
+        values, target = bundle.data, bundle.target
+    pixels = torch.from_numpy(np.round(values * (255 / 16)).astype(np.uint8)).reshape(-1, 1, 8, 8)
+    labels = torch.from_numpy(target.astype(np.int64))
     order = torch.randperm(len(labels), generator=generator(seed, "digits"))
     train, test = order[:1437], order[1437:]
     images = Images(pixels, labels, tuple(map(str, range(10))), *_statistics(pixels[train]), "none", 8)
