@@ -285,13 +285,12 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             "'/dev/null/x' should be a path that can be .*Not a directory; give another path",
         ),
         (["flow", "--out", "/dev/null/x.png"], "'/dev/null' should be a path that can be .*; give another path"),
-        (["reproduce"], "`EXPERIMENT` should be one of .*, or all, which takes an hour.*Found none"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: some of these left empty folders, and `reproduce` began an hour's work before the check."""
+    """Regression: some of these left empty folders."""
     assert cli.run(arguments) == 2
     error = capsys.readouterr().err
     assert re.search(message.replace("?", r"\?"), error), error
@@ -329,7 +328,7 @@ def test_train_with_closed_stdout_can_be_resumed() -> None:
 
 
 def test_command_with_closed_stdout_exits_with_141() -> None:
-    script = "import sys; from nwise import cli; sys.stdin.read(1); cli.main(['recipes'])"
+    script = "import sys; from nwise.app import cli; sys.stdin.read(1); cli.main(['recipes'])"
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

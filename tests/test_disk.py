@@ -144,7 +144,7 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
 def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys, pathlib\nfrom nwise import cli\nimport nwise.app.cli.training as t\nfrom test_disk import Fills\n"
+        "import sys, pathlib\nfrom nwise.app import cli\nimport nwise.app.cli.training as t\nfrom test_disk import Fills\n"
         "t.loggers = lambda names: [Fills(pathlib.Path(sys.argv[1]), after=2)]\n"
         f"more = {[*OPTIONS, '--cut', '2', '2', '--max-steps', '50', '--checkpoint-every', '20']}\n"
         "sys.exit(cli.run(['train', 'digits', *more, '--runs', sys.argv[1]]))\n"

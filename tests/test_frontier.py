@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.__main__ import main as reproduce
 from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
 from experiments.frontier import clock, costs, experiment, memory, plots
@@ -27,7 +28,6 @@ from experiments.harness.trained import Trained
 from experiments.index import EXPERIMENTS
 from experiments.rates.experiment import SEARCHES
 from experiments.width import experiment as width
-from nwise.app import cli
 from nwise.app.recipes import EmbeddedText, ImageSource, to_json
 from nwise.app.training import Trainer
 from nwise.planning.profiling import Profile
@@ -408,7 +408,7 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
 def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NothingMatches, match="`size` of frontier should be medium. Found small"):
         EXPERIMENTS["frontier"].check(Job(folder=tmp_path))
-    assert cli.run(["reproduce", "e7", "--size", "medium", "--folder", str(tmp_path)]) != 0
+    assert reproduce(["e7", "--size", "medium", "--folder", str(tmp_path)]) != 0
     assert "`size` of e7 should be small or full. Found medium" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

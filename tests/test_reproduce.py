@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import experiments
 from experiments import index
 from experiments import pictures as drawn
+from experiments.__main__ import main as reproduce
 from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
 from experiments.e4 import experiment as e4
@@ -46,7 +47,7 @@ from experiments.index import EXPERIMENTS
 from experiments.t import experiment as t
 from experiments.t import plots as timing_plots
 from experiments.t import timing
-from nwise.app import cli, models
+from nwise.app import models
 from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
 from nwise.app.recipes import recipe as recipe_of
 from nwise.app.training import Trainer, rate_factor
@@ -751,10 +752,10 @@ def test_every_claim_is_in_a_row_of_the_index(name: str, monkeypatch: pytest.Mon
 
 def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "found")
-    assert cli.run(["reproduce", "flow", "--folder", folder, "--json"]) == 0
+    assert reproduce(["flow", "--folder", folder, "--json"]) == 0
     claims = json.loads(capsys.readouterr().out)["claims"]
     assert [claim["verdict"] for claim in claims] == ["exact"] * 3
-    assert cli.run(["reproduce", "all", "--only", "best M", "--folder", folder]) == 0
+    assert reproduce(["all", "--only", "best M", "--folder", folder]) == 0
     out = capsys.readouterr().out
     assert "1/1 best M" in out, "of all experiments only one has such a cell"
     assert "small (1 of " in (tmp_path / "found" / "README.md").read_text()
@@ -769,6 +770,7 @@ def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         index.write_index(tmp_path / "found")
     readme.unlink()
     for arguments, said in (
+        ([], "`EXPERIMENT` should be one of .*, or all, which takes an hour.*Found none"),
         (["e0"], "`experiment` should be all or one of stale-gradients, .*e7.* Found 'e0'"),
         (["e1", "--seeds", "0"], "`seeds` should be an integer of at least 1. Found 0"),
         (["e1", "--workers", "0"], "`workers` should be an integer of at least 1. Found 0"),
@@ -776,7 +778,7 @@ def test_reproduce_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["flow", "--only", "11 stages"], "`only` should not be given for a picture"),
         (["all", "--only", "11 cats"], "`only` should be part of the name of a cell. .*which is part of none"),
     ):
-        assert cli.run(["reproduce", *arguments, "--folder", folder]) == 2
+        assert reproduce([*arguments, "--folder", folder]) == 2
         assert re.search(said, capsys.readouterr().err)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import nwise
 from benchmarks.runtime.bench import Case, measure
+from benchmarks.runtime.command import main as bench
 from launch import RANKS, forked, results
 from nwise.app.cli import run
 from nwise.app.cli.output import Output
@@ -227,15 +228,13 @@ def test_command_line_training_matches_single_process(tmp_path: Path, capsys: py
 @pytest.mark.slow("a developer's instrument, which starts torchrun twice")
 def test_bench_runtime_counts_slots_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     """Assert counts, but no time that a busy machine could spoil."""
-    assert (
-        run(["bench", "runtime", "--stages", "3", "--slot-ms", "5", "--batches", "4", "--rounds", "2", "--json"]) == 0
-    )
+    assert bench(["--stages", "3", "--slot-ms", "5", "--batches", "4", "--rounds", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predicted_slots"] == 4
     assert found["measured_slots"] > 3.99, "time does not run faster"
     assert found["efficiency"] == pytest.approx(found["predicted_slots"] / found["measured_slots"])
     assert found["bytes_sent"] == found["bytes_predicted"] == [[8, 0], [8, 8], [0, 8]]
-    assert run(["bench", "runtime", "--stages", "2", "--slot-ms", "2", "--batches", "2", "--rounds", "1"]) == 0
+    assert bench(["--stages", "2", "--slot-ms", "2", "--batches", "2", "--rounds", "1"]) == 0
     assert "as predicted" in capsys.readouterr().out
 
 
@@ -257,7 +256,7 @@ def test_virtual_stages_have_what_the_engine_reads() -> None:
     ],
 )
 def test_bad_benchmarks_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "runtime", *arguments]) == 2
+    assert bench(arguments) == 2
     assert message in capsys.readouterr().err
 
 

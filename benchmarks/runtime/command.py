@@ -1,17 +1,19 @@
-"""The benchmark command."""
+"""Measure one case of the runtime: `python -m benchmarks.runtime.command`."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.runtime.bench import Case, start
-from nwise.app.cli.output import OK, print_json
+from nwise.app.cli.dispatch import execute
+from nwise.app.cli.output import OK, PARSING, print_json
 from nwise.app.recipes.config import FLAT
 
 
@@ -22,8 +24,6 @@ class Bench:
     Example: python -m benchmarks.runtime.command --stages 8 --strategy 2-wise --microbatches 2 --message-mib 1
     """
 
-    what: Annotated[Literal["runtime"], tyro.conf.Positional] = "runtime"
-    """What to measure."""
     case: Annotated[Case, FLAT] = field(default_factory=Case)
     json: bool = False
     """Print the result as JSON, and nothing else."""
@@ -52,3 +52,13 @@ class Bench:
         table.add_row("bytes sent", f"{sent} (forward/back, {equal})" if sent else "none")
         console.print(table)
         return OK
+
+
+def main(arguments: list[str]) -> int:
+    """Parse a command line, run it, and return its exit code."""
+    program = "python -m benchmarks.runtime.command"
+    return execute(program, lambda: tyro.cli(Bench, prog=program, args=arguments, config=PARSING))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
