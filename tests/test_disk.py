@@ -127,7 +127,7 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
     full_disk = OSError(errno.ENOSPC, "No space left on device")
     run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
     places = {
-        "weights": "nwise.checkpoint.weights.save_file",
+        "weights": "safetensors.torch.save_file",
         "metrics": "os.truncate",
         "state": "nwise.app.training.run.write_text",
     }

@@ -423,7 +423,7 @@ def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.M
     best.clear()
     with pytest.raises(
         NothingMatches,
-        match=r"e1 should have a learning rate for each method of medium size in .*Found none; run `nwise",
+        match=r"e1 should have a learning rate for each method of medium size in .*Found none; run `python",
     ):
         EXPERIMENTS["e1"].check(Job(folder=tmp_path, size="medium"))
 

@@ -26,7 +26,7 @@ RANKS = [
         "_dtensor",
         "checks",
         "_hooks",
-        "_lazy",
+        "lazy",
         "_looks",
         "machine",
         "modes",

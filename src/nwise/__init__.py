@@ -96,7 +96,7 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__ or name in ("heads", "losses"):
-        from nwise._lazy import submodule
+        from nwise.lazy import submodule
 
         return submodule("nwise", name)
     value = getattr(import_module(f"nwise.{_PLACES.get(name, 'strategies')}"), name)
@@ -105,6 +105,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from nwise._lazy import submodule_names
+    from nwise.lazy import submodule_names
 
     return sorted({*__all__, *submodule_names(__path__), *(name for name in globals() if name.startswith("__"))})

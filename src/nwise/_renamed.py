@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from nwise._lazy import submodule
+from nwise.lazy import submodule
 
 # Of orders of work, in calls and on the command line.
 _ORDERS = {"zero-bubble-lean": "zb-h1"}

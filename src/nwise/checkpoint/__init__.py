@@ -8,7 +8,6 @@ files, lock, checkpoints   one checkpoint, one writer, and which of them to keep
 
 from functools import partial
 
-from nwise._lazy import submodule
 from nwise.checkpoint.atomic import PARTIAL, replacing
 from nwise.checkpoint.checkpoints import CheckpointInfo, Checkpoints, Resumed
 from nwise.checkpoint.files import DamagedError, read_layout
@@ -23,6 +22,7 @@ from nwise.checkpoint.weights import (
     save_tensors,
     under,
 )
+from nwise.lazy import submodule
 
 __all__ = [
     "PARTIAL",

@@ -139,13 +139,13 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] |
     Raises:
         OSError: the file cannot be written; the earlier one stays.
     """
-    safetensors = needed("safetensors.torch", "checkpoint", "A file of weights")
+    package, tools = (needed(name, "checkpoint", "A file of weights") for name in ("safetensors", "safetensors.torch"))
     try:
         with replacing(path) as partial:
             # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
             whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-            safetensors.save_file(whole, partial, facts)
-    except (OSError, safetensors.SafetensorError) as error:
+            tools.save_file(whole, partial, facts)
+    except (OSError, package.SafetensorError) as error:
         raise OSError(f"{path} should be written. Found: {error}") from error
 
 

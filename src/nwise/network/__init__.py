@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from nwise._lazy import submodule
+from nwise.lazy import submodule
 from nwise.network.carrying import carry
 from nwise.network.chain import Chain, group_pieces, join
 from nwise.network.splitting import cut_points, even_starts, repeated_blocks, split, untie

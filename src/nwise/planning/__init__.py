@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from nwise._lazy import submodule
+from nwise.lazy import submodule
 
 __getattr__ = partial(submodule, __name__)

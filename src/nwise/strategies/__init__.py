@@ -6,7 +6,7 @@ arguments, make it a frozen dataclass, as those here are.
 
 from functools import partial
 
-from nwise._lazy import submodule
+from nwise.lazy import submodule
 from nwise.strategies.base import Heads, Strategy, strategy
 from nwise.strategies.matrices import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating
 from nwise.strategies.over_time import Delayed, Hogwild, Switch

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from nwise._lazy import submodule
 from nwise.checkpoint import (
     Checkpoints,
     DamagedError,
@@ -12,6 +11,7 @@ from nwise.checkpoint import (
     main_state,
     save_tensors,
 )
+from nwise.lazy import submodule
 from nwise.training.clip import Clip, ClipBy, clip_grad_norm_, clip_groups
 from nwise.training.fused import Fused
 from nwise.training.late import MuonWithAdam, extrapolate, hidden_matrices

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from io import TextIOWrapper
 
 import nwise
+from nwise.lazy import submodule
 
 __all__ = ["COMMANDS", "main", "run"]
 
@@ -82,3 +84,6 @@ def _help() -> None:
         table.add_row(name, summary)
     console.print(table)
     console.print("\n`nwise COMMAND --help` explains a command; `nwise --version` prints the version.", highlight=False)
+
+
+__getattr__ = partial(submodule, __name__)

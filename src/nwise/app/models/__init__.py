@@ -1,9 +1,14 @@
 """The networks of the paper, in stages with heads."""
 
+from functools import partial
+
 from nwise.app.models.convnet import convnet
 from nwise.app.models.gpt import gpt
 from nwise.app.models.mlp import mlp
 from nwise.app.models.resnet import resnet
 from nwise.app.models.staged import StagedModel, initialize, merged
+from nwise.lazy import submodule
 
 __all__ = ["StagedModel", "convnet", "gpt", "initialize", "merged", "mlp", "resnet"]
+
+__getattr__ = partial(submodule, __name__)

@@ -1,5 +1,7 @@
 """Named, complete configurations: the experiments of the paper, full size and small."""
 
+from functools import partial
+
 from nwise.app.recipes.book import RECIPES, recipe
 from nwise.app.recipes.config import (
     ConvNet,
@@ -15,6 +17,7 @@ from nwise.app.recipes.config import (
     to_json,
 )
 from nwise.app.recipes.optimizers import Adam, Sgd
+from nwise.lazy import submodule
 
 __all__ = [
     "RECIPES",
@@ -33,3 +36,5 @@ __all__ = [
     "recipe",
     "to_json",
 ]
+
+__getattr__ = partial(submodule, __name__)

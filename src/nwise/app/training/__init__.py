@@ -1,5 +1,7 @@
 """Training of a recipe: the loop, optimizers, scores, and the folder of a run."""
 
+from functools import partial
+
 from nwise.app.training.build import autocast, compile_blocks, make_loss, make_pipeline, measurable
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Score, Scores, evaluate
@@ -7,6 +9,7 @@ from nwise.app.training.optimizers import LearningRate, make_optimizer, paramete
 from nwise.app.training.run import Run, new_run, versions
 from nwise.app.training.saver import CheckpointPolicy
 from nwise.app.training.trainer import StoppedError, Trainer
+from nwise.lazy import submodule
 
 __all__ = [
     "Callback",
@@ -29,3 +32,5 @@ __all__ = [
     "rate_factor",
     "versions",
 ]
+
+__getattr__ = partial(submodule, __name__)

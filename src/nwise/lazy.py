@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+__all__ = ["submodule"]
+
 
 def submodule(package: str, name: str) -> Any:
     """Import a submodule of a package; a package uses it in ``__getattr__``.
