@@ -24,7 +24,7 @@ from nwise.runtime.ledger import NOTHING, Exchanged, Key, Window, make_labels
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Step
-from nwise.runtime.shapes import packed, unpacked
+from nwise.runtime.shapes import check_sendable, packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
 from nwise.schedule.actions import SENDS, Action, Kind
@@ -222,7 +222,7 @@ class Engine:
                     tensors, form = self._receivers[entry.peer].take(key)
                     hidden = with_names(tensors, form.names)
                 else:
-                    self._senders[entry.peer].send(key, hidden, self._apart(tuple(y.detach() for y in hidden)))
+                    self._senders[entry.peer].send(key, hidden, self._apart(each(hidden, Tensor.detach), action.stage))
                     self._post()
 
     def close(self) -> None:
@@ -305,8 +305,9 @@ class Engine:
         for receiver in self._receivers.values():
             receiver.post()
 
-    def _apart(self, tensors: Tensors) -> Tensors:
-        """Copy tensors whose memory may change before they have left, and tensors of other types."""
+    def _apart(self, tensors: Tensors, stage: int) -> Tensors:
+        """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
+        check_sendable(tensors, stage, self.device)
         # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
         owned = self._owned
         plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in owned for t in tensors]
@@ -350,7 +351,7 @@ class Engine:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
                         activation = cast(Tensors, made)
-                        outbox[action[1:]] = activation, self._apart(wire.compress(None, activation))
+                        outbox[action[1:]] = activation, wire.compress(None, self._apart(activation, k))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:
