@@ -261,9 +261,9 @@ class Engine:
         self, schedule: Schedule, step: int, inputs: Sequence[Tensors], on_action: Callable[[Action], None] | None
     ) -> None:
         """Run the list of one call."""
-        self._next, errors = step + 1, dict(self._wire.errors)
+        self._next, errors, batch = step + 1, dict(self._wire.errors), self._newest.labels if inputs else ""
         try:
-            with self._processes.watched(f"step {step}"), torch.enable_grad():
+            with self._processes.watched(f"step {step}", batch), torch.enable_grad():
                 turn = step % len(schedule.flows)
                 script = self._scripts.script(schedule, turn)
                 batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))

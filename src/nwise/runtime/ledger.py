@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nwise.flow import Flow
-from nwise.runtime.shapes import Form, Specs, carrying, describe, from_json, make_specs, to_json
+from nwise.runtime.shapes import Form, Spec, Specs, carrying, describe, from_json, make_specs, to_json
 from nwise.schedule.actions import Action, Kind
 from nwise.tensors import Tensors
 
@@ -34,7 +34,19 @@ Window = tuple[tuple[Label, ...] | None, ...]
 _MOST_FORMS = 2**16  # that a ledger keeps
 
 
-def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: tuple[Label, ...]) -> tuple[Label, ...]:
+class Labels(tuple[Label, ...]):
+    """The labels of a mini-batch's micro-batches.
+
+    >>> spec = Spec((4, 2), torch.float32)
+    >>> str(Labels([((spec,), ""), ((spec,), ""), ((Spec((3, 2), torch.float32),), "")]))
+    '2 of float32 [4, 2], 1 of float32 [3, 2]'
+    """
+
+    def __str__(self) -> str:
+        return ", ".join(f"{len(list(equal))} of {_described(*label)}" for label, equal in itertools.groupby(self))
+
+
+def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: Labels) -> Labels:
     """Return the labels of a mini-batch's micro-batches, as the same object as `known` if they are equal.
 
     Args:
@@ -42,7 +54,7 @@ def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: 
         autocast: dtype of autocast, if it is on.
         known: labels of an earlier mini-batch; one object is compared with itself at once.
     """
-    labels = tuple((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
+    labels = Labels((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
     return known if labels == known else labels
 
 
@@ -205,7 +217,7 @@ class Exchanged:
     """
 
     flows: Sequence[Flow] = ()
-    labels: tuple[Label, ...] = ()
+    labels: Labels = Labels()
     forms: dict[tuple[int, int], Form] = field(default_factory=dict)
 
     def num_bytes(self, here: Container[int], parts: Callable[[Specs], Specs]) -> list[int]:
@@ -225,4 +237,8 @@ def _words(batch: Any) -> str:
     if batch is None:
         return "nothing"
     inputs, autocast = batch
-    return describe(from_json(inputs)) + (f" under autocast to {autocast}" if autocast else "")
+    return _described(from_json(inputs), autocast)
+
+
+def _described(inputs: Specs, autocast: str) -> str:
+    return describe(inputs) + (f" under autocast to {autocast}" if autocast else "")
