@@ -51,8 +51,8 @@ class FirstRun:
         """Keep detached outputs to compare those of a second run with; raise ValueError for a nested one."""
         if any(y.is_nested for y in outputs):
             raise ValueError(
-                f"{stage.capitalize()} should return no nested tensor with `recompute`, because a second run gives it another ragged "
-                "dimension, which no gradient fits. Found one; return its values and offsets, or set `recompute=False`."
+                f"{stage.capitalize()} should return no nested tensor with `recompute`, because a second run gives it another "
+                "ragged dimension, which no gradient fits. Found one; return its values and offsets, or set `recompute=False`."
             )
         self.outputs = outputs
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nwise.flow import Flow
-from nwise.runtime.shapes import Form, Spec, Specs, carrying, describe, from_json, make_specs, to_json
+from nwise.runtime.shapes import Form, Specs, carrying, describe, from_json, make_specs, to_json
 from nwise.schedule.actions import Action, Kind
 from nwise.tensors import Tensors
 
@@ -217,7 +217,7 @@ class Exchanged:
     """
 
     flows: Sequence[Flow] = ()
-    labels: Labels = Labels()
+    labels: Labels = field(default_factory=Labels)
     forms: dict[tuple[int, int], Form] = field(default_factory=dict)
 
     def num_bytes(self, here: Container[int], parts: Callable[[Specs], Specs]) -> list[int]:

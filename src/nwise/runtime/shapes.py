@@ -126,8 +126,8 @@ def check_sendable(tensors: Sequence[Tensor], stage: int, device: torch.device) 
                 kind = f"on the device {t.device.type!r}"
             raise ValueError(
                 f"The output of stage {stage} should be dense tensors on the device {device.type!r}, because another process "
-                f"receives their values. Found a tensor that is {kind}; return dense tensors that describe it, such as its values "
-                "and offsets, or let the next stage make it."
+                f"receives their values. Found a tensor that is {kind}; return dense tensors that describe it, such as its "
+                "values and offsets, or let the next stage make it."
             )
 
 

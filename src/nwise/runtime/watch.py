@@ -256,8 +256,8 @@ class Watchdog:
                 )
             if str(mine.batch) != theirs.batch:
                 return (
-                    f"should get mini-batches of the same shapes as rank {other}. Found micro-batches, {mine.batch} in {mine} here "
-                    f"and {theirs.batch} in {theirs} there; load the same data on all ranks"
+                    f"should get mini-batches of the same shapes as rank {other}. Found micro-batches, {mine.batch} in {mine} "
+                    f"here and {theirs.batch} in {theirs} there; load the same data on all ranks"
                 )
             if mine.digest != theirs.digest:
                 return (
