@@ -43,9 +43,9 @@ from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs
 from nwise.schedule.actions import SENDS, Kind
 from nwise.tensors import Tensors, versions
 
-# Tags of messages that follow a header, and of those of forwards alone. A message of a known label has a tag of that label: if one
-# rank trains and another only infers, or has a mini-batch of another shape, a message must not land in memory of another size,
-# which ends a process without a word. Both wait until the watch has compared their calls. nccl has no tags.
+# Tags of messages that follow a header, and of those of forwards alone. A message of a known label has a tag of that label: if
+# one rank trains and another only infers, or has a mini-batch of another shape, a message must not land in memory of another
+# size, which ends a process without a word. Both wait until the watch has compared their calls. nccl has no tags.
 _TAG, _FORWARD_TAG = 0x6E77, 0x6E78
 _AHEAD = 2  # receives posted in advance
 

@@ -37,8 +37,8 @@ _MOST_FORMS = 2**16  # that a ledger keeps
 class Labels(tuple[Label, ...]):
     """The labels of a mini-batch's micro-batches.
 
-    >>> spec = Spec((4, 2), torch.float32)
-    >>> str(Labels([((spec,), ""), ((spec,), ""), ((Spec((3, 2), torch.float32),), "")]))
+    >>> four, three = make_specs([torch.ones(4, 2)]), make_specs([torch.ones(3, 2)])
+    >>> str(Labels([(four, ""), (four, ""), (three, "")]))
     '2 of float32 [4, 2], 1 of float32 [3, 2]'
     """
 
