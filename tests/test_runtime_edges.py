@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nwise
 from benchmarks.runtime.bench import Case, measure
@@ -30,7 +31,7 @@ from nwise.app.report.measured import Comparison
 from nwise.app.training.optimizers import parameter_groups
 from nwise.app.training.timeline import load
 from nwise.runtime.processes import Processes
-from nwise.runtime.shapes import Spec, from_json, packed, to_json, unpacked
+from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, packed, to_json, unpacked
 from nwise.schedule import best, simulate
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import PAPER, Costs
@@ -129,6 +130,49 @@ def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Pa
         r"dtypes and names .*\. Found float32 \[1, 2\], after float32 \[2, 2\] earlier; pad an output .*",
         said[0],
     )
+
+
+ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse": (Tensor.to_sparse, "sparse_coo"),
+    "nested": (lambda y: torch.nested.as_nested_tensor([y], layout=torch.jagged), "nested"),
+    "quantized": (lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.qint8), "quantized"),
+    "meta": (lambda y: y.to("meta"), "on the device 'meta'"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ODD)
+def test_outputs_that_cannot_travel_are_named(kind: str) -> None:
+    """Regression: torch's words about storages or JSON ended the ranks; an output on the device meta hung them."""
+    function, found = ODD[kind]
+    message = f"The output of stage 3 should be dense tensors on the device 'cpu'.*Found a tensor that is {found};"
+    check_sendable((torch.ones(2), torch.ones(1, 3).T), 3, torch.device("cpu"))
+    with pytest.raises(ValueError, match=message):
+        check_sendable((torch.ones(2), function(torch.ones(2, 2))), 3, torch.device("cpu"))
+
+
+def test_nested_tensors_have_no_spec() -> None:
+    """Regression: several processes ended with torch's words, such as that a SymInt is not JSON serializable."""
+    with pytest.raises(ValueError, match="should have a shape that all of them know. Found a nested tensor; pass"):
+        make_spec(torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
+
+
+def test_mini_batches_of_other_shapes_end_all_ranks_soon(tmp_path: Path) -> None:
+    """Shapes that both ranks know: no header tells the difference. A process test, because gloo ended the process.
+
+    Regression: the last batch of one rank was larger, and a message met memory of another size.
+    """
+    script = tmp_path / "lengths.py"
+    script.write_text(
+        "import os, torch\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, '2-wise', 1)\n"
+        "for x, y in batches(3, sizes=(4, 5, 4 + int(os.environ['RANK']))):\n    pipe.step(x, target=y)\n"
+    )
+    done = forked(2, [str(script)], tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"should get mini-batches of the same shapes as rank \d. Found micro-batches, 1 of float32 \[\d, 6\] in step 2",
+        done.stderr,
+    ), done.stderr
 
 
 def test_rank_with_fewer_steps_fails_all_ranks(tmp_path: Path) -> None:

@@ -628,6 +628,46 @@ def test_reruns_are_compared_always_if_asked() -> None:
                 pipe.step(x, target=y)
 
 
+class Odd(nn.Module):
+    """Returns another layout, or a second output without values."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+class Dense(nn.Linear):
+    """Takes any layout."""
+
+    def forward(self, x: Tensor, _: Tensor | None = None) -> Tensor:
+        return super().forward(x if x.layout is torch.strided else x.to_dense())
+
+
+@pytest.mark.parametrize("setting", [{"recompute": True}, {"schedule": "zero-bubble"}], ids=str)
+@pytest.mark.parametrize("function", [Tensor.to_sparse, lambda y: (y, y.to("meta"))], ids=["sparse", "meta"])
+def test_sparse_outputs_and_outputs_without_values_are_right(function: Any, setting: dict[str, Any]) -> None:
+    """Regression: the comparison of reruns, and the look for shared memory, knew dense tensors only."""
+    torch.manual_seed(0)
+    net: list[nn.Module] = [Odd(function), Dense(WIDTH, 3)]
+    sides: list[nn.Module] = [Dense(WIDTH, 3)]
+    (x, y), loss = batch(), nn.functional.cross_entropy
+    pipe = nwise.Pipeline(net, sides, loss, "2-wise-mean", **setting)
+    expected = nwise.reference_grads(net, sides, loss, x, y, pipe.credit)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-5)
+
+
+def test_nested_outputs_are_refused_with_recompute() -> None:
+    """Regression: torch's words about shapes with unknown numbers."""
+    net: list[nn.Module] = [Odd(lambda y: torch.nested.as_nested_tensor([y], layout=torch.jagged)), nn.Identity()]
+    pipe = nwise.Pipeline(net, None, lambda y, _: y.values().mean(), "end-to-end", recompute=True)
+    with pytest.raises(ValueError, match="Stage 0 should return no nested tensor with `recompute`.*Found one; return"):
+        pipe.step(batch()[0])
+
+
 # Hooks and memory of gradients ------------------------------------------------------------------------------
 
 SETTINGS: list[dict[str, Any]] = [

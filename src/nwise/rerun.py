@@ -27,7 +27,7 @@ class FirstRun:
         module: the module, before the run.
 
     Attributes:
-        outputs: outputs of the first run, detached, to compare those of the second with; None to compare nothing.
+        outputs: what `keep` has kept; None to compare nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,6 +46,15 @@ class FirstRun:
             for restore, state in self._random:
                 restore(state)
             yield
+
+    def keep(self, outputs: Tensors, stage: str) -> None:
+        """Keep detached outputs to compare those of a second run with; raise ValueError for a nested one."""
+        if any(y.is_nested for y in outputs):
+            raise ValueError(
+                f"{stage.capitalize()} should return no nested tensor with `recompute`, because a second run gives it another "
+                "ragged dimension, which no gradient fits. Found one; return its values and offsets, or set `recompute=False`."
+            )
+        self.outputs = outputs
 
     def compare(self, outputs: Tensors, stage: str) -> None:
         """Raise ValueError if a second run has other outputs: bitwise under deterministic algorithms, else beyond rounding."""
@@ -71,6 +80,8 @@ def random_states_kept(module: nn.Module | None = None) -> Iterator[None]:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
+    if first.is_meta or first.layout is not torch.strided:
+        return first.shape == second.shape and (first.is_meta or _same(first.to_dense(), second.to_dense()))
     if first.shape != second.shape or not (first.is_floating_point() or first.is_complex()):
         return torch.equal(first, second)
     exact = torch.are_deterministic_algorithms_enabled()

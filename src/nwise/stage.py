@@ -168,7 +168,7 @@ class Stage:
             tape.outputs = outputs
         detached = each(outputs, torch.Tensor.detach)
         if tape.first is not None and (self._always or _shapes(tape.inputs) not in self._compared):
-            tape.first.outputs = detached
+            tape.first.keep(detached, self._name)
         return detached
 
     def _rerun(self, tape: Tape) -> None:
@@ -382,5 +382,5 @@ def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
     return list(modules), list(trainable)
 
 
-def _shapes(tensors: Tensors) -> tuple[torch.Size, ...]:
-    return tuple(x.shape for x in tensors)
+def _shapes(tensors: Tensors) -> tuple[torch.Size | None, ...]:
+    return tuple(None if x.is_nested else x.shape for x in tensors)

@@ -97,8 +97,13 @@ class Tape:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""
         kept = () if self.kept is None else [g for part in self.kept.parts for g in part.gradients]
         held = [g for source in (self.own, *self.messages.values(), kept) for g in source]
-        memory = {g.untyped_storage().data_ptr() for g in held if g is not None}
-        return tuple(g.clone() if g is not None and g.untyped_storage().data_ptr() in memory else g for g in gradients)
+        memory = {None, *(_address(g) for g in held if g is not None)}
+        return tuple(g.clone() if g is not None and _address(g) in memory else g for g in gradients)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return where the memory of a tensor begins; None if it has several parts, as a sparse or nested one."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
 
 
 def _sum(parts: list[tuple[float, Tensor]]) -> Tensor | None:

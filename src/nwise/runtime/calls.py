@@ -30,6 +30,7 @@ class Call(NamedTuple):
         name: the call, such as ``"step 3"``.
         settings: strategy and number of micro-batches, for error messages; default: none.
         digest: number that is equal on two ranks if their settings and orders of work are; default: 0.
+        batch: what the mini-batch looks like; its ``str`` is equal on two ranks if it looks alike. Default: none.
         place: function of nwise and line of the caller's script; default: unknown.
     """
 
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     name: str
     settings: str = ""
     digest: int = 0
+    batch: object = ""
     place: str = ""
 
     def __str__(self) -> str:
@@ -50,14 +52,14 @@ class Calls:
         self.count = 0
         self._last: deque[Call] = deque(maxlen=_KEPT)
 
-    def begin(self, name: str, settings: str = "", digest: int = 0) -> None:
+    def begin(self, name: str, settings: str = "", digest: int = 0, batch: object = "") -> None:
         """Add a call."""
-        self._last.append(Call(self.count, name, settings, digest, _caller()))
+        self._last.append(Call(self.count, name, settings, digest, batch, _caller()))
         self.count += 1
 
     def published(self) -> list[Call]:
         """Return the last few calls."""
-        return list(self._last)[-_PUBLISHED:]
+        return [call._replace(batch=str(call.batch)) for call in list(self._last)[-_PUBLISHED:]]
 
     def pairs(self, theirs: Iterable[Call]) -> list[tuple[Call, Call]]:
         """Return this rank's and another's calls of the same number, in order."""

@@ -30,20 +30,22 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nwise.runtime.ledger import Key, Ledger, Message, MessagePlan, Window
+from nwise.randomness import derive
+from nwise.runtime.ledger import Key, Label, Ledger, Message, MessagePlan, Window
 from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
 from nwise.schedule.actions import SENDS, Kind
 from nwise.tensors import Tensors, versions
 
-# These separate messages of known labels, messages without (those of forwards alone), and others in a gloo group: if one rank
-# trains and another only infers, a message must not land in memory of another size, which ends a process without a word. nccl has
-# no tags.
+# Tags of messages that follow a header, and of those of forwards alone. A message of a known label has a tag of that label: if
+# one rank trains and another only infers, or has a mini-batch of another shape, a message must not land in memory of another
+# size, which ends a process without a word. Both wait until the watch has compared their calls. nccl has no tags.
 _TAG, _FORWARD_TAG = 0x6E77, 0x6E78
 _AHEAD = 2  # receives posted in advance
 
@@ -121,11 +123,12 @@ class Sender:
         form = message.form or self._ledger.form(message)
         if form is not None:
             _check(key, form, tensors, parts)
-            self._send(parts)
+            self._send(parts, _tag(message))
         else:
+            tag = _tag(message)
             form = self._ledger.enter(message, make_specs(tensors))
             _check(key, form, tensors, parts)
-            self._send((*self._header(message, form.specs), *parts), _tag(message))
+            self._send((*self._header(message, form.specs), *parts), tag)
         self.num_bytes[key.kind] += form.num_bytes
         self._last = key, parts, versions(parts)
         return form
@@ -138,7 +141,7 @@ class Sender:
     def _header(self, message: Message, specs: Specs) -> Tensors:
         return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
 
-    def _send(self, tensors: Tensors, tag: int = _TAG) -> None:
+    def _send(self, tensors: Tensors, tag: int) -> None:
         link, plan = self._link, self._ledger.plan
         kept = tuple(t.contiguous() for t in tensors if t.numel())
         # The group's own call, because `dist.isend` would look up the group and the peer again.
@@ -242,8 +245,9 @@ class Receiver:
         message, tensors, works = self._posted.popleft()
         form = message.form
         if form is None:
+            tag = _tag(message)
             form = self._ledger.enter(message, self._read(message, tensors, works))
-            tensors, works = self._receive(form.parts, _tag(message))
+            tensors, works = self._receive(form.parts, tag)
         self._missing -= 1
         self.post(1)
         _wait(works, self._link.peer)
@@ -297,7 +301,14 @@ def start_all(
 
 
 def _tag(message: Message) -> int:
-    return _TAG if message.label is not None else _FORWARD_TAG
+    if message.label is None:
+        return _FORWARD_TAG
+    return _TAG if message.form is None else _label_tag(message.label[2])
+
+
+@lru_cache(maxsize=1024)
+def _label_tag(label: Label) -> int:
+    return derive(repr(label)) & 0x7FFF_FFFF
 
 
 def _what(key: Key) -> str:

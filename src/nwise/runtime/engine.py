@@ -24,7 +24,7 @@ from nwise.runtime.ledger import NOTHING, Exchanged, Key, Window, make_labels
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.script import Script, ScriptWriter, Step
-from nwise.runtime.shapes import packed, unpacked
+from nwise.runtime.shapes import check_sendable, packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
 from nwise.schedule.actions import SENDS, Action, Kind
@@ -222,7 +222,7 @@ class Engine:
                     tensors, form = self._receivers[entry.peer].take(key)
                     hidden = with_names(tensors, form.names)
                 else:
-                    self._senders[entry.peer].send(key, hidden, self._apart(tuple(y.detach() for y in hidden)))
+                    self._senders[entry.peer].send(key, hidden, self._apart(each(hidden, Tensor.detach), action.stage))
                     self._post()
 
     def close(self) -> None:
@@ -257,9 +257,9 @@ class Engine:
         self, schedule: Schedule, step: int, inputs: Sequence[Tensors], on_action: Callable[[Action], None] | None
     ) -> None:
         """Run the list of one call."""
-        self._next, errors = step + 1, dict(self._wire.errors)
+        self._next, errors, batch = step + 1, dict(self._wire.errors), self._newest.labels if inputs else ""
         try:
-            with self._processes.watched(f"step {step}"), torch.enable_grad():
+            with self._processes.watched(f"step {step}", batch), torch.enable_grad():
                 turn = step % len(schedule.flows)
                 script = self._scripts.script(schedule, turn)
                 batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))
@@ -301,8 +301,9 @@ class Engine:
         for receiver in self._receivers.values():
             receiver.post()
 
-    def _apart(self, tensors: Tensors) -> Tensors:
-        """Copy tensors whose memory may change before they have left, and tensors of other types."""
+    def _apart(self, tensors: Tensors, stage: int) -> Tensors:
+        """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
+        check_sendable(tensors, stage, self.device)
         # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
         owned = self._owned
         plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in owned for t in tensors]
@@ -346,7 +347,7 @@ class Engine:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     elif k + 1 < len(placement):
                         activation = cast(Tensors, made)
-                        outbox[action[1:]] = activation, self._apart(wire.compress(None, activation))
+                        outbox[action[1:]] = activation, wire.compress(None, self._apart(activation, k))
                     else:
                         self._post()  # the last stage sends nothing after a forward
                 elif q is not None:

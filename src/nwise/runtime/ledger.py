@@ -34,7 +34,19 @@ Window = tuple[tuple[Label, ...] | None, ...]
 _MOST_FORMS = 2**16  # that a ledger keeps
 
 
-def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: tuple[Label, ...]) -> tuple[Label, ...]:
+class Labels(tuple[Label, ...]):
+    """The labels of a mini-batch's micro-batches.
+
+    >>> four, three = make_specs([torch.ones(4, 2)]), make_specs([torch.ones(3, 2)])
+    >>> str(Labels([(four, ""), (four, ""), (three, "")]))
+    '2 of float32 [4, 2], 1 of float32 [3, 2]'
+    """
+
+    def __str__(self) -> str:
+        return ", ".join(f"{len(list(equal))} of {_described(*label)}" for label, equal in itertools.groupby(self))
+
+
+def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: Labels) -> Labels:
     """Return the labels of a mini-batch's micro-batches, as the same object as `known` if they are equal.
 
     Args:
@@ -42,7 +54,7 @@ def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: 
         autocast: dtype of autocast, if it is on.
         known: labels of an earlier mini-batch; one object is compared with itself at once.
     """
-    labels = tuple((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
+    labels = Labels((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
     return known if labels == known else labels
 
 
@@ -205,7 +217,7 @@ class Exchanged:
     """
 
     flows: Sequence[Flow] = ()
-    labels: tuple[Label, ...] = ()
+    labels: Labels = field(default_factory=Labels)
     forms: dict[tuple[int, int], Form] = field(default_factory=dict)
 
     def num_bytes(self, here: Container[int], parts: Callable[[Specs], Specs]) -> list[int]:
@@ -225,4 +237,8 @@ def _words(batch: Any) -> str:
     if batch is None:
         return "nothing"
     inputs, autocast = batch
-    return describe(from_json(inputs)) + (f" under autocast to {autocast}" if autocast else "")
+    return _described(from_json(inputs), autocast)
+
+
+def _described(inputs: Specs, autocast: str) -> str:
+    return describe(inputs) + (f" under autocast to {autocast}" if autocast else "")

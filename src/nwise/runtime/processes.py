@@ -172,14 +172,15 @@ class Processes:
         """Return the group of the ranks that hold the same stages; None without replicas."""
         return None
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, batch: object = "") -> None:
         """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.calls`)."""
 
-    def watched(self, name: str | None) -> AbstractContextManager[None]:
+    def watched(self, name: str | None, batch: object = "") -> AbstractContextManager[None]:
         """End all ranks if the body raises.
 
         Args:
             name: name of the call, which all ranks make; None for the closing of channels.
+            batch: what its mini-batch looks like, with a ``str`` that is the same on all ranks. Default: none.
         """
         return nullcontext()
 

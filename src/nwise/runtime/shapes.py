@@ -52,7 +52,12 @@ Specs = tuple[Spec, ...]
 
 
 def make_spec(tensor: Tensor, name: str = "") -> Spec:
-    """Return the spec of a tensor."""
+    """Return the spec of a tensor; raise ValueError for a nested one, which has none."""
+    if tensor.is_nested:
+        raise ValueError(
+            "Tensors under several processes should have a shape that all of them know. Found a nested tensor; pass its values "
+            "and offsets as two tensors, or train in one process."
+        )
     return Spec(tuple(tensor.shape), tensor.dtype, name)
 
 
@@ -112,6 +117,20 @@ def _equal(tensors: Sequence[Tensor], specs: Specs) -> bool:
     return len(tensors) == len(specs) and all(
         t.shape == s.shape and t.dtype is s.dtype for t, s in zip(tensors, specs, strict=True)
     )
+
+
+def check_sendable(tensors: Sequence[Tensor], stage: int, device: torch.device) -> None:
+    """Raise ValueError unless the outputs of a stage can travel to another process: dense values, on the device of the stages."""
+    for t in tensors:
+        if t.is_nested or t.is_quantized or t.layout is not torch.strided or t.device.type != device.type:
+            kind = "nested" if t.is_nested else "quantized" if t.is_quantized else str(t.layout).removeprefix("torch.")
+            if t.device.type != device.type:
+                kind = f"on the device {t.device.type!r}"
+            raise ValueError(
+                f"The output of stage {stage} should be dense tensors on the device {device.type!r}, because another process "
+                f"receives their values. Found a tensor that is {kind}; return dense tensors that describe it, such as its "
+                "values and offsets, or let the next stage make it."
+            )
 
 
 HEADER = Spec((1024,), torch.uint8)

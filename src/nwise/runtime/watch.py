@@ -256,6 +256,11 @@ class Watchdog:
                     f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} on rank "
                     f"{self._rank} and {theirs} on rank {other}; make both calls on all ranks, outside of conditions on the rank"
                 )
+            if str(mine.batch) != theirs.batch:
+                return (
+                    f"should get mini-batches of the same shapes as rank {other}. Found micro-batches, {mine.batch} in {mine} "
+                    f"here and {theirs.batch} in {theirs} there; load the same data on all ranks"
+                )
             if mine.digest != theirs.digest:
                 return (
                     f"should train with the same settings as rank {other}. Found {mine.settings} on rank "

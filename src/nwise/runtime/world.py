@@ -268,13 +268,13 @@ class World(Processes):
                     dist.recv(tensor, rank, group=self.control)
         return with_names(tensors, spec_names(header[0]))
 
-    def begin(self, name: str) -> None:
-        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings)
+    def begin(self, name: str, batch: object = "") -> None:
+        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, batch)
 
     @contextmanager
-    def watched(self, name: str | None) -> Iterator[None]:
+    def watched(self, name: str | None, batch: object = "") -> Iterator[None]:
         if name is not None:
-            self.begin(name)
+            self.begin(name, batch)
         self.watch.check()
         try:
             yield
