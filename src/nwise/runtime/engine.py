@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -22,7 +21,7 @@ from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
 from nwise.runtime.ledger import NOTHING, Exchanged, Window, make_labels, same
-from nwise.runtime.prepared import Arc, Job, Plans, Prepared, forwards_alone, prepare
+from nwise.runtime.messages import Arc, Messages, forwards_alone, messages_of
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import packed, unpacked
@@ -75,9 +74,8 @@ class Engine:
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
         self._owned: set[int] = set()
         self._wire = Wire(compression)
-        self._prepared: dict[str, Prepared] = {}  # by the digest of a schedule
-        self._forwards = prepare(forwards_alone(processes.placement), processes.place, replicated=False, parts=same)
-        self._prepare = partial(prepare, rank=processes.place, replicated=group is not None, parts=self._wire.specs)
+        self._forwards = forwards_alone(processes.placement)
+        self._messages = {"": messages_of(self._forwards, processes.place, same)}  # by digest; "" for forwards alone
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
@@ -209,17 +207,18 @@ class Engine:
         """
         with self._processes.watched("a forward"):
             # Every message has a header, because a stage may return other shapes, in evaluation mode, say.
-            self._start(self._forwards.plans, 0, [inputs], (None,))
-            hidden = inputs
-            for job in self._forwards.calls[0]:
-                for arc in job.receives:
+            messages, hidden = self._messages[""], inputs
+            self._start(messages, 0, [inputs], (None,))
+            for task in self._forwards.lists[0][self._processes.place]:
+                for arc in messages.receives.get(task, ()):
                     self._processes.doing = Doing(step, arc.action, time.perf_counter())
                     tensors, form = self._receivers[arc.peer].take(arc.key)
                     hidden = with_names(tensors, form.names)
-                self._processes.doing = Doing(step, job.action, time.perf_counter())
-                hidden = call(job.action.stage, hidden)
-                if job.send is not None:
-                    _, key, peer, _ = job.send
+                action = self._forwards.graph.tasks[task]
+                self._processes.doing = Doing(step, action, time.perf_counter())
+                hidden = call(action.stage, hidden)
+                if task in messages.sends:
+                    _, key, peer, _ = messages.sends[task]
                     self._senders[peer].send(key, hidden, self._apart(tuple(y.detach() for y in hidden)))
                     self._post()
 
@@ -227,7 +226,7 @@ class Engine:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
         with self._processes.watched(None):
             self.forget()
-            self._start(Plans({}, {}), 0, (), ())
+            self._start(Messages({}, {}, {}, {}), 0, (), ())
 
     def _learns(self) -> list[Tensor]:
         """Return the trainable parameters of this rank."""
@@ -261,15 +260,15 @@ class Engine:
         try:
             with self._processes.watched(f"step {step}"), torch.enable_grad():
                 turn = step % len(schedule.flows)
-                if schedule.digest not in self._prepared:
-                    self._prepared[schedule.digest] = self._prepare(schedule)
-                work = self._prepared[schedule.digest]
+                if schedule.digest not in self._messages:
+                    self._messages[schedule.digest] = messages_of(schedule, self._processes.place, self._wire.specs)
+                messages = self._messages[schedule.digest]
                 batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))
-                self._start(work.plans, turn, inputs, tuple(None if one is None else one.labels for one in batches))
+                self._start(messages, turn, inputs, tuple(None if one is None else one.labels for one in batches))
                 before = self._sent()
                 for replicas in self._replicas.values():
                     replicas.start()
-                self._execute(work.calls[turn], step, on_action)
+                self._execute(schedule, messages, step, on_action)
                 for replicas in self._replicas.values():
                     replicas.sum_statistics()
         except BaseException:
@@ -282,14 +281,14 @@ class Engine:
             self._exchanged.pop(number, None)
         self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
 
-    def _start(self, plans: Plans, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
+    def _start(self, messages: Messages, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
         """Begin a call on all channels."""
         if self._alone:
             return
         if not self._senders:
             self._senders, self._receivers = self._processes.channels(self.device)
-        incoming = [(receiver, plans.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
-        outgoing = [(sender, plans.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
+        incoming = [(receiver, messages.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
+        outgoing = [(sender, messages.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
         start_all(outgoing, incoming, window, turn)
         # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch. A send returns
         # before its message has left.
@@ -314,50 +313,51 @@ class Engine:
         """Return the bytes sent so far, as activations and as gradients."""
         return [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
 
-    def _execute(self, jobs: Sequence[Job], step: int, on_action: OnAction) -> None:
+    def _execute(self, schedule: Schedule, messages: Messages, step: int, on_action: OnAction) -> None:
         """Execute this rank's list, task by task."""
         # The list alone decides the order. A receive blocks until its message is there; a result goes to another rank, or to the
         # tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B).
-        #
         # A task of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
         # no such mini-batch: then nothing is computed, and its messages are headers alone.
         processes, wire = self._processes, self._wire
         compressed, watched = wire.compression is not None, self.recorder is not None or on_action is not None
-        for job in jobs:
-            action = job.action
+        completing, observed = schedule.completing if self._replicas else (), processes.size > 1
+        for task in schedule.lists[step % len(schedule.flows)][processes.place]:
+            action = schedule.graph.tasks[task]
             kind, k, m, q, _, age = action
-            tapes = self._tapes.get(step - age)
-            for arc in job.receives:
+            if kind is Kind.UPDATE and self._alone and not self._replicas:
+                break  # the caller's optimizer updates
+            tapes, send = self._tapes.get(step - age), messages.sends.get(task)
+            for arc in messages.receives.get(task, ()):
                 self._receive(arc, step, tapes, on_action)
             begin, message = time.perf_counter(), None
-            processes.doing = Doing(step, action, begin)
+            if observed:
+                processes.doing = Doing(step, action, begin)
             if kind is Kind.UPDATE:
                 if k in self._replicas:
                     self._replicas[k].finish()
             elif tapes is not None:
-                # The gradients are complete after the last task that adds to them, so their sums over replicas begin
-                # during it, and overlap with the tasks until the update.
-                with self._replicas[k].summing(head=kind is Kind.HEAD) if job.last else _NOTHING_ELSE:
-                    made = self._stages[k].run(action, tapes[k][m], continued=job.continued)
+                # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
+                with self._replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
+                    made = self._stages[k].run(action, tapes[k][m], continued=task in schedule.continued)
                 if kind is Kind.FORWARD:
-                    if job.send is not None:
-                        activation = cast(Tensors, made)
-                        message = activation, self._apart(wire.compress(None, activation))
+                    if send is not None:
+                        message = cast(Tensors, made), self._apart(wire.compress(None, cast(Tensors, made)))
                     elif k + 1 in tapes:
                         tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     else:
                         self._post()  # the last stage sends nothing after a forward
-                elif job.send is not None:
+                elif send is not None:
                     specs = self._exchanged[step - age].forms[k, m].specs
                     gradients, absent = packed(made, specs, self.device)
                     message = gradients, wire.compress(action, gradients, absent)
                 elif q is not None:
-                    # No name for the message here: it would keep the message beyond its last pass.
+                    # Without a name, which would keep the message beyond its last pass.
                     tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
             if watched and (tapes is not None or kind is Kind.UPDATE):
                 self._tell(step, action, begin, on_action)
-            if job.send is not None:
-                self._send(job.send, message, step, tapes, on_action)
+            if send is not None:
+                self._send(send, message, step, tapes, on_action)
 
     def _tell(self, step: int, action: Action, begin: float, on_action: OnAction) -> None:
         """Tell the recorder and the user's function what this rank has done."""

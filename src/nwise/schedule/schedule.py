@@ -119,6 +119,15 @@ class Schedule:
         return frozenset(result)
 
     @cached_property
+    def completing(self) -> frozenset[int]:
+        """The last head and the last W or B of every stage in each call, after which their gradients are complete."""
+        tasks, last = self.graph.tasks, dict[tuple[int, int, bool], int]()
+        for call, task in ((call, task) for call, lists in enumerate(self.lists) for task in chain(*lists)):
+            if tasks[task].kind in (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH):
+                last[call, tasks[task].stage, tasks[task].kind is Kind.HEAD] = task
+        return frozenset(last.values())
+
+    @cached_property
     def _place(self) -> dict[int, int]:
         return {task: place for tasks in self.by_rank for place, task in enumerate(tasks)}
 
