@@ -15,7 +15,7 @@ engine follow the arcs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -135,40 +135,65 @@ def task_graph(
     size = len(flows[0][0].stages)
     placement, ages = placement or tuple(range(size)), ages or (0,) * size
     known = None if given is None else {a[:5]: a for a in given if a.kind is not Kind.UPDATE}
-    made: dict[tuple[str | int, int, int, int], int] = {}  # what is made, stage, micro-batch, turn
     tasks: list[Action] = []
     needs: list[tuple[Need, ...]] = []
-
-    def add(kind: Kind, k: int, m: int, q: int | None, turn: int, wanted: Sequence[tuple[str | int, int]]) -> None:
-        key = kind, k, m, q, turn
-        action = Action(*key) if known is None else known.pop(key, None)
-        if action is None:
-            raise _incomplete(placement[k], f"no {Action(*key)}")
-        if q is not None:
-            made[q, k, m, turn] = len(tasks)
-        elif kind is not Kind.WEIGHT_GRAD:
-            made[kind.value, k, m, turn] = len(tasks)
-        numbers = [(made[what, stage, m, turn], placement[stage] != placement[k]) for what, stage in wanted]
-        needs.append(tuple([Need(n, action.age - tasks[n].age, link) for n, link in numbers]))
-        tasks.append(action)
-
     for turn, batch in enumerate(flows):
         for flow, group in groupby(enumerate(batch), itemgetter(1)):
-            split, fused = _work(flow, fuse=False), _work(flow, fuse=True)
+            blocks: dict[tuple[int, ...], list[_Pattern]] = {}  # micro-batches are alike, but for what they fuse
             for m, _ in group:
-                for k, (down, _) in enumerate(split):
-                    for kind, q, wanted in down:
-                        add(kind, k, m, q, turn, wanted)
-                for k in range(size - 1, -1, -1):
-                    both = known is not None and (Kind.BOTH, k, m, flow.stages[k].fused, turn) in known
-                    for kind, q, wanted in (fused if both else split)[k][1]:
-                        add(kind, k, m, q, turn, wanted)
+                both = [(Kind.BOTH, k, m, stage.fused, turn) for k, stage in enumerate(flow.stages)]
+                fused = tuple(key[1] for key in both if key in known) if known else ()
+                if fused not in blocks:
+                    blocks[fused] = _block(flow, fused)
+                first = len(tasks)
+                for kind, k, q, inputs in blocks[fused]:
+                    key = kind, k, m, q, turn
+                    action = Action(*key) if known is None else known.pop(key, None)
+                    if action is None:
+                        raise _incomplete(placement[k], f"no {Action(*key)}")
+                    made = [(first + i, tasks[first + i]) for i in inputs]
+                    needs.append(
+                        tuple([Need(n, action.age - a.age, placement[a.stage] != placement[k]) for n, a in made])
+                    )
+                    tasks.append(action)
         tasks += [Action(Kind.UPDATE, k, 0, None, turn) for k in range(size)]
         needs += [()] * size
     if known:
         unneeded = next(iter(known.values()))
         raise _incomplete(placement[min(unneeded.stage, size - 1)], f"{unneeded} too often or unneeded")
     return TaskGraph(tuple(map(tuple, flows)), placement, ages, tuple(tasks), tuple(needs))
+
+
+# A computation of a micro-batch: kind, stage, message, and the places of those that it needs.
+_Pattern = tuple[Kind, int, int | None, list[int]]
+
+
+def _block(flow: Flow, fused: Container[int]) -> list[_Pattern]:
+    """Return the computations of a micro-batch, each after those that it needs, with a B on the stages `fused`."""
+    block: list[_Pattern] = []
+    made: dict[tuple[str | int, int], int] = {}  # place of what is made: "F", "H" or a message, and the stage
+
+    def add(action: Action, inputs: Iterable[tuple[str | int, int]]) -> None:
+        kind, k, _, q, *_ = action
+        made[kind.value if q is None else q, k] = len(block)
+        block.append((kind, k, q, [made[one] for one in inputs]))
+
+    for k, stage in enumerate(flow.stages):
+        for action in forwards(stage, k, 0):
+            add(action, [("F", k)] if action.kind is Kind.HEAD else [("F", k - 1)] if k else [])
+    for k, stage in reversed(list(enumerate(flow.stages))):
+        for action in passes(stage, k, 0, fuse=k in fused):
+            cotangent = stage.cotangent(action.message)
+            own: list[tuple[str | int, int]] = [("F", k), ("H", k)] if cotangent.own else [("F", k)]
+            above = [(q, k + 1) for q in cotangent.needed]
+            # A separate W comes after the I of the same cotangent, which has kept the cotangent of every layer for it.
+            split = action.kind is Kind.WEIGHT_GRAD and stage.fused is not None
+            add(action, [*own, *above, *([(stage.fused, k)] if split else [])])
+    return block
+
+
+def _incomplete(rank: int, problem: str) -> ValueError:
+    return ValueError(f"The list of rank {rank} should contain each of its actions once. Found {problem}.")
 
 
 def held_back(flows: Sequence[Sequence[Flow]], placement: Placement, *, oldest: int) -> list[int]:
@@ -195,41 +220,3 @@ def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:
     for flow, group in groupby(flow for batch in flows for flow in batch):
         counts[flow] = counts.get(flow, 0) + sum(1 for _ in group)
     return counts
-
-
-def _incomplete(rank: int, problem: str) -> ValueError:
-    return ValueError(f"The list of rank {rank} should contain each of its actions once. Found {problem}.")
-
-
-# A computation of any micro-batch: its kind and message, and what it needs: "F", "H" or the index of a message, and the stage.
-_Pattern = tuple[Kind, int | None, list[tuple[str | int, int]]]
-
-
-def _work(flow: Flow, *, fuse: bool) -> list[tuple[list[_Pattern], list[_Pattern]]]:
-    """Return the forward work and the passes of every stage."""
-
-    def pattern(action: Action) -> _Pattern:
-        return action.kind, action.message, _inputs(action, flow.stages[action.stage])
-
-    return [
-        (list(map(pattern, forwards(stage, k, 0))), list(map(pattern, passes(stage, k, 0, fuse=fuse))))
-        for k, stage in enumerate(flow.stages)
-    ]
-
-
-def _inputs(action: Action, stage: StageFlow) -> list[tuple[str | int, int]]:
-    """Return what a computation needs: "F", "H" or the index of a message, and of which stage."""
-    kind, k, _, q, *_ = action
-    if kind is Kind.FORWARD:
-        return [("F", k - 1)] if k else []
-    if kind is Kind.HEAD:
-        return [("F", k)]
-    cotangent = stage.cotangent(q)
-    inputs: list[tuple[str | int, int]] = [("F", k)]
-    if cotangent.own:
-        inputs.append(("H", k))
-    inputs += [(p, k + 1) for p in cotangent.needed]
-    # A separate W comes after the I of the same cotangent, which has kept the cotangent of every layer for it.
-    if kind is Kind.WEIGHT_GRAD and stage.fused is not None:
-        inputs.append((stage.fused, k))
-    return inputs

@@ -68,6 +68,9 @@ class ListScheduler:
         self._turns, self._reorders = len(calls), cap is not None
         self._latest, self._pace = latest, pace
         self._duration, self._latency = durations(graph, costs), costs.latency
+        self._wakes = [
+            {graph.ranks[user] for user in users} - {rank} for users, rank in zip(graph.users, graph.ranks, strict=True)
+        ]
         ranks = range(1 + max(placement))
         self._stages = [[k for k, rank in enumerate(placement) if rank == r] for r in ranks]
         self._call = [-1] * len(ranks)
@@ -112,7 +115,7 @@ class ListScheduler:
                 busy[rank] = now + (self._duration[task] if batch >= 0 else 0.0)
                 heapq.heappush(events, (busy[rank], rank))
                 self._made[task, batch] = busy[rank], self._call[rank]
-                for other in {self._graph.ranks[user] for user in self._graph.users[task]} - {rank}:
+                for other in self._wakes[task]:
                     heapq.heappush(events, (busy[rank] + self._latency, other))
         tasks = self._graph.tasks
         if stuck := [tasks[queue[0].task] for queues in self._queues for queue in queues.values() if queue]:

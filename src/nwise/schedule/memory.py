@@ -22,7 +22,6 @@ from nwise.schedule.schedule import Schedule
 # Stage, micro-batch and turn.
 _Tape = tuple[int, int, int]
 _Places = dict[_Tape, list[int]]
-_Graphs = dict[_Tape, list[tuple[int, int]]]
 # The first and the last task, by their places in a rank's list; the number of cycles between them; and bytes.
 _Span = tuple[int, int, int, float]
 
@@ -113,36 +112,28 @@ class _Work:
             a = self.actions[i]
             if a.kind is not Kind.UPDATE:
                 self._places.setdefault((a.stage, a.microbatch, a.turn), []).append(i)
-        self.graphs = self._reruns() if recompute else self._kept()
+        self.graphs = {key: self._graphs(places, recompute=recompute) for key, places in self._places.items()}
 
-    def _kept(self) -> _Graphs:
-        """Return the times at which every micro-batch of every stage has its graph: the places of its first and last task."""
-        return {
-            key: [(places[0], places[-1])]
-            for key, places in self._places.items()
-            if any(self.actions[i].kind in PASSES for i in places)
-        }
+    def _graphs(self, places: Sequence[int], *, recompute: bool) -> list[tuple[int, int]]:
+        """Return the spans in which a micro-batch of a stage has its graph: the places of its first and last task.
 
-    def _reruns(self) -> _Graphs:
-        """Return the same if a graph is made again whenever the rank has done other work."""
-        graphs: _Graphs = {}
-        for (k, m, turn), places in self._places.items():
-            fused = self._schedule.flows[turn][m].stages[k].fused
-            spans, begun, kept = [], None, False
-            for i in places:
-                action, continued = self.actions[i], self._numbers[i] in self._schedule.continued
-                if begun is None and (action.kind in PASSES or continued):
-                    begun = i
-                # A kept cotangent keeps the graph until its W.
-                if action.kind is Kind.WEIGHT_GRAD:
-                    kept = False
-                elif action.kind is Kind.INPUT_GRAD and action.message == fused:
-                    kept = True
-                if begun is not None and not kept and not continued:
-                    spans.append((begun, i))
-                    begun = None
-            graphs[k, m, turn] = spans
-        return graphs
+        With `recompute` a graph is made again whenever the rank has done other work.
+        """
+        spans, begun, kept, graph = [], None, False, self._schedule.graph
+        for i in places if any(self.actions[i].kind in PASSES for i in places) else ():
+            action, task = self.actions[i], self._numbers[i]
+            continued = task in self._schedule.continued if recompute else i != places[-1]
+            if begun is None and (action.kind in PASSES or continued):
+                begun = i
+            # A kept cotangent keeps the graph until its W.
+            if action.kind is Kind.WEIGHT_GRAD:
+                kept = False
+            elif action.kind is Kind.INPUT_GRAD and action.message == graph.stage(task).fused:
+                kept = True
+            if begun is not None and not kept and not continued:
+                spans.append((begun, i))
+                begun = None
+        return spans
 
     def spans(self, costs: Costs) -> Iterator[_Span]:
         """Iterate over everything that is live for a while."""
@@ -164,7 +155,7 @@ class _Work:
             # The output of F lives until its graph is freed and the head has run, and while the next stage needs it as
             # input. A second forward makes a second output.
             uses = [i for i in places if actions[i].kind is Kind.HEAD]
-            for begin, end in self.graphs.get((k, m, turn), []):
+            for begin, end in self.graphs[k, m, turn]:
                 yield span(begin, end, activation[k])
                 if actions[begin].kind in PASSES:
                     yield span(begin, end, output[k])
