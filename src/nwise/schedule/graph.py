@@ -184,11 +184,14 @@ def _block(flow: Flow, fused: Container[int]) -> list[_Pattern]:
     for k, stage in reversed(list(enumerate(flow.stages))):
         for action in passes(stage, k, 0, fuse=k in fused):
             cotangent = stage.cotangent(action.message)
-            own: list[tuple[str | int, int]] = [("F", k), ("H", k)] if cotangent.own else [("F", k)]
-            above = [(q, k + 1) for q in cotangent.needed]
+            inputs: list[tuple[str | int, int]] = [("F", k)]
+            if cotangent.own:
+                inputs.append(("H", k))
+            inputs += [(q, k + 1) for q in cotangent.needed]
             # A separate W comes after the I of the same cotangent, which has kept the cotangent of every layer for it.
-            split = action.kind is Kind.WEIGHT_GRAD and stage.fused is not None
-            add(action, [*own, *above, *([(stage.fused, k)] if split else [])])
+            if action.kind is Kind.WEIGHT_GRAD and stage.fused is not None:
+                inputs.append((stage.fused, k))
+            add(action, inputs)
     return block
 
 
