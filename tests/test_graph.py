@@ -162,3 +162,15 @@ def test_one_process_alternates_between_stages() -> None:
         "U0",
         "U1",
     ]
+    flows = flows_for(nwise.NWise(2), 3, 1)
+    one = make_schedule("?", flows, depth_first, (0, 0, 0)).actions[0]
+    assert " ".join(map(str, one)) == "F0(0) F1(0) H1(0) I1(0.0) W0(0) F2(0) H2(0) B2(0.0) W1(0) U0 U1 U2"
+
+
+def test_message_is_received_before_its_first_use() -> None:
+    """I and W of stage 1 start from one message, which a rank keeps for the second of them."""
+    flows = flows_for(nwise.EndToEnd(), 3, 1)
+    schedule = make_schedule("?", flows, lambda f, t: depth_first(f, t, fuse=False))
+    names = [(str(schedule.graph.tasks[task]), str(schedule.graph.tasks[user])) for task, user in schedule.messages]
+    assert names == [("F0(0)", "F1(0)"), ("F1(0)", "F2(0)"), ("I2(0.0)", "I1(0.0)"), ("I1(0.0)", "W0(0)")]
+    assert " ".join(map(str, schedule.actions[1])) == "RX1(0) F1(0) SX1(0) RG1(0.0) I1(0.0) SG1(0.0) W1(0) U1"
