@@ -17,7 +17,7 @@ import nwise
 from nwise.flow import Cotangent, Flow, find_flow
 from nwise.schedule.actions import Kind
 from nwise.schedule.orders import depth_first, make_schedule
-from nwise.schedule.schedule import merge
+from nwise.schedule.sweep import merge
 
 Matrix = NDArray[np.float64]
 
@@ -210,7 +210,8 @@ def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> N
 def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatches: int) -> None:
     flow = find_flow(torch.from_numpy(matrix))
     schedule = make_schedule("depth-first", [[flow] * num_microbatches], depth_first)
-    order = merge(schedule.words, schedule.flows)
+    tasks = (schedule.graph.tasks[task] for task in merge(schedule.graph, schedule.lists[0]))
+    order = [action for action in tasks if action.kind is not Kind.UPDATE]
     assert len(order) == len(set(order))
     passes = sum(stage.passes for stage in flow.stages)
     heads = len(flow.heads)

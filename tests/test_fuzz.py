@@ -193,22 +193,22 @@ def test_random_schedules_are_timed_or_raise(method: Any, stages: int, m: int, c
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(0, 99), st.sampled_from("xds")), max_size=4)
 )
 def test_mutated_action_lists_validate_or_raise(changes: list[tuple[int, int, int, str]]) -> None:
-    """Swap, remove or duplicate actions; the lists are valid or raise one sentence."""
+    """Swap, remove or duplicate tasks; the lists are valid or raise one sentence."""
     schedule = timed_method("2-wise", num_stages=4, num_microbatches=2, costs=parse_costs("paper")).schedule
-    words = [list(word) for word in schedule.words]
+    lists = [list(tasks) for tasks in schedule.lists[0]]
     for k, i, j, action in changes:
-        word = words[k]
-        if len(word) < 2:
+        tasks = lists[k]
+        if len(tasks) < 2:
             continue
-        i, j = i % len(word), j % len(word)
+        i, j = i % len(tasks), j % len(tasks)
         if action == "x":
-            word[i], word[j] = word[j], word[i]
+            tasks[i], tasks[j] = tasks[j], tasks[i]
         elif action == "d":
-            del word[i]
+            del tasks[i]
         else:
-            word.insert(j, word[i])
+            tasks.insert(j, tasks[i])
     try:
-        validate(dataclasses.replace(schedule, words=tuple(map(tuple, words))))
+        validate(dataclasses.replace(schedule, lists=(tuple(map(tuple, lists)),)))
     except ValueError as error:
         a_sentence(error)
 

@@ -52,7 +52,7 @@ def test_terminal_grid_says_where_it_is_cut() -> None:
 
 def test_schedule_command_lists_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["schedule", "--strategy", "1f1b", "--stages", "2", "--microbatches", "1", "--lists"]) == 0
-    assert "stage 1: RX1(0) F1(0) H1(0) B1(0.0) SG1(0.0) D1(0) U1" in capsys.readouterr().out
+    assert "stage 1: RX1(0) F1(0) H1(0) B1(0.0) SG1(0.0) U1" in capsys.readouterr().out
     assert cli.run(["schedule", "--strategy", "local", "2-wise", "--microbatches", "1", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [s["title"] for s in record["schedules"]] == [
@@ -147,7 +147,7 @@ def test_chrome_trace_matches_timeline_and_messages() -> None:
         starts = {e["id"]: e for e in events if e["ph"] == "s"}
         ends = {e["id"]: e for e in events if e["ph"] == "f"}
         schedule = drawn.timed.schedule
-        sends = sum(a.kind.name.startswith("SEND") for word in schedule.lists for a in word)
+        sends = sum(a.kind.name.startswith("SEND") for actions in schedule.actions for a in actions)
         assert starts.keys() == ends.keys()
         assert len(starts) == line.cycles * sends == len(line.messages)
         for key, start in starts.items():

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 import nwise
 from nwise.app.recipes.config import Recipe, from_json, to_json
 from nwise.flow import find_flow, flows_for
-from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
+from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baseline, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages, weight_ages
 from nwise.schedule.bounds import lower_bound
-from nwise.schedule.event_graph import EventGraph, event_graph
+from nwise.schedule.clock import Clock, make_clock
 from nwise.schedule.named import choose
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
 from nwise.schedule.period import period
-from nwise.schedule.schedule import Deadlock, merge, needs, product
+from nwise.schedule.sweep import Deadlock, merge
 from timelines import in_flight, waiting
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
@@ -68,7 +68,7 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
         trained = bool(matrix[:, k].any())
         expected = 1 + r * 1.2 + (rho - r) * share * 1.2 + 0.7 * trained + 0.3 * bool(matrix[k].any())
         assert found.busy[k] == pytest.approx(m * expected)
-        sent = [x for x in found.lists[k] if x.kind is Kind.SEND_GRADIENT]
+        sent = [x for x in found.actions[k] if x.kind is Kind.SEND_GRADIENT]
         assert len(sent) == m * r
     line = simulate(found.schedule, costs)
     assert in_flight(line) == found.in_flight
@@ -109,12 +109,12 @@ def test_period_respects_bound_and_matches_long_run(
 # Exact periods -----------------------------------------------------------------------------------
 
 
-def cycle_ratio(net: EventGraph) -> float:
+def cycle_ratio(net: Clock) -> float:
     """The largest ratio of time to calls over all cycles of waits, by definition: no cycle gains at this rate, some do below."""
-    arcs = [(u, v, net.duration[v] + lag, calls) for v, needs in enumerate(net.needs) for u, lag, calls in needs]
-    for word in net.words:
-        pairs = zip(word, (*word[1:], word[0]), strict=True) if word else ()
-        arcs += [(u, v, net.duration[v], int(v == word[0])) for u, v in pairs]
+    arcs = [(u, v, net.duration[v] + lag, calls) for v, waits in enumerate(net.waits) for u, lag, calls in waits]
+    for nodes in net.lists:
+        pairs = zip(nodes, (*nodes[1:], nodes[0]), strict=True) if nodes else ()
+        arcs += [(u, v, net.duration[v], int(v == nodes[0])) for u, v in pairs]
     origin, target, weight, calls = map(np.array, zip(*arcs, strict=True))
 
     def gains(rate: float) -> bool:
@@ -153,7 +153,7 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     rule: Any = numbers.choice([partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
     schedule = make_schedule("?", flows, rule, placement, ages)
     validate(schedule)
-    net = event_graph(schedule, costs)
+    net = make_clock(schedule, costs)
     found = period(net)
     assert found == pytest.approx(cycle_ratio(net), rel=1e-6)
     line = simulate(schedule, costs, cycles=121)
@@ -386,17 +386,17 @@ def test_list_scheduling_knows_when_messages_arrive() -> None:
 def test_ties_prefer_fifo_and_fewer_actions() -> None:
     flows = flows_for(nwise.NWise(3), 6, 4)
     one = timed(make_schedule("phase", flows, partial(phase, fuse=False)), REAL)
-    words = list(one.schedule.words)
+    lists = list(one.schedule.work)
     # Stage 3 sends its second message of micro-batch 0 before the first of micro-batch 3, stage 2 uses them otherwise.
-    i = next(i for i, x in enumerate(words[3]) if x.kind is Kind.INPUT_GRAD and (x.microbatch, x.message) == (3, 0))
-    assert (words[3][i + 1].microbatch, words[3][i + 1].message) == (0, 1)
-    words[3] = (*words[3][:i], words[3][i + 1], words[3][i], *words[3][i + 2 :])
-    other = Timed(Schedule("swapped", one.schedule.flows, tuple(words)), REAL, one.period)
+    i = next(i for i, x in enumerate(lists[3]) if x.kind is Kind.INPUT_GRAD and (x.microbatch, x.message) == (3, 0))
+    assert (lists[3][i + 1].microbatch, lists[3][i + 1].message) == (0, 1)
+    lists[3] = (*lists[3][:i], lists[3][i + 1], lists[3][i], *lists[3][i + 2 :])
+    other = Timed(arrange("swapped", one.schedule.flows, lists), REAL, one.period)
     assert one.schedule.first_in_first_out
     assert not other.schedule.first_in_first_out
     assert one.rank < other.rank
     end = best("end-to-end", num_stages=4, num_microbatches=1, costs=PAPER)
-    assert [x.kind for x in end.schedule.words[1]] == [Kind.FORWARD, Kind.BOTH, Kind.UPDATE]
+    assert [x.kind for x in end.schedule.work[1]] == [Kind.FORWARD, Kind.BOTH, Kind.UPDATE]
 
 
 def test_ties_prefer_fewer_in_flight() -> None:
@@ -414,7 +414,7 @@ def test_rotating_blocks_average_over_their_cycle() -> None:
     found = of("rotating-2", 8, 8)
     assert found.period == 28
     assert len(found.schedule.flows) == 2
-    assert [a.turn for a in found.lists[3] if a.kind is Kind.UPDATE] == [0, 1]
+    assert [a.turn for a in found.actions[3] if a.kind is Kind.UPDATE] == [0, 1]
     line = simulate(found.schedule, REAL, cycles=6)
     assert line.period == pytest.approx(28)
 
@@ -455,22 +455,20 @@ def test_hogwild_never_waits_without_micro_batches(num_stages: int) -> None:
 
 def test_action_lists_by_hand() -> None:
     """A = 4, 2-wise, M = 2, skewed; loss 0 trains nothing, so stage 0 has neither head nor I."""
-    lists = [" ".join(map(str, word)) for word in of("2-wise", 4, 2).lists]
-    assert lists[0] == "F0(0) SX0(0) F0(1) SX0(1) RG0(0.0) W0(0) D0(0) RG0(1.0) W0(1) D0(1) U0"
+    lists = [" ".join(map(str, actions)) for actions in of("2-wise", 4, 2).actions]
+    assert lists[0] == "F0(0) SX0(0) F0(1) SX0(1) RG0(0.0) W0(0) RG0(1.0) W0(1) U0"
     middle = (
         "RX1(0) F1(0) SX1(0) H1(0) I1(0.0) SG1(0.0) RX1(1) F1(1) SX1(1) H1(1) I1(1.0) SG1(1.0) "
-        "RG1(0.0) W1(0) D1(0) RG1(1.0) W1(1) D1(1) U1"
+        "RG1(0.0) W1(0) RG1(1.0) W1(1) U1"
     )
     assert lists[1] == middle
     assert lists[2] == "".join("2" if c == "1" and middle[i - 1].isalpha() else c for i, c in enumerate(middle))
-    assert lists[3] == (
-        "RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) D3(0) W3(1) D3(1) U3"
-    )
+    assert lists[3] == ("RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) W3(1) U3")
 
 
 def test_messages_are_sent_as_soon_as_they_exist() -> None:
-    for word in of("4-wise", 9, 3).lists:
-        for action, following in itertools.pairwise(word):
+    for actions in of("4-wise", 9, 3).actions:
+        for action, following in itertools.pairwise(actions):
             if action.kind is Kind.INPUT_GRAD:
                 assert following == action._replace(kind=Kind.SEND_GRADIENT)
             if action.kind is Kind.FORWARD and action.stage < 8:
@@ -481,20 +479,20 @@ def test_messages_are_sent_as_soon_as_they_exist() -> None:
 def test_one_process_can_run_any_lists(rule: Any) -> None:
     flow = find_flow(nwise.NWise(3).credit(6))
     schedule = make_schedule("?", [[flow] * 3], rule)
-    order = merge(schedule.words, schedule.flows)
+    order, tasks = merge(schedule.graph, schedule.lists[0]), schedule.graph.tasks
     done = set()
-    for action in order:
-        assert all(need in done for need in needs(action, schedule.flows))
-        done.add(product(action))
-    for k, word in enumerate(schedule.words):
-        assert [a for a in order if a.stage == k] == [a for a in word if a.kind is not Kind.UPDATE]
+    for task in order:
+        assert all(need.task in done for need in schedule.graph.needs[task])
+        done.add(task)
+    for k, numbers in enumerate(schedule.by_rank):
+        assert [task for task in order if tasks[task].stage == k] == list(numbers)
 
 
 def test_one_process_keeps_the_order_of_the_rule() -> None:
     """One rank never waits, so list scheduling would only hold more micro-batches."""
     flows = flows_for(nwise.EndToEnd(), 4, 3)
     one = choose("zb-h1", flows, (0,) * 4)
-    assert one.words == make_schedule("", flows, partial(depth_first, fuse=False), (0,) * 4).words
+    assert one.lists == make_schedule("", flows, partial(depth_first, fuse=False), (0,) * 4).lists
     assert max(one.in_flight) == 1
 
 

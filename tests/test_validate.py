@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import nwise
 from nwise.flow import flows_for
-from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, best, simulate, timed, validate
+from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, arrange, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.named import ORDERS
-from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
-from nwise.schedule.schedule import Word, merge
+from nwise.schedule.named import ORDERS, one_process
+from nwise.schedule.orders import Actions, depth_first, make_schedule, phase, skewed
+from nwise.schedule.sweep import merge
 from timelines import waiting
 
 COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
@@ -26,86 +26,93 @@ def schedule(name: str = "2-wise", a: int = 4, m: int = 2) -> Schedule:
     return best(name, num_stages=a, num_microbatches=m, costs=COSTS).schedule
 
 
-def without(word: Word, kind: Kind) -> Word:
-    index = next(i for i, action in enumerate(word) if action.kind is kind)
-    return word[:index] + word[index + 1 :]
+def without(actions: Actions, kind: Kind) -> Actions:
+    index = next(i for i, action in enumerate(actions) if action.kind is kind)
+    return actions[:index] + actions[index + 1 :]
 
 
-def moved(word: Word, kind: Kind, to: int) -> Word:
-    action = next(action for action in word if action.kind is kind)
-    rest = [a for a in word if a != action]
+def moved(actions: Actions, kind: Kind, to: int) -> Actions:
+    action = next(action for action in actions if action.kind is kind)
+    rest = [a for a in actions if a != action]
     return (*rest[:to], action, *rest[to:])
 
 
-BROKEN: list[tuple[str, int, Callable[[Word], Word], str]] = [
-    ("a weight gradient forgotten", 1, lambda w: without(w, Kind.WEIGHT_GRAD), r"rank 1.*Found no W1\(0\) \(1 missing"),
-    ("a drop forgotten", 2, lambda w: without(w, Kind.DROP), r"rank 2.*Found no D2\(0\)"),
-    ("an update twice", 3, lambda w: (*w, w[-1]), "rank 3.*Found U3 too often or unneeded"),
+BROKEN: list[tuple[str, int, Callable[[Actions], Actions], str]] = [
+    ("a weight gradient forgotten", 1, lambda w: without(w, Kind.WEIGHT_GRAD), r"rank 1.*Found no W1\(0\)\."),
+    ("a forward twice", 3, lambda w: (w[0], *w), r"rank 3.*Found F3\(0\) too often or unneeded \(0 missing, 1 too many"),
     ("another stage's action", 0, lambda w: (*w, Action(Kind.FORWARD, 1, 0)), r"rank 0.*Found F1\(0\) too often"),
-    ("a send forgotten", 0, lambda w: without(w, Kind.SEND_ACTIVATION), r"rank 0.*Found no SX0\(0\)"),
-    ("a receive forgotten", 1, lambda w: without(w, Kind.RECEIVE_GRADIENT), r"rank 1.*Found no RG1\(0.0\)"),
-    ("used before it is received", 1, lambda w: moved(w, Kind.FORWARD, 0), r"Found F1\(0\) without the activation of stage 0"),
-    ("dropped too early", 1, lambda w: moved(w, Kind.DROP, 6), r"drop a micro-batch after its last use. Found RG1\(0.0\) after"),
-    ("dropped before it is there", 0, lambda w: moved(w, Kind.DROP, 0), r"Found D0\(0\) without the activation of stage 0"),
-    ("updated too early", 2, lambda w: (w[-1], *w[:-1]), r"update after all other actions.*Found U2 before 2 of its"),
-    ("dropped after the update", 2, lambda w: (*w[:-2], w[-1], w[-2]), "Found U2 before 1 of its micro-batches were dropped"),
-    ("a head after its use", 1, lambda w: moved(w, Kind.HEAD, 9), r"Found I1\(0.0\) without the head of stage 1"),
-    ("sent before it is made", 1, lambda w: moved(w, Kind.SEND_GRADIENT, 2), r"SG1\(0.0\) without message 0 of stage 1"),
-    ("waits for each other", 1, lambda w: moved(w, Kind.RECEIVE_GRADIENT, 0), r"deadlock.*RG1\(0.0\), RX2\(0\), RX3\(0\)"),
+    ("an action of no stage", 0, lambda w: (*w, Action(Kind.FORWARD, 9, 0)), r"Found F9\(0\) too often or unneeded"),
+    ("a message that nobody needs", 1, lambda w: (*w, Action(Kind.INPUT_GRAD, 1, 0, 1)), r"rank 1.*I1\(0.1\) too often"),
+    ("a list too few", 0, lambda w: (), r"rank 0.*Found no F0\(0\)"),
+    ("a head after its use", 1, lambda w: moved(w, Kind.HEAD, 9), r"deadlock.*W0\(0\), I1\(0.0\)"),
+    ("a forward after its head", 1, lambda w: moved(w, Kind.FORWARD, 2), r"deadlock.*W0\(0\), H1\(0\), F2\(0\), F3\(0\)"),
+    ("waits for each other", 1, lambda w: moved(w, Kind.WEIGHT_GRAD, 0), r"deadlock.*W0\(0\), W1\(0\), F2\(0\), F3\(0\)"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("stage", "change", "message"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN]
 )
-def test_validate_rejects_broken_lists(stage: int, change: Callable[[Word], Word], message: str) -> None:
+def test_validate_rejects_broken_lists(stage: int, change: Callable[[Actions], Actions], message: str) -> None:
     good = schedule()
-    lists = list(good.lists)
+    lists = list(good.work)
+    assert arrange(good.order, good.flows, lists) == good
     lists[stage] = change(lists[stage])
     with pytest.raises(ValueError, match=message):
-        validate(good, lists=lists)
+        validate(arrange("broken", good.flows, lists))
     validate(good)
 
 
-def test_validate_rejects_swapped_turns() -> None:
+def test_validate_rejects_broken_numbers() -> None:
+    """Lists of numbers in the wrong call or rank, an update before the end, or a number that no task has."""
     good = schedule("rotating-2", 4, 2)
-    swapped = [tuple(a for turn in (1, 0) for a in word if a.turn == turn) for word in good.lists]
-    with pytest.raises(ValueError, match=r"rank 0 should update.*call by call. Found U0/1 .* after 0 updates"):
-        validate(good, lists=swapped)
+    first, second = good.lists
+    early = ((first[0][-1], *first[0][:-1]), *first[1:])
+    for lists, message in (
+        ((second, first), r"rank 0 in call 0 should contain each.*Found no F0\(0\)"),
+        ((first[::-1], second), r"rank 0 in call 0.*Found no F0\(0\)"),
+        ((first,), r"one list for each of the 4 ranks in 2 calls. Found \[4\]"),
+        ((first[:3], second), r"Found \[3, 4\]"),
+        ((early, second), r"rank 0 should update after all other actions of a call. Found U0 before F0\(0\)"),
+        ((first, ((*second[0], 999), *second[1:])), r"rank 0 in call 1.*Found task 999 too often or unneeded"),
+        ((first, ((*second[0], -1), *second[1:])), r"Found task -1 too often or unneeded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(Schedule("broken", good.graph, lists))
 
 
 def test_validate_checks_ages_in_the_given_lists() -> None:
     """Regression: the ages of messages came from the schedule and not from the lists, and nothing compared both ends."""
     good = schedule("end-to-end-delay-2", 3, 2)
     late = make_schedule("late", good.flows, depth_first, ages=message_ages(good.flows, good.ages))
-    validate(good, lists=late.lists)
-    lists = list(late.lists)
-    lists[1] = moved(lists[1], Kind.RECEIVE_GRADIENT, len(lists[1]) - 2)
-    for one in (good, late):
-        with pytest.raises(
-            ValueError, match=r"rank 1 should compute or receive the inputs.*without message 0 of stage 2"
-        ):
-            validate(one, lists=lists)
-    young = [tuple(a._replace(age=0) if a.kind is Kind.RECEIVE_GRADIENT else a for a in word) for word in late.lists]
-    with pytest.raises(
-        ValueError, match=r"received in the call in which it is sent, or later. Found RG.*, sent with age 2"
+    assert validate(arrange("late", good.flows, late.work, ages=good.ages))
+    for kind, stage, age, found in (
+        (Kind.BOTH, 1, 0, r"Found B1\(0.0\) on a stage of age 2"),
+        (Kind.FORWARD, 0, 1, r"Found F0\(0\)-1 on a stage of age 2"),
+        (Kind.HEAD, 2, 1, r"Found H2\(0\)-1 on"),
     ):
-        validate(late, lists=young)
-    sent = [tuple(a._replace(age=0) if a.kind is Kind.SEND_GRADIENT else a for a in word) for word in young]
-    with pytest.raises(ValueError, match=r"older than its use. Found SG1.* and message 0 of stage 1, of ages 0 and 2"):
-        validate(late, lists=sent)
-    kept = [tuple(a._replace(age=3) if a.kind is Kind.DROP else a for a in word) for word in late.lists]
-    with pytest.raises(ValueError, match="in the call of its last use. Found D0.*, of age 3, and a last use of age 2"):
-        validate(late, lists=kept)
+        lists = [
+            tuple(a._replace(age=age) if (a.kind, a.stage) == (kind, stage) else a for a in one) for one in late.work
+        ]
+        with pytest.raises(ValueError, match=f"no result should be older than its use. {found}"):
+            validate(arrange("wrong", good.flows, lists, ages=good.ages))
+    split = make_schedule(
+        "split", good.flows, lambda f, t: depth_first(f, t, fuse=False), ages=message_ages(good.flows, good.ages)
+    )
+    young = [
+        tuple(a._replace(age=0) if a.message is not None and a.stage == 1 else a for a in one) for one in split.work
+    ]
+    with pytest.raises(ValueError, match=r"no result should be older than its use. Found I1\(0.0\) on"):
+        validate(arrange("young", good.flows, young, ages=good.ages))
 
 
 def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
     flow = schedule("end-to-end", 2, 2).flows[0][0]
     split = make_schedule("split", [[flow] * 2], lambda f, t: phase(f, t, fuse=False))
     fused = make_schedule("fused", [[flow] * 2], lambda f, t: phase(f, t, fuse=True))
-    first = [a for a in fused.words[1] if a.microbatch == 0 and a.kind is not Kind.UPDATE]
-    second = [a for a in split.words[1] if a.microbatch == 1]
-    mixed = Schedule("mixed", split.flows, (split.words[0], (*first, *second, split.words[1][-1])))
+    first = [a for a in fused.work[1] if a.microbatch == 0]
+    second = [a for a in split.work[1] if a.microbatch == 1]
+    mixed = arrange("mixed", split.flows, (split.work[0], (*first, *second)))
     validate(mixed)
     assert timed(mixed, COSTS).period > 0
 
@@ -122,14 +129,14 @@ def test_memory_depends_on_the_lists() -> None:
 
 def test_deadlock_names_the_stuck_actions() -> None:
     good = schedule("end-to-end", 2, 2)
-    stage0, stage1 = good.words
+    stage0, stage1 = good.work
     # Stage 0 wants the gradient of micro-batch 0 before it gives micro-batch 1, stage 1 the forward of 1 before it.
-    first = (stage0[0], *(a for a in stage0 if a.kind is Kind.WEIGHT_GRAD), stage0[1], stage0[-1])
+    first = (stage0[0], *(a for a in stage0 if a.kind is Kind.WEIGHT_GRAD), stage0[1])
     second = (*(a for a in stage1 if a.kind in (Kind.FORWARD, Kind.HEAD)), *(a for a in stage1 if a.kind is Kind.INPUT_GRAD),
-              *(a for a in stage1 if a.kind is Kind.WEIGHT_GRAD), stage1[-1])  # fmt: skip
-    stuck = Schedule("by hand", good.flows, (first, second))
-    for check in (validate, lambda s: merge(s.words, s.flows)):
-        with pytest.raises(ValueError, match=r"deadlock.*(W0\(0\)|RG0\(0.0\)), (F1\(1\)|RX1\(1\))"):
+              *(a for a in stage1 if a.kind is Kind.WEIGHT_GRAD))  # fmt: skip
+    stuck = arrange("by hand", good.flows, (first, second))
+    for check in (validate, one_process, lambda s: merge(s.graph, s.lists[0])):
+        with pytest.raises(ValueError, match=r"deadlock.*W0\(0\), F1\(1\)"):
             check(stuck)
 
 
@@ -137,7 +144,7 @@ def test_validate_checks_number_of_lists() -> None:
     good = schedule()
     assert peak_bytes(good, COSTS)[0] == 23
     with pytest.raises(ValueError, match="one list for each of the 4 ranks. Found 3"):
-        validate(good, lists=good.lists[:3])
+        arrange("too few", good.flows, good.work[:3])
 
 
 def test_buffers_are_bounded_also_where_nothing_flows_back() -> None:
@@ -189,7 +196,7 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
     def loss(y: Tensor, t: Tensor) -> Tensor:
         return (y - t).square().mean()
 
-    rules: dict[str, Callable[[Any, int], list[Word]]] = {
+    rules: dict[str, Callable[[Any, int], list[Actions]]] = {
         "split skewed": lambda f, t: skewed(f, t, fuse=False, stride=1),
         "split phase": lambda f, t: phase(f, t, fuse=False),
         "nearest": lambda f, t: depth_first(f, t, fuse=False),

@@ -38,7 +38,7 @@ def measure(size: tuple[str, int, int]) -> dict[str, Any]:
     marks = [time.perf_counter()]
     timed = best(nwise.strategy(strategy), num_stages=num_stages, num_microbatches=num_microbatches, costs=COSTS)
     marks.append(time.perf_counter())
-    actions = sum(map(len, timed.lists))
+    actions = sum(map(len, timed.actions))
     marks.append(time.perf_counter())
     validate(timed.schedule)
     marks.append(time.perf_counter())

@@ -34,8 +34,6 @@ from nwise.schedule.costs import Prices, prices
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
 
-_BOOKKEEPING = (Kind.DROP, Kind.UPDATE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -166,7 +164,7 @@ def measure(world: Processes, case: Case) -> Measured:
     every = world.gather("periods", [periods, [total / step for total in sent]])
     ceiling = median(world.gather("ceiling", _ceiling(timed, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]
-    actions = max(sum(a.kind not in _BOOKKEEPING for a in word) for word in timed.lists) / turns
+    actions = max(sum(a.kind is not Kind.UPDATE for a in actions) for actions in timed.actions) / turns
     slots = median(by_round)
     return Measured(
         order=timed.order,
@@ -202,17 +200,17 @@ def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:
     turns = len(timed.schedule.flows)
 
     def sends(rank: int, kind: Kind) -> float:
-        return size * sum(a.kind is kind for a in timed.lists[rank]) / turns
+        return size * sum(a.kind is kind for a in timed.actions[rank]) / turns
 
-    return [(sends(r, Kind.SEND_ACTIVATION), sends(r, Kind.SEND_GRADIENT)) for r in range(len(timed.lists))]
+    return [(sends(r, Kind.SEND_ACTIVATION), sends(r, Kind.SEND_GRADIENT)) for r in range(len(timed.actions))]
 
 
 def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, batches: int) -> float:
     """Return the efficiency of the busiest stage's waits, each of which begins when the one before it has really ended."""
-    flows = timed.schedule.flows
+    graph = timed.schedule.graph
     works = [
-        [price[a.stage].time(a, flows[a.turn][a.microbatch].stages[a.stage]) for a in word]
-        for word in timed.schedule.words
+        [price[graph.tasks[task].stage].time(graph.tasks[task], graph.stage(task)) for task in tasks]
+        for tasks in timed.schedule.by_rank
     ]
     busiest = max(works, key=sum)
     start_time = time.perf_counter()

@@ -22,7 +22,7 @@ from nwise.app import models
 from nwise.app.recipes import Gpt, ResNet
 from nwise.schedule import PAPER, TRANSFORMER, Costs, DoesNotFit, Schedule, Timed, best
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.costs import prices
+from nwise.schedule.clock import durations
 from nwise.strategies import Strategy
 
 _SIZES = (1, 2, 4, 8, 16)  # M; 32 is of use to longer pipelines than the experiments have
@@ -168,8 +168,4 @@ def work_in(schedule: Schedule, costs: Costs) -> float:
         schedule: the schedule, one stage a rank.
         costs: of a micro-batch.
     """
-    total = 0.0
-    for k, (word, price) in enumerate(zip(schedule.words, prices(costs, len(schedule.words)), strict=True)):
-        flows = (schedule.flows[action.turn][action.microbatch].stages[k] for action in word)
-        total += sum(price.time(action, flow) for action, flow in zip(word, flows, strict=True))
-    return total / len(schedule.flows)
+    return sum(durations(schedule.graph, costs)) / len(schedule.flows)

@@ -20,10 +20,10 @@ from nwise.microbatch import Batch
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
-from nwise.runtime.ledger import NOTHING, Exchanged, Key, Window, make_labels
+from nwise.runtime.ledger import NOTHING, Exchanged, Window, make_labels, same
+from nwise.runtime.messages import Arc, Messages, forwards_alone, messages_of
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.script import Script, ScriptWriter, Step
 from nwise.runtime.shapes import check_sendable, packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
@@ -37,6 +37,11 @@ __all__ = ["Engine"]
 
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
+OnAction = Callable[[Action], None] | None
+_Tapes = Mapping[int, Sequence[Tape]] | None  # by stage; None if there is no such mini-batch
+_Message = (
+    tuple[Tensors, Tensors] | None
+)  # the tensors that a message is about, and those that travel; None for a header alone
 
 
 class Engine:
@@ -69,7 +74,8 @@ class Engine:
         self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
         self._owned: set[int] = set()
         self._wire = Wire(compression)
-        self._scripts = ScriptWriter(processes, self._wire, replicated=group is not None)
+        self._forwards = forwards_alone(processes.placement)
+        self._messages = {"": messages_of(self._forwards, processes.place, same)}  # by digest; "" for forwards alone
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
@@ -87,13 +93,7 @@ class Engine:
         """The bytes of activations and of gradients: those that the last step sent, and those that its mini-batch should send."""
         return {"measured": self.sent, "predicted": self._newest.num_bytes(self._stages, self._wire.specs)}
 
-    def run(
-        self,
-        schedule: Schedule,
-        step: int,
-        batch: Batch,
-        on_action: Callable[[Action], None] | None = None,
-    ) -> None:
+    def run(self, schedule: Schedule, step: int, batch: Batch, on_action: OnAction = None) -> None:
         """Run one call: the forwards of a mini-batch, and the passes that are due; fill every ``.grad`` of this rank.
 
         Args:
@@ -181,13 +181,10 @@ class Engine:
         return True
 
     def forget(self, because: str = "") -> int:
-        """Drop the mini-batches that wait for their delay, and the errors of compressed messages.
+        """Drop the mini-batches that wait for their delay, and the errors of compressed messages; return how many there were.
 
         Args:
             because: cause, for a warning if there are any; default: no warning.
-
-        Returns:
-            The number of mini-batches.
         """
         lost = len(self._tapes) + len(self._due)
         if lost and because:
@@ -209,27 +206,27 @@ class Engine:
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched("a forward"):
-            # Every message has a header: in evaluation mode, say, a stage may return other shapes, or as many values as it likes.
-            script = self._scripts.script(None, 0)
-            self._start(script, 0, [inputs], (None,))
-            hidden = inputs
-            for entry in script.steps:
-                action, key = entry.action, entry.key
-                self._processes.doing = Doing(step, action, time.perf_counter())
-                if key is None:
-                    hidden = call(action.stage, hidden)
-                elif action.kind is Kind.RECEIVE_ACTIVATION:
-                    tensors, form = self._receivers[entry.peer].take(key)
+            # Every message has a header, because a stage may return other shapes, in evaluation mode, say.
+            messages, hidden = self._messages[""], inputs
+            self._start(messages, 0, [inputs], (None,))
+            for task in self._forwards.lists[0][self._processes.place]:
+                for arc in messages.receives.get(task, ()):
+                    self._processes.doing = Doing(step, arc.action, time.perf_counter())
+                    tensors, form = self._receivers[arc.peer].take(arc.key)
                     hidden = with_names(tensors, form.names)
-                else:
-                    self._senders[entry.peer].send(key, hidden, self._apart(each(hidden, Tensor.detach), action.stage))
+                action = self._forwards.graph.tasks[task]
+                self._processes.doing = Doing(step, action, time.perf_counter())
+                hidden = call(action.stage, hidden)
+                if task in messages.sends:
+                    _, key, peer, _ = messages.sends[task]
+                    self._senders[peer].send(key, hidden, self._apart(each(hidden, Tensor.detach), action.stage))
                     self._post()
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
         with self._processes.watched(None):
             self.forget()
-            self._start(Script((), {}, {}), 0, (), ())
+            self._start(Messages({}, {}, {}, {}), 0, (), ())
 
     def _look_for_writes(self) -> None:
         """Drop the mini-batches that wait for their delay if something but an optimizer has written to the weights."""
@@ -253,21 +250,21 @@ class Engine:
         with torch.inference_mode(False), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             self._call(self._schedule, self._next, (), None)
 
-    def _call(
-        self, schedule: Schedule, step: int, inputs: Sequence[Tensors], on_action: Callable[[Action], None] | None
-    ) -> None:
+    def _call(self, schedule: Schedule, step: int, inputs: Sequence[Tensors], on_action: OnAction) -> None:
         """Run the list of one call."""
         self._next, errors, batch = step + 1, dict(self._wire.errors), self._newest.labels if inputs else ""
         try:
             with self._processes.watched(f"step {step}", batch), torch.enable_grad():
                 turn = step % len(schedule.flows)
-                script = self._scripts.script(schedule, turn)
+                if schedule.digest not in self._messages:
+                    self._messages[schedule.digest] = messages_of(schedule, self._processes.place, self._wire.specs)
+                messages = self._messages[schedule.digest]
                 batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))
-                self._start(script, turn, inputs, tuple(None if one is None else one.labels for one in batches))
+                self._start(messages, turn, inputs, tuple(None if one is None else one.labels for one in batches))
                 before = self._sent()
                 for replicas in self._replicas.values():
                     replicas.start()
-                self._execute(script, step, on_action)
+                self._execute(schedule, messages, step, on_action)
                 for replicas in self._replicas.values():
                     replicas.sum_statistics()
         except BaseException:
@@ -280,14 +277,14 @@ class Engine:
             self._exchanged.pop(number, None)
         self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
 
-    def _start(self, script: Script, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
+    def _start(self, messages: Messages, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
         """Begin a call on all channels."""
         if self._alone:
             return
         if not self._senders:
             self._senders, self._receivers = self._processes.channels(self.device)
-        incoming = [(receiver, script.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
-        outgoing = [(sender, script.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
+        incoming = [(receiver, messages.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
+        outgoing = [(sender, messages.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
         start_all(outgoing, incoming, window, turn)
         # Memory that a message must not share: an optimizer changes parameters, and the caller may reuse a batch. A send returns
         # before its message has left.
@@ -313,84 +310,89 @@ class Engine:
         """Return the bytes sent so far, as activations and as gradients."""
         return [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
 
-    def _execute(self, script: Script, step: int, on_action: Callable[[Action], None] | None) -> None:
-        """Execute this rank's list, action by action."""
-        # The list alone decides the order. A receive blocks until its message is there. The result of a computation goes to the
-        # tape of a neighbour on the same rank, or into `outbox`, from which the send that follows in the list takes it:
-        #
-        #     RX(m)  other rank -> tape.inputs               F(m)    -> next stage's inputs, or outbox -> SX(m)
-        #     RG(m.q)        "  -> tape.messages[q]          I(m.q)  -> previous stage's messages, or outbox -> SG(m.q)
-        #
-        # An action of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
+    def _execute(self, schedule: Schedule, messages: Messages, step: int, on_action: OnAction) -> None:
+        """Execute this rank's list, task by task."""
+        # The list alone decides the order. A receive blocks until its message is there; a result goes to another rank, or to the
+        # tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B).
+        # A task of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
         # no such mini-batch: then nothing is computed, and its messages are headers alone.
-        processes, placement, wire = self._processes, self._processes.placement, self._wire
-        compressed = wire.compression is not None
-        outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]] = {}
-        for entry in script.steps:
-            action = entry.action
+        processes, wire = self._processes, self._wire
+        compressed, watched = wire.compression is not None, self.recorder is not None or on_action is not None
+        completing, observed = schedule.completing if self._replicas else (), processes.size > 1
+        for task in schedule.lists[step % len(schedule.flows)][processes.place]:
+            action = schedule.graph.tasks[task]
             kind, k, m, q, _, age = action
-            begin = time.perf_counter()
-            processes.doing = Doing(step, action, begin)
-            tapes = self._tapes.get(step - age)
-            if entry.key is not None:
-                self._exchange(entry, step, tapes, outbox)
-            elif kind is Kind.UPDATE:
+            if kind is Kind.UPDATE and self._alone and not self._replicas:
+                break  # the caller's optimizer updates
+            tapes, send = self._tapes.get(step - age), messages.sends.get(task)
+            for arc in messages.receives.get(task, ()):
+                self._receive(arc, step, tapes, on_action)
+            begin, message = time.perf_counter(), None
+            if observed:
+                processes.doing = Doing(step, action, begin)
+            if kind is Kind.UPDATE:
                 if k in self._replicas:
                     self._replicas[k].finish()
             elif tapes is not None:
-                # The gradients are complete after the last action that adds to them, so their sums over replicas begin
-                # during it, and overlap with the actions until the update.
-                with self._replicas[k].summing(head=kind is Kind.HEAD) if entry.last else nullcontext():
-                    made = self._stages[k].run(action, tapes[k][m], continued=entry.continued)
+                # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
+                with self._replicas[k].summing(head=kind is Kind.HEAD) if task in completing else nullcontext():
+                    made = self._stages[k].run(action, tapes[k][m], continued=task in schedule.continued)
                 if kind is Kind.FORWARD:
-                    if k + 1 in tapes:
-                        tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
-                    elif k + 1 < len(placement):
+                    if send is not None:
                         activation = cast(Tensors, made)
-                        outbox[action[1:]] = activation, wire.compress(None, self._apart(activation, k))
+                        message = activation, wire.compress(None, self._apart(activation, k))
+                    elif k + 1 in tapes:
+                        tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
                     else:
                         self._post()  # the last stage sends nothing after a forward
+                elif send is not None:
+                    specs = self._exchanged[step - age].forms[k, m].specs
+                    gradients, absent = packed(made, specs, self.device)
+                    message = gradients, wire.compress(action, gradients, absent)
                 elif q is not None:
-                    if k - 1 in tapes:
-                        # No name for the message here: it would keep the message beyond its last pass.
-                        tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
-                    else:
-                        specs = self._exchanged[step - age].forms[k, m].specs
-                        gradients, absent = packed(made, specs, self.device)
-                        outbox[action[1:]] = gradients, wire.compress(action, gradients, absent)
-            if tapes is None and kind is not Kind.UPDATE:
-                continue
-            if self.recorder is not None:
-                self.recorder(step, action, begin, time.perf_counter())
-            if on_action is not None:
-                processes.doing = Doing(step, action, time.perf_counter(), over=True)
-                on_action(action)
+                    # Without a name, which would keep the message beyond its last pass.
+                    tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
+            if watched and (tapes is not None or kind is Kind.UPDATE):
+                self._tell(step, action, begin, on_action)
+            if send is not None:
+                self._send(send, message, step, tapes, on_action)
 
-    def _exchange(
-        self,
-        entry: Step,
-        step: int,
-        tapes: Mapping[int, Sequence[Tape]] | None,
-        outbox: dict[tuple[object, ...], tuple[Tensors, Tensors]],
-    ) -> None:
-        """Send or receive a message."""
-        kind, k, m, q, _, age = action = entry.action
-        key = cast(Key, entry.key)
-        if kind in SENDS:
-            sender = self._senders[entry.peer]
-            if tapes is None:
-                sender.send_nothing()
-            else:
-                form = sender.send(key, *outbox.pop(action[1:]))  # its computation differs only in the kind
-                if kind is Kind.SEND_ACTIVATION:
-                    self._exchanged[step - age].forms[k + 1, m] = form
-            self._post()  # now that the other rank has its message
-        elif step - entry.travel >= self._first:  # otherwise it would have been sent before the first call
-            tensors, form = self._receivers[entry.peer].take(key)
+    def _tell(self, step: int, action: Action, begin: float, on_action: OnAction) -> None:
+        """Tell the recorder and the user's function what this rank has done."""
+        if self.recorder is not None:
+            self.recorder(step, action, begin, time.perf_counter())
+        if on_action is not None:
+            self._processes.doing = Doing(step, action, time.perf_counter(), over=True)
+            on_action(action)
+
+    def _send(self, arc: Arc, message: _Message, step: int, tapes: _Tapes, on_action: OnAction) -> None:
+        """Send a message."""
+        action, key, peer, _ = arc
+        begin = time.perf_counter()
+        self._processes.doing = Doing(step, action, begin)
+        if message is None:
+            self._senders[peer].send_nothing()
+        else:
+            form = self._senders[peer].send(key, *message)
+            if action.kind is Kind.SEND_ACTIVATION:
+                self._exchanged[step - action.age].forms[key.stage, key.microbatch] = form
+        self._post()  # now that the other rank has its message
+        if tapes is not None:
+            self._tell(step, action, begin, on_action)
+
+    def _receive(self, arc: Arc, step: int, tapes: _Tapes, on_action: OnAction) -> None:
+        """Receive a message and put it on its tape."""
+        action, key, peer, travel = arc
+        begin = time.perf_counter()
+        self._processes.doing = Doing(step, action, begin)
+        if step - travel >= self._first:  # otherwise it would have been sent before the first call
+            kind, k, m, q, _, age = action
+            tensors, form = self._receivers[peer].take(key)
             if tapes is not None and kind is Kind.RECEIVE_ACTIVATION:
                 self._exchanged[step - age].forms[k, m] = form
                 tapes[k][m].inputs = with_names(self._wire.restore(tensors, form.specs), form.names)
             elif tapes is not None:
-                assert q is not None
                 outputs = self._exchanged[step - age].forms[k + 1, m].specs
-                tapes[k][m].messages[q] = unpacked(self._wire.restore(tensors, form.specs), outputs)
+                tapes[k][m].messages[cast(int, q)] = unpacked(self._wire.restore(tensors, form.specs), outputs)
+        if tapes is not None:
+            self._tell(step, action, begin, on_action)

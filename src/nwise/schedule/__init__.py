@@ -8,11 +8,12 @@ the validator and the engine take this one value. A timed schedule also has its 
 
 Read the folder in this order:
 
-    actions, schedule       the values: an action, its inputs and its products, a schedule
+    actions, graph          the values: an action, the tasks of a cycle and what each needs
+    schedule, sweep         the order of the tasks on every rank; how lists wait for each other
     placement, ages         the rank of every stage, and how old gradients may be
     orders, greedy          the rules that make lists
     costs, memory           the time of every action, and the bytes of every rank
-    event_graph, period     a schedule as a graph of waits, and its exact period
+    clock, period           the self-timed run of a schedule, and its exact period
     bounds, timed           the lower bound; a schedule with both
     best, named             the best of several orders, and orders by name
     simulate, validate      times of a run; checks before a run
@@ -35,8 +36,8 @@ begins its second mini-batch before stage 1 has ended its first.
 
 >>> import nwise.schedule as schedule
 >>> result = schedule.best("2-wise", num_stages=4, num_microbatches=2, costs=schedule.PAPER)
->>> print(*result.lists[3])
-RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) D3(0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) D3(1) U3
+>>> print(*result.actions[3])
+RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) U3
 """
 
 from nwise._renamed import deprecated_names
@@ -45,7 +46,7 @@ from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
 from nwise.schedule.find import DoesNotFit, best
 from nwise.schedule.paper import Slot, fit_slot, paper_time
-from nwise.schedule.schedule import Schedule
+from nwise.schedule.schedule import Schedule, arrange
 from nwise.schedule.simulation import Timeline, simulate
 from nwise.schedule.timing import Timed, timed
 from nwise.schedule.validation import Buffer, validate
@@ -63,6 +64,7 @@ __all__ = [
     "Slot",
     "Timed",
     "Timeline",
+    "arrange",
     "baseline",
     "best",
     "fit_slot",

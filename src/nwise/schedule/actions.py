@@ -14,8 +14,8 @@ __all__ = [
     "SENDS",
     "Action",
     "Kind",
-    "counterpart",
     "describe",
+    "transfer",
     "forwards",
     "passes",
 ]
@@ -33,7 +33,6 @@ class Kind(Enum):
     RECEIVE_ACTIVATION = "RX"
     SEND_GRADIENT = "SG"
     RECEIVE_GRADIENT = "RG"
-    DROP = "D"
     UPDATE = "U"
 
     # Members are singletons, so their identity is a valid hash, and faster for millions of actions.
@@ -78,7 +77,6 @@ NAMES = {
     Kind.RECEIVE_ACTIVATION: "waiting for an activation",
     Kind.SEND_GRADIENT: "sending a gradient",
     Kind.RECEIVE_GRADIENT: "waiting for a gradient",
-    Kind.DROP: "drop",
     Kind.UPDATE: "update",
 }
 
@@ -114,10 +112,10 @@ def forwards(stage: StageFlow, index: int, microbatch: int, turn: int = 0) -> li
     return [Action(Kind.FORWARD, index, microbatch, None, turn), *head]
 
 
-def counterpart(send: Action) -> Action:
-    """Return the receive at the other end of a send, of the same age."""
-    step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
-    return send._replace(kind=SENDS[send.kind], stage=send.stage + step)
+def transfer(made: Action, used: Action) -> tuple[Action, Action]:
+    """Return the send and the receive of a message, given the task that makes it and the first that uses it."""
+    send = Kind.SEND_ACTIVATION if made.kind is Kind.FORWARD else Kind.SEND_GRADIENT
+    return made._replace(kind=send), made._replace(kind=SENDS[send], stage=used.stage, age=used.age)
 
 
 def describe(action: Action) -> str:

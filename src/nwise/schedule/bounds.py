@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 
 from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.clock import Clock, Wait
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.event_graph import EventGraph, Need
-from nwise.schedule.orders import depth_first
+from nwise.schedule.graph import TaskGraph, counted, held_back, task_graph
 from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
-from nwise.schedule.schedule import counted, held_back, merge, needs, product
 
 __all__ = ["stage_work"]
 
@@ -117,12 +116,13 @@ def _least_times(
     flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool = True
 ) -> Matrix:
     """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
-    # Any valid order works: in it every action comes after all the actions that it needs.
-    actions = merge(depth_first(flows, 0, fuse=False), [flows])
+    # By its number every task comes after all that it needs. The updates come on top.
+    graph = task_graph([flows], placement)
+    actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
     price, num_ranks = prices(costs, len(placement)), 1 + max(placement)
     work = np.array([_least(price[a.stage], a, flows[a.microbatch]) for a in actions])
-    ranks = np.array([placement[a.stage] for a in actions])
-    before = _before(actions, flows, costs, placement)
+    ranks = np.array(graph.ranks[: len(actions)])
+    before = _before(graph, actions, costs)
     # Longest paths if a rank could run any number of actions at once: from the start of rank a's list to the start of every
     # action, and from the end of every action to the end of rank b's list.
     heads, tails = (np.full((len(actions), num_ranks), -np.inf) for _ in range(2))
@@ -148,28 +148,24 @@ def _least_times(
     return least
 
 
-def _before(
-    actions: Sequence[Action], flows: Sequence[Flow], costs: Costs, placement: Placement
-) -> list[list[tuple[int, float]]]:
-    """Return for every action its predecessors, each with the time that its result travels."""
+def _before(graph: TaskGraph, actions: Sequence[Action], costs: Costs) -> list[list[tuple[int, float]]]:
+    """Return for every task its predecessors, each with the time that its result travels."""
     # If micro-batches are alike, swapping two of them changes no time. So actions of one kind run in their order, without
     # loss of generality, and each also comes after the one before it.
-    sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(flows[0].stages))]
+    flows = graph.flows[0]
+    sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(graph.placement))]
     alike = all(flow == flows[0] for flow in flows)
-    place: dict[object, int] = {product(action): i for i, action in enumerate(actions)}
     last: dict[tuple[Kind, int, int | None], int] = {}
     before: list[list[tuple[int, float]]] = []
-    for i, action in enumerate(actions):
+    for task, action in enumerate(actions):
         k = action.stage
-        earlier = []
-        for key in needs(action, [flows]):
-            apart = placement[key[1]] != placement[k]
-            lag = costs.latency + sizes[min(k, key[1])] if apart else 0.0
-            earlier.append((place[key], lag))
+        earlier = [
+            (n, costs.latency + sizes[min(k, actions[n].stage)] if link else 0.0) for n, _, link in graph.needs[task]
+        ]
         kind = (action.kind, k, action.message)
         if alike and kind in last:
             earlier.append((last[kind], 0.0))
-        last[kind] = i
+        last[kind] = task
         before.append(earlier)
     return before
 
@@ -213,10 +209,10 @@ def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
     """
     # A schedule with one action for every turn and rank. The actions take no time but wait for each other.
     turns, size = len(matrices), len(calls)
-    needs: list[list[Need]] = [[] for _ in range(turns * size)]
+    waits: list[list[Wait]] = [[] for _ in range(turns * size)]
     for turn, matrix in enumerate(matrices):
         for a, b in np.argwhere(matrix > -np.inf).tolist():
             cycles, to = divmod(turn + calls[b], turns)
-            needs[to * size + b].append((turn * size + a, float(matrix[a, b]), cycles))
-    words = [[node] for node in range(turns * size)]
-    return period(EventGraph(len(words), words, [0.0] * len(words), needs, [])) / turns
+            waits[to * size + b].append((turn * size + a, float(matrix[a, b]), cycles))
+    lists = [[node] for node in range(turns * size)]
+    return period(Clock(lists, [0.0] * len(lists), waits)) / turns

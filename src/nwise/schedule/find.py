@@ -13,16 +13,18 @@ from nwise.schedule import orders
 from nwise.schedule.ages import Flows, message_ages, weight_ages
 from nwise.schedule.bounds import lower_bound, resource_bound, stage_work
 from nwise.schedule.costs import Costs
+from nwise.schedule.graph import counted
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.orders import make_schedule, paced
+from nwise.schedule.orders import Actions, make_schedule, paced
 from nwise.schedule.placement import Placement, balanced, make_placement
-from nwise.schedule.schedule import Deadlock, Schedule, Word, counted
+from nwise.schedule.schedule import Schedule
+from nwise.schedule.sweep import Deadlock
 from nwise.schedule.timing import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
 from nwise.strategies import Strategy, Switch
 from nwise.strategies import strategy as parse
 
 # Name of an order, its rule, and the cap of list scheduling.
-_Candidate = tuple[str, Callable[..., list[Word]], int | None]
+_Candidate = tuple[str, Callable[..., list[Actions]], int | None]
 # Times between the calls of a delayed list schedule, as multiples of the lower bound on the period.
 _PACES = (1.0, 1.01, 1.02, 1.035, 1.05, 1.075, 1.1, 1.15, 1.2, 0.0)
 
@@ -175,7 +177,7 @@ def fastest(
             continue
         try:
             options.append(timed(schedule, costs))
-        except Deadlock:  # a delay puts the words of several turns together, which not every order allows
+        except Deadlock:  # a delay puts the lists of several turns together, which not every order allows
             continue
         if options[-1].period <= enough:
             break
@@ -192,7 +194,7 @@ def _candidates(
     """Iterate over schedules to try; of equal ones the first is preferred."""
     ages, late, size = message_ages(flows, weights), any(weights), len(flows[0])
 
-    def in_order(name: str, rule: Callable[..., list[Word]], cap: int | None) -> Iterator[Schedule]:
+    def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
         for fuse in (True, False):
             with suppress(Deadlock):

@@ -15,7 +15,7 @@ from collections import Counter
 
 from nwise.flow import flows_for
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.schedule import Schedule
+from nwise.schedule.schedule import Schedule, arrange
 from nwise.schedule.validation import validate
 from nwise.strategies import EndToEnd
 
@@ -39,7 +39,7 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
         ValueError: a cell is invalid, a stage is on two ranks, or the schedule cannot run.
 
     >>> schedule = read_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1B1")
-    >>> print(*schedule.words[1])
+    >>> print(*schedule.work[1])
     F1(0) H1(0) B1(0.0) F1(1) H1(1) B1(1.0) U1
     """
     # Some files begin with a byte order mark.
@@ -65,14 +65,15 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
         )
     flows = flows_for(EndToEnd(), size, microbatches)
     split = Counter((stage, m) for row in rows for stage, kind, m in row if kind == "W")
-    words = []
-    for rank, row in enumerate(rows):
-        word: list[Action] = []
-        for stage, kind, m in row:
-            word += _actions(stage, kind, m, last=stage == size - 1, split=(stage, m) in split)
-        updates = [Action(Kind.UPDATE, stage, 0) for stage in range(size) if placement[stage] == rank]
-        words.append((*word, *updates))
-    schedule = Schedule(name, flows, tuple(words), tuple(placement[stage] for stage in range(size)))
+    lists = [
+        [
+            action
+            for stage, kind, m in row
+            for action in _actions(stage, kind, m, last=stage == size - 1, split=(stage, m) in split)
+        ]
+        for row in rows
+    ]
+    schedule = arrange(name, flows, lists, tuple(placement[stage] for stage in range(size)))
     validate(schedule)
     return schedule
 
@@ -93,9 +94,10 @@ def write_csv(schedule: Schedule) -> str:
         raise ValueError("A schedule should be end-to-end and without delay to be written as CSV. Found another one.")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for word in schedule.words:
+    for actions in schedule.work:
         named = [
-            (a.stage, "B" if a.stage == 0 and a.kind is Kind.WEIGHT_GRAD else a.kind.value, a.microbatch) for a in word
+            (a.stage, "B" if a.stage == 0 and a.kind is Kind.WEIGHT_GRAD else a.kind.value, a.microbatch)
+            for a in actions
         ]
         writer.writerow([f"{stage}{kind}{m}" for stage, kind, m in named if kind in "FIWB"])
     return text.getvalue()

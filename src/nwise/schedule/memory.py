@@ -19,15 +19,14 @@ from collections.abc import Iterator, Sequence
 
 from nwise.schedule.actions import PASSES, Kind
 from nwise.schedule.costs import Costs
-from nwise.schedule.schedule import Schedule, Word
+from nwise.schedule.schedule import Schedule
 
 __all__ = ["fixed_bytes", "peak_bytes"]
 
 # Stage, micro-batch and turn.
 _Tape = tuple[int, int, int]
 _Places = dict[_Tape, list[int]]
-_Graphs = dict[_Tape, list[tuple[int, int]]]
-# The first and the last action, by their places in a word; the number of cycles between them; and bytes.
+# The first and the last task, by their places in a rank's list; the number of cycles between them; and bytes.
 _Span = tuple[int, int, int, float]
 
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
@@ -55,32 +54,28 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     kept, output = costs.per_stage("activation_bytes", size), costs.per_stage("output_bytes", size)
     fresh = costs.per_stage("fresh_gradient_bytes", size)
     peaks = []
-    for word, live in zip(schedule.words, fixed_bytes(schedule, costs), strict=True):
+    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs), strict=True):
+        work = _Work(schedule, numbers, recompute)
         # The optimizer updates all stages of a rank at once.
-        update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in word})
+        update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
-        late = [schedule.cycles_late(action) for action in word]
-        places = _places(word, late)
-        graphs = _graphs(schedule, word, places, recompute)
-        reruns = {first for spans in graphs.values() for first, _ in spans if word[first].kind in PASSES}
-        news = {i for i, _ in _gradients(schedule, word)}
-        # In the steady state, a span that ends n cycles later is live n times when the word begins.
-        for first, last, cycles, num_bytes in _spans(schedule, word, costs, late, places, graphs):
+        reruns = {first for spans in work.graphs.values() for first, _ in spans if work.actions[first].kind in PASSES}
+        news = {i for i, _ in work.gradients()}
+        # In the steady state, a span that ends n cycles later is live n times when the list begins.
+        for first, last, cycles, num_bytes in work.spans(costs):
             live += num_bytes * cycles
             begins[first] += num_bytes
             ends[last] += num_bytes
         most = live
-        for i, action in enumerate(word):
+        for i, (task, action) in enumerate(zip(numbers, work.actions, strict=True)):
             k = action.stage
             peak = update if action.kind is Kind.UPDATE else extra[action.kind][k]
-            if recompute and action.kind is Kind.FORWARD and action not in schedule.continued:
+            if recompute and action.kind is Kind.FORWARD and task not in schedule.continued:
                 peak -= kept[k]  # freed piece by piece
             if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH) and i not in news:
                 peak -= fresh[k]
-            if action.kind in PASSES:
-                cotangent = schedule.flows[action.turn][action.microbatch].stages[k].cotangent(action.message)
-                if cotangent.is_new:
-                    peak += output[k]
+            if action.kind in PASSES and schedule.graph.stage(task).cotangent(action.message).is_new:
+                peak += output[k]
             if i in reruns:
                 peak = max(extra[Kind.FORWARD][k], kept[k] + output[k] + peak)
             most = max(most, live + peak)
@@ -101,96 +96,97 @@ def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     return tuple(sums)
 
 
-def _graphs(schedule: Schedule, word: Word, places: _Places, recompute: bool) -> _Graphs:
-    """Return the times at which every micro-batch of every stage has its graph: the places of their first and last action."""
-    if not recompute:
-        return {
-            key: [(indices[0], indices[-1])]
-            for key, indices in places.items()
-            if any(word[i].kind in PASSES for i in indices)
-        }
-    graphs: _Graphs = {}
-    for (k, m, turn), indices in places.items():
-        fused = schedule.flows[turn][m].stages[k].fused
-        spans, begun, kept = [], None, False
-        for i in indices:
-            action = word[i]
-            if begun is None and (action.kind in PASSES or action in schedule.continued):
+class _Work:
+    """The tasks of a rank in a cycle, and what they keep in memory.
+
+    Args:
+        schedule: the schedule.
+        numbers: the tasks in order.
+        recompute: see `peak_bytes`.
+    """
+
+    def __init__(self, schedule: Schedule, numbers: Sequence[int], recompute: bool) -> None:
+        graph = schedule.graph
+        self._schedule, self._numbers = schedule, numbers
+        self.actions = [graph.tasks[task] for task in numbers]
+        self._late = [graph.late[task] for task in numbers]
+        # The places of every stage's and micro-batch's tasks, in the order of time.
+        self._places: _Places = {}
+        for i in sorted(range(len(numbers)), key=lambda i: (self._late[i], i)):
+            a = self.actions[i]
+            if a.kind is not Kind.UPDATE:
+                self._places.setdefault((a.stage, a.microbatch, a.turn), []).append(i)
+        self.graphs = {key: self._graphs(places, recompute=recompute) for key, places in self._places.items()}
+
+    def _graphs(self, places: Sequence[int], *, recompute: bool) -> list[tuple[int, int]]:
+        """Return the spans in which a micro-batch of a stage has its graph: the places of its first and last task.
+
+        With `recompute` a graph is made again whenever the rank has done other work.
+        """
+        spans, begun, kept, graph = [], None, False, self._schedule.graph
+        for i in places if any(self.actions[i].kind in PASSES for i in places) else ():
+            action, task = self.actions[i], self._numbers[i]
+            continued = task in self._schedule.continued if recompute else i != places[-1]
+            if begun is None and (action.kind in PASSES or continued):
                 begun = i
             # A kept cotangent keeps the graph until its W.
             if action.kind is Kind.WEIGHT_GRAD:
                 kept = False
-            elif action.kind is Kind.INPUT_GRAD and action.message == fused:
+            elif action.kind is Kind.INPUT_GRAD and action.message == graph.stage(task).fused:
                 kept = True
-            if begun is not None and not kept and action not in schedule.continued:
+            if begun is not None and not kept and not continued:
                 spans.append((begun, i))
                 begun = None
-        graphs[k, m, turn] = spans
-    return graphs
+        return spans
 
+    def spans(self, costs: Costs) -> Iterator[_Span]:
+        """Iterate over everything that is live for a while."""
+        graph, actions, late = self._schedule.graph, self.actions, self._late
+        activation, output, cotangent, gradient, head_gradient = (
+            costs.per_stage(f"{name}_bytes", self._schedule.num_stages) for name in _NAMES
+        )
 
-def _places(word: Word, late: Sequence[int]) -> _Places:
-    """Return the places of the actions of every stage and micro-batch, in the order of time."""
-    places: _Places = {}
-    for i in sorted(range(len(word)), key=lambda i: (late[i], i)):
-        if word[i].kind is not Kind.UPDATE:
-            places.setdefault((word[i].stage, word[i].microbatch, word[i].turn), []).append(i)
-    return places
+        def span(first: int, last: int, num_bytes: float) -> _Span:
+            return first, last, late[last] - late[first], num_bytes
 
+        def order(i: int) -> tuple[int, int]:
+            return late[i], i
 
-def _spans(
-    schedule: Schedule, word: Word, costs: Costs, late: Sequence[int], places: _Places, graphs: _Graphs
-) -> Iterator[_Span]:
-    """Iterate over everything that is live for a while."""
-    activation, output, cotangent, gradient, head_gradient = (
-        costs.per_stage(f"{name}_bytes", schedule.num_stages) for name in _NAMES
-    )
+        for (k, m, turn), places in self._places.items():
+            received: set[int] = set()
+            above = self._places.get((k + 1, m, turn), [])
+            first, last = places[0], places[-1]
+            # The output of F lives until its graph is freed and the head has run, and while the next stage needs it as
+            # input. A second forward makes a second output.
+            uses = [i for i in places if actions[i].kind is Kind.HEAD]
+            for begin, end in self.graphs[k, m, turn]:
+                yield span(begin, end, activation[k])
+                if actions[begin].kind in PASSES:
+                    yield span(begin, end, output[k])
+                else:
+                    uses.append(end)
+            yield span(first, max([first, *uses, *above[-1:]], key=order), output[k])
+            for i in places:
+                kind, needs = actions[i].kind, graph.needs[self._numbers[i]]
+                links = {need.task for need in needs if need.link} - received
+                received |= links
+                yield span(i, last, output[k - 1 if kind is Kind.FORWARD else k] * len(links))
+                if kind is Kind.HEAD and graph.stage(self._numbers[i]).own:
+                    yield span(i, last, output[k])
+                elif kind is Kind.WEIGHT_GRAD:  # since the I of its cotangent, if it needs one
+                    kept = {need.task for need in needs if graph.tasks[need.task].stage == k}
+                    for j in (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in kept):
+                        yield span(j, i, cotangent[k])
+            yield from (span(i, last, output[k]) for i in above if actions[i].message is not None)
+        for i, last in self.gradients():
+            yield i, last, 0, (head_gradient if actions[i].kind is Kind.HEAD else gradient)[actions[i].stage]
 
-    def span(first: int, last: int, num_bytes: float) -> _Span:
-        return first, last, late[last] - late[first], num_bytes
-
-    def order(i: int) -> tuple[int, int]:
-        return late[i], i
-
-    for (k, m, turn), indices in places.items():
-        used: set[int] = set()
-        flow = schedule.flows[turn][m].stages[k]
-        above = places.get((k + 1, m, turn), [])
-        first, last = indices[0], indices[-1]
-        # The output of F lives until its graph is freed and the head has run, and while the next stage needs it as
-        # input. A second forward makes a second output.
-        uses = [i for i in indices if word[i].kind is Kind.HEAD]
-        for begin, end in graphs.get((k, m, turn), []):
-            yield span(begin, end, activation[k])
-            if word[begin].kind in PASSES:
-                yield span(begin, end, output[k])
-            else:
-                uses.append(end)
-        yield span(first, max([first, *uses, *above[-1:]], key=order), output[k])
-        if k and (k - 1, m, turn) not in places:
-            yield span(first, last, output[k - 1])  # received
-        for i in indices:
-            kind, message = word[i].kind, word[i].message
-            if kind is Kind.HEAD and flow.own:
-                yield span(i, last, output[k])
-            elif kind is Kind.WEIGHT_GRAD and flow.fused is not None:
-                begin = next(j for j in indices if word[j].kind is Kind.INPUT_GRAD and word[j].message == flow.fused)
-                yield span(begin, i, cotangent[k])
-            if kind in PASSES and not above:
-                received = set(flow.cotangent(message).needed) - used
-                used |= received
-                yield span(i, last, output[k] * len(received))
-        yield from (span(i, last, output[k]) for i in above if word[i].message is not None)
-    for i, last in _gradients(schedule, word):
-        yield i, last, 0, (head_gradient if word[i].kind is Kind.HEAD else gradient)[word[i].stage]
-
-
-def _gradients(schedule: Schedule, word: Word) -> Iterator[tuple[int, int]]:
-    """Iterate over the places at which a call makes the gradients of a stage or head, each with that of its update."""
-    updates = {(a.stage, a.turn): i for i, a in enumerate(word) if a.kind is Kind.UPDATE}
-    begun: set[tuple[bool, int, int]] = set()
-    for i, a in enumerate(word):
-        head, call = a.kind is Kind.HEAD, schedule.call(a)
-        if (head or a.kind in (Kind.WEIGHT_GRAD, Kind.BOTH)) and (head, a.stage, call) not in begun:
-            begun.add((head, a.stage, call))
-            yield i, updates.get((a.stage, call), len(word) - 1)
+    def gradients(self) -> Iterator[tuple[int, int]]:
+        """Iterate over the places at which a call makes the gradients of a stage or head, each with that of its update."""
+        updates = {(a.stage, a.turn): i for i, a in enumerate(self.actions) if a.kind is Kind.UPDATE}
+        begun: set[tuple[bool, int, int]] = set()
+        for i, a in enumerate(self.actions):
+            head, call = a.kind is Kind.HEAD, self._schedule.graph.call[self._numbers[i]]
+            if (head or a.kind in (Kind.WEIGHT_GRAD, Kind.BOTH)) and (head, a.stage, call) not in begun:
+                begun.add((head, a.stage, call))
+                yield i, updates[a.stage, call]

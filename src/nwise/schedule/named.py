@@ -21,13 +21,14 @@ from typing import TypeAlias
 from nwise._renamed import current_name
 from nwise.checks import hint
 from nwise.schedule import orders
-from nwise.schedule.actions import Action, Kind
 from nwise.schedule.ages import Flows, message_ages
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit, best_order
-from nwise.schedule.orders import TYPICAL, Rule, make_schedule
+from nwise.schedule.graph import task_graph
+from nwise.schedule.orders import TYPICAL, Actions, Rule, make_schedule
 from nwise.schedule.placement import Placement, make_placement
-from nwise.schedule.schedule import Schedule, Word, merge
+from nwise.schedule.schedule import Schedule
+from nwise.schedule.sweep import merge
 from nwise.schedule.timing import Limit, Timed
 from nwise.schedule.validation import validate
 
@@ -41,11 +42,11 @@ class NamedOrder:
     """A rule that puts a stage's actions in order, for `ORDERS`.
 
     Args:
-        rule: function from the flows and the turn of a mini-batch to the words of its stages.
+        rule: function from the flows and the turn of a mini-batch to the lists of its stages.
         cap: function from the number of stages to the largest number of micro-batches in flight, if list scheduling may reorder
-            the words; None if it may not.
+            the lists; None if it may not.
         placement: name of the placement that the pipeline is made for; default: contiguous.
-        by_rank: the same as a function that also takes ``num_ranks`` and returns a word for every rank, for that placement and a
+        by_rank: the same as a function that also takes ``num_ranks`` and returns a list for every rank, for that placement and a
             multiple of the ranks as M; default: none.
         baseline: whether it is an end-to-end pipeline that planners compare strategies with (`nwise.schedule.baselines`);
             default: False.
@@ -56,7 +57,7 @@ class NamedOrder:
     rule: Rule
     cap: Callable[[int], int] | None = None
     placement: str = "contiguous"
-    by_rank: Callable[..., list[Word]] | None = None
+    by_rank: Callable[..., list[Actions]] | None = None
     baseline: bool = False
     strides: tuple[int, ...] = ()
     any_cap: bool = False
@@ -163,9 +164,5 @@ def one_process(schedule: Schedule) -> Schedule:
         ValueError: the lists are in a deadlock.
     """
     validate(schedule)
-    actions: list[Action] = []
-    for turn in range(len(schedule.flows)):
-        call = [[a for a in word if schedule.call(a) == turn] for word in schedule.words]
-        actions += merge(call, schedule.flows)
-        actions += sorted(a for word in call for a in word if a.kind is Kind.UPDATE)
-    return Schedule(schedule.order, schedule.flows, (tuple(actions),), (0,) * schedule.num_stages, schedule.ages)
+    graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, schedule.graph.tasks)
+    return Schedule(schedule.order, graph, tuple((tuple(merge(graph, lists)),) for lists in schedule.lists))

@@ -9,27 +9,31 @@ alternate.
     interleaved  the same for ranks that hold every R-th stage (R ranks)
 
 A delay leaves the order as it is and only makes passes older; `paced` chooses order and ages together. List scheduling
-(`nwise.schedule.greedy`) orders by urgency, and puts the words of several stages of one rank together. The argument `fuse` says
+(`nwise.schedule.greedy`) orders by urgency, and puts the lists of several stages of one rank together. The argument `fuse` says
 whether one B replaces an I and a W of the same cotangent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from nwise.flow import Flow
 from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import Costs
+from nwise.schedule.graph import TaskGraph, counted, task_graph
 from nwise.schedule.greedy import ListScheduler
 from nwise.schedule.placement import Placement
-from nwise.schedule.schedule import Schedule, Word, counted, merge
+from nwise.schedule.schedule import Schedule, with_updates
+from nwise.schedule.sweep import merge
 
 __all__ = ["depth_first", "make_schedule", "phase", "skewed"]
 
 Flows = Sequence[Flow]
-# A function from the flows and the turn of a mini-batch to a word for every stage, or for every rank.
-Rule = Callable[[Flows, int], list[Word]]
+Actions = tuple[Action, ...]
+# A function from the flows and the turn of a mini-batch to a list for every stage, or for every rank.
+Rule = Callable[[Flows, int], list[Actions]]
 
 # Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
 # free.
@@ -51,27 +55,28 @@ def make_schedule(
     Args:
         order: name of the order.
         flows: flow of every micro-batch, ``[turns][M]``.
-        rule: function from the flows and the turn of a mini-batch to a word for every stage, or for every rank.
+        rule: function from the flows and the turn of a mini-batch to a list for every stage, or for every rank.
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass; default: 0.
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
-            scheduling may reorder the words; default: None, the order of the rule.
+            scheduling may reorder the lists; default: None, the order of the rule.
 
     Raises:
-        Deadlock: words of several stages of one rank wait for each other, or `cap` is too small.
+        Deadlock: lists of several stages of one rank wait for each other, or `cap` is too small.
     """
-    placement = placement or tuple(range(len(flows[0][0].stages)))
-    calls = _calls([rule(batch, turn) for turn, batch in enumerate(flows)], flows, ages)
+    weights = () if ages is None else ages.weights
+    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages, weights)
+    placement = graph.placement
     num_ranks = 1 + max(placement)
-    if len(calls[0]) == num_ranks and cap is None:
-        owners = [placement[word[0].stage] for word in calls[0]]
-        ordered = [[call[owners.index(rank)] for rank in range(num_ranks)] for call in calls]
+    if len(lists[0]) == num_ranks and cap is None:
+        owners = [graph.ranks[tasks[0]] for tasks in lists[0]]
+        calls = [[call[owners.index(rank)] for rank in range(num_ranks)] for call in lists]
     elif num_ranks == 1 and cap is None:
-        ordered = [[tuple(merge(call, flows))] for call in calls]
+        calls = [[merge(graph, call)] for call in lists]
     else:
-        [ordered] = ListScheduler(calls, flows, placement, costs, cap).run()
-    return _with_updates(order, ordered, flows, placement, ages.weights if ages is not None else ())
+        [(graph, calls)] = ListScheduler(graph, lists, costs, cap).run()
+    return with_updates(order, graph, calls)
 
 
 def paced(
@@ -99,41 +104,44 @@ def paced(
         Deadlock: `cap` is so small that ranks wait for each other.
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
-    words = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
-    calls = _calls(words, flows, message_ages(flows, latest.weights, "early"))
-    cycles = ListScheduler(calls, flows, placement, costs, cap, latest=latest, pace=pace).run()
-    return [_with_updates("paced", cycle, flows, placement, latest.weights) for cycle in cycles]
+    rule = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
+    graph, lists = _numbered(rule, flows, placement, message_ages(flows, latest.weights, "early"), latest.weights)
+    cycles = ListScheduler(graph, lists, costs, cap, latest=latest, pace=pace).run()
+    return [with_updates("paced", chosen, calls) for chosen, calls in cycles]
 
 
-def _with_updates(
-    order: str, calls: Sequence[Sequence[Word]], flows: Sequence[Flows], placement: Placement, weights: tuple[int, ...]
-) -> Schedule:
-    """Return the schedule of a cycle of calls, ``[turns][rank]``, with the updates after each."""
-    words: list[Word] = []
-    for rank in range(1 + max(placement)):
-        updates = [Action(Kind.UPDATE, k, 0) for k, owner in enumerate(placement) if owner == rank]
-        parts = [(*call[rank], *(u._replace(turn=turn) for u in updates)) for turn, call in enumerate(calls)]
-        words.append(tuple(a for part in parts for a in part))
-    return Schedule(order, tuple(map(tuple, flows)), tuple(words), placement, weights)
+def _numbered(
+    by_turn: Sequence[Sequence[Actions]],
+    flows: Sequence[Flows],
+    placement: Placement,
+    ages: Ages | None,
+    weights: tuple[int, ...],
+) -> tuple[TaskGraph, list[list[list[int]]]]:
+    """Return the task graph of lists, and the numbers of the tasks in every list of every call."""
+    calls = _calls(by_turn, flows, ages)
+    graph = task_graph(flows, placement, weights, chain.from_iterable(chain.from_iterable(calls)))
+    return graph, [[graph.numbers(actions) for actions in call] for call in calls]
 
 
-def _calls(by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> list[list[Word]]:
-    """Return the words of every call of the cycle, for words that begin with every turn's mini-batch."""
+def _calls(by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages | None) -> list[list[Actions]]:
+    """Return the lists of every call of the cycle, for lists that begin with every turn's mini-batch."""
     return [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(len(flows))]
 
 
-def _call(call: int, index: int, by_turn: Sequence[Sequence[Word]], flows: Sequence[Flows], ages: Ages | None) -> Word:
-    """Return a word's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
+def _call(
+    call: int, index: int, by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages | None
+) -> Actions:
+    """Return a list's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
     if ages is None or not any(ages.weights):
         return by_turn[call][index]
     placed = [
         (place, a)
-        for turn, words in enumerate(by_turn)
-        for place, action in enumerate(words[index])
+        for turn, lists in enumerate(by_turn)
+        for place, action in enumerate(lists[index])
         for a in _aged(action, flows, ages)
         if (turn + a.age) % len(by_turn) == call
     ]
-    # Words of different turns do not fit into each other, so of several turns the forwards come first.
+    # Actionss of different turns do not fit into each other, so of several turns the forwards come first.
     return tuple(a for _, a in sorted(placed, key=lambda p: (len(by_turn) > 1 and p[1].kind in PASSES, p[0])))
 
 
@@ -149,20 +157,20 @@ def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action
         yield action._replace(age=ages.messages[k][q or 0] if kind is Kind.INPUT_GRAD else ages.weights[k])
 
 
-def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
+def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
     """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
-    words = []
+    lists = []
     for k in range(len(flows[0].stages)):
-        word = [a for m, flow in enumerate(flows) for a in forwards(flow.stages[k], k, m, turn)]
+        actions = [a for m, flow in enumerate(flows) for a in forwards(flow.stages[k], k, m, turn)]
         later = [
             p for m, flow in enumerate(flows) for p in enumerate(passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
         ]
-        word += [a for _, a in sorted(later, key=lambda p: (p[1].kind is Kind.WEIGHT_GRAD, p[0]))]
-        words.append(tuple(word))
-    return words
+        actions += [a for _, a in sorted(later, key=lambda p: (p[1].kind is Kind.WEIGHT_GRAD, p[0]))]
+        lists.append(tuple(actions))
+    return lists
 
 
-def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> list[Word]:
+def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
     """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
     # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
     #
@@ -170,7 +178,7 @@ def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> li
     #     round 1   F(1) H(1) I(1.0) I(0.1)
     #     round 2   F(2) H(2) I(2.0) I(1.1) W(0)
     farthest = max(map(reach, counted([flows])))
-    words = []
+    lists = []
     for k in range(len(flows[0].stages)):
         placed: list[tuple[int, int, int, Action]] = []  # round, place in the round, and the action
         for m, flow in enumerate(flows):
@@ -180,8 +188,8 @@ def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> li
                 last = action.kind is Kind.WEIGHT_GRAD
                 distance = farthest if last else far - k
                 placed.append((m + stride * distance, distance + last, action.message or 0, action))
-        words.append(tuple(a for *_, a in sorted(placed, key=lambda p: p[:3])))
-    return words
+        lists.append(tuple(a for *_, a in sorted(placed, key=lambda p: p[:3])))
+    return lists
 
 
 def reach(flow: Flow) -> int:
@@ -189,7 +197,7 @@ def reach(flow: Flow) -> int:
     return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
-def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
+def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
     """Run one micro-batch at a time, which needs the least memory; the default with one process."""
     return [
         tuple(
@@ -201,7 +209,7 @@ def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
     ]
 
 
-def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> list[Word]:
+def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
     """Run 1F1B: stage k begins with A - k forwards (at most M), then backward and forward take turns."""
     # 3 stages, M = 4, heads left out; stage 0 needs no gradient to its input, so it runs W instead of B:
     #
@@ -211,16 +219,16 @@ def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> l
     #
     # Under a delay of one the backward passes are those of the mini-batch before, so no stage waits for its first one.
     num_stages = len(flows[0].stages)
-    words = []
+    lists = []
     for k in range(num_stages):
         first = [forwards(flow.stages[k], k, m, turn) for m, flow in enumerate(flows)]
         second = [passes(flow.stages[k], k, m, fuse=fuse, turn=turn) for m, flow in enumerate(flows)]
-        words.append(_alternate(first, second, num_stages - k))
-    return words
+        lists.append(_alternate(first, second, num_stages - k))
+    return lists
 
 
-def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -> list[Word]:
-    """Run interleaved 1F1B, a word for every rank: each holds every R-th stage, and changes stage after R micro-batches.
+def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -> list[Actions]:
+    """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches.
 
     Args:
         flows: flow of every micro-batch, a multiple of R; with other numbers the ranks may wait for each other.
@@ -233,7 +241,7 @@ def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -
     #
     #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
-    words = []
+    lists = []
     groups = [range(m, m + num_ranks) for m in range(0, len(flows), num_ranks)]
     for rank in range(num_ranks):
         stages = range(rank, len(flows[0].stages), num_ranks)
@@ -244,12 +252,12 @@ def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -
             for k in reversed(stages)
             for m in group
         ]
-        words.append(_alternate(first, second, 2 * (num_ranks - 1 - rank) + num_ranks * (len(stages) - 1) + 1))
-    return words
+        lists.append(_alternate(first, second, 2 * (num_ranks - 1 - rank) + num_ranks * (len(stages) - 1) + 1))
+    return lists
 
 
-def _alternate(first: Sequence[Sequence[Action]], second: Sequence[Sequence[Action]], ahead: int) -> Word:
-    """Return the word that begins with some blocks of the first kind, after which the two kinds take turns."""
+def _alternate(first: Sequence[Sequence[Action]], second: Sequence[Sequence[Action]], ahead: int) -> Actions:
+    """Return the list that begins with some blocks of the first kind, after which the two kinds take turns."""
     blocks = list(first[:ahead])
     for i, block in enumerate(second):
         blocks.append(block)

@@ -15,27 +15,27 @@ is one simulated call, linear in the number of actions.
 
 from __future__ import annotations
 
-from nwise.schedule.event_graph import EventGraph, Token, run
+from nwise.schedule.clock import Clock, Token
 
 # Times that differ by less than this share of the period are equal up to rounding.
 _CLOSE = 1e-10
 
 
-def period(graph: EventGraph) -> float:
+def period(clock: Clock) -> float:
     """Find the time per call (per cycle, for a rotating strategy) in the steady state, exact up to rounding."""
-    ends = {word[-1]: 1 for word in graph.words if word}  # every machine begins a call after its last node
-    for needs in graph.needs:
-        for node, _, calls in needs:
+    ends = {nodes[-1]: 1 for nodes in clock.lists if nodes}  # every machine begins a call after its last node
+    for waits in clock.waits:
+        for node, _, calls in waits:
             if calls:
                 ends[node] = max(calls, ends.get(node, 1))
     tokens = [(node, calls) for node, most in ends.items() for calls in range(1, most + 1)]
-    longest = max((sum(graph.duration[node] for node in word) for word in graph.words), default=0.0)
+    longest = max((sum(clock.duration[node] for node in nodes) for nodes in clock.lists), default=0.0)
     oldest = max(ends.values(), default=1)
     potential = dict.fromkeys(tokens, 0.0)
     # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
     arcs: dict[Token, tuple[Token, float]] = {}
     while True:
-        batch = run(graph, _ends(graph, potential, oldest))
+        batch = clock.run(_ends(clock, potential, oldest))
         # A token of two calls was one of one call before.
         later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
         slack = _CLOSE * longest
@@ -59,9 +59,9 @@ def period(graph: EventGraph) -> float:
             longest, arcs = mean, {}
 
 
-def _ends(graph: EventGraph, potential: dict[Token, float], oldest: int) -> list[list[float]]:
+def _ends(clock: Clock, potential: dict[Token, float], oldest: int) -> list[list[float]]:
     """Return the ends of nodes in earlier calls as `run` expects them, known only of tokens."""
-    ends = [[float("-inf")] * len(graph.duration) for _ in range(oldest)]
+    ends = [[float("-inf")] * len(clock.duration) for _ in range(oldest)]
     for (node, calls), time in potential.items():
         ends[calls - 1][node] = time
     return ends

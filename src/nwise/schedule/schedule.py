@@ -1,23 +1,18 @@
-"""Schedules: one ordered list of actions per rank, which the runtime executes and simulators time."""
+"""Schedules: for every call and rank the numbers of its tasks in order, which the runtime executes and simulators time."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
+from itertools import chain, groupby
 
 from nwise.flow import Flow
-from nwise.schedule.actions import PASSES, SENDS, Action, Kind, counterpart
+from nwise.schedule.actions import PASSES, Action, Kind, transfer
+from nwise.schedule.graph import Flows, TaskGraph, task_graph
 from nwise.schedule.placement import Placement
-
-Word = tuple[Action, ...]
-Link = tuple[int, int]  # ranks of the sender and of the receiver
-# The result of an action, for which others wait: (what, stage, micro-batch, turn), with "F", "H" or the index of a message.
-Product = tuple[str | int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -26,22 +21,29 @@ class Schedule:
 
     Args:
         order: name of the rule that made it.
-        flows: flow of every micro-batch, ``[turns][M]``.
-        words: computations of every rank in order, with the updates of its stages at the end of each call.
-        placement: rank of every stage; default: a rank for each.
-        ages: age of every stage's weight gradients (`nwise.schedule.ages`); default: 0.
+        graph: the tasks, and what each needs.
+        lists: numbers of the tasks in order, ``[turns][ranks][tasks]``: for every call of the cycle a list for each rank, which
+            ends with the updates of its stages.
     """
 
     order: str
-    flows: tuple[tuple[Flow, ...], ...]
-    words: tuple[Word, ...]
-    placement: Placement = ()
-    ages: tuple[int, ...] = field(default=())
+    graph: TaskGraph
+    lists: tuple[tuple[tuple[int, ...], ...], ...]
 
-    def __post_init__(self) -> None:
-        size = len(self.flows[0][0].stages)
-        object.__setattr__(self, "placement", self.placement or tuple(range(size)))
-        object.__setattr__(self, "ages", self.ages or (0,) * size)
+    @cached_property
+    def flows(self) -> tuple[tuple[Flow, ...], ...]:
+        """Flow of every micro-batch, ``[turns][M]``."""
+        return self.graph.flows
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Rank of every stage."""
+        return self.graph.placement
+
+    @cached_property
+    def ages(self) -> tuple[int, ...]:
+        """Age of every stage's weight gradients (`nwise.schedule.ages`)."""
+        return self.graph.ages
 
     @property
     def num_stages(self) -> int:
@@ -51,7 +53,7 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return len(self.words)
+        return 1 + max(self.placement)
 
     @property
     def num_microbatches(self) -> int:
@@ -64,118 +66,172 @@ class Schedule:
         return max(self.ages)
 
     @cached_property
+    def by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of every rank's tasks in the whole cycle, in order."""
+        return tuple(tuple(chain(*lists)) for lists in zip(*self.lists, strict=True))
+
+    @cached_property
+    def work(self) -> tuple[tuple[Action, ...], ...]:
+        """The computations and updates of every rank in the whole cycle, in order."""
+        return tuple(tuple(self.graph.tasks[task] for task in tasks) for tasks in self.by_rank)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The same with messages, as a rank runs them: a send right after its task, a receive right before its first use."""
+        receives, sends = defaultdict[int, list[Action]](list), dict[int, list[Action]]()
+        for task, user in self.messages:
+            send, receive = transfer(self.graph.tasks[task], self.graph.tasks[user])
+            sends[task] = [send]
+            receives[user].append(receive)
+        return tuple(
+            tuple(chain(*((*receives[task], self.graph.tasks[task], *sends.get(task, ())) for task in tasks)))
+            for tasks in self.by_rank
+        )
+
+    @cached_property
     def late_stages(self) -> frozenset[int]:
         """Stages with passes of earlier mini-batches than the newest, which need old versions of their parameters."""
-        return frozenset(a.stage for word in self.words for a in word if a.age)
-
-    @cached_property
-    def lists(self) -> tuple[Word, ...]:
-        """All actions of every rank, in order.
-
-        A receive comes right before the first use, a send right after its computation, a drop after the last use, and the updates
-        at the end of their call. Stages of one rank exchange their results without messages.
-        """
-        return tuple(tuple(_with_messages(word, self)) for word in self.words)
-
-    @cached_property
-    def calls(self) -> tuple[tuple[Word, ...], ...]:
-        """The lists cut into calls, ``[ranks][turns]``, without drops."""
-        turns = range(len(self.flows))
-        work = [[a for a in word if a.kind is not Kind.DROP] for word in self.lists]
-        return tuple(tuple(tuple(a for a in word if self.call(a) == turn) for turn in turns) for word in work)
+        return frozenset(a.stage for a in self.graph.tasks if a.age)
 
     @cached_property
     def passes(self) -> tuple[Counter[tuple[int, int]], ...]:
         """Number of backward passes by (stage, micro-batch), for every turn."""
         counts = [Counter[tuple[int, int]]() for _ in self.flows]
-        for action in (a for word in self.words for a in word if a.kind in PASSES):
-            counts[action.turn][action.stage, action.microbatch] += 1
+        for action in self.graph.tasks:
+            if action.kind in PASSES:
+                counts[action.turn][action.stage, action.microbatch] += 1
         return tuple(counts)
 
     @cached_property
-    def continued(self) -> frozenset[Action]:
-        """The computations that are followed by a pass of the same stage and micro-batch, with no other work in between."""
-        result: set[Action] = set()
-        for word in self.words:
-            for _, run in groupby(word, key=_work):
-                actions = list(run)
-                last = max((i for i, a in enumerate(actions) if a.kind in PASSES), default=0)
-                result.update(actions[:last])
+    def continued(self) -> frozenset[int]:
+        """The tasks that are followed by a pass of the same stage and micro-batch, with no other work of the rank in between."""
+        tasks, result = self.graph.tasks, set[int]()
+
+        def work(task: int) -> tuple[int, int, int, int, bool]:
+            a = tasks[task]
+            return a.stage, a.microbatch, a.turn, a.age, a.kind is Kind.UPDATE
+
+        for numbers in self.by_rank:
+            for _, run in groupby(numbers, key=work):
+                together = list(run)
+                last = max((i for i, task in enumerate(together) if tasks[task].kind in PASSES), default=0)
+                result.update(together[:last])
         return frozenset(result)
 
-    def call(self, action: Action) -> int:
-        """Return the call of the cycle that runs an action."""
-        return (action.turn + action.age) % len(self.flows)
-
-    def cycles_late(self, action: Action) -> int:
-        """Return the number of cycles by which an action comes after its mini-batch was the newest."""
-        return (action.turn + action.age) // len(self.flows)
+    @cached_property
+    def completing(self) -> frozenset[int]:
+        """The last head and the last W or B of every stage in each call, after which their gradients are complete."""
+        tasks, last = self.graph.tasks, dict[tuple[int, int, bool], int]()
+        for call, task in ((call, task) for call, lists in enumerate(self.lists) for task in chain(*lists)):
+            if tasks[task].kind in (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH):
+                last[call, tasks[task].stage, tasks[task].kind is Kind.HEAD] = task
+        return frozenset(last.values())
 
     @cached_property
-    def travel(self) -> dict[Action, int]:
-        """Number of calls between a send and its receive, for every receive."""
-        sent = {counterpart(a)._replace(age=0): a.age for word in self.lists for a in word if a.kind in SENDS}
-        received = set(SENDS.values())
-        return {a: a.age - sent[a._replace(age=0)] for word in self.lists for a in word if a.kind in received}
+    def _place(self) -> dict[int, int]:
+        return {task: place for tasks in self.by_rank for place, task in enumerate(tasks)}
+
+    @cached_property
+    def messages(self) -> tuple[tuple[int, int], ...]:
+        """Every task whose result travels to another rank, with the task that receives it: the first in time to need it."""
+        # A later one finds it on its rank. What is older comes in a later call.
+        tasks, place = self.graph.tasks, self._place
+        first: dict[int, tuple[int, int, int]] = {}
+        for user, needs in enumerate(self.graph.needs):
+            for need in needs:
+                if need.link:
+                    use = tasks[user].age, place[user], user
+                    first[need.task] = min(use, first.get(need.task, use))
+        return tuple(sorted((task, user) for task, (_, _, user) in first.items()))
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the lists, the same in every process."""
-        return sha256(repr((self.placement, self.lists)).encode()).hexdigest()
+        """Hash of the tasks, of what they need, and of the lists, the same in every process."""
+        graph = self.graph
+        return sha256(repr((graph.placement, graph.tasks, graph.needs, self.lists)).encode()).hexdigest()
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Largest number of micro-batches in flight on every stage: forward done, last use still to come."""
+        tasks, late = self.graph.tasks, self.graph.late
         now, most = [0] * self.num_stages, [0] * self.num_stages
-        for word in self.words:
-            work = [a for a in word if a.kind is not Kind.UPDATE]
+        for numbers in self.by_rank:
+            work = [task for task in numbers if tasks[task].kind is not Kind.UPDATE]
             # The last in time: a pass of an earlier mini-batch may stand before the forward in the list.
-            last = {(a.stage, a.microbatch, a.turn): a for a in sorted(work, key=self.cycles_late)}
-            # A cycle begins with the micro-batches of earlier ones whose last action comes late.
-            for a in last.values():
-                now[a.stage] += self.cycles_late(a)
-            for a in work:
+            last = {_microbatch(tasks[task]): task for task in sorted(work, key=late.__getitem__)}
+            # A cycle begins with the micro-batches of earlier ones whose last task comes late.
+            for task in last.values():
+                now[tasks[task].stage] += late[task]
+            for task in work:
+                a = tasks[task]
                 now[a.stage] += a.kind is Kind.FORWARD
                 most[a.stage] = max(most[a.stage], now[a.stage])
-                now[a.stage] -= last[a.stage, a.microbatch, a.turn] == a
+                now[a.stage] -= last[_microbatch(a)] == task
         return tuple(most)
 
     @cached_property
     def first_in_first_out(self) -> bool:
         """Whether gradients are used in the order in which they are sent, on every link."""
-        sent, used = defaultdict[Link, list[object]](list), defaultdict[Link, list[object]](list)
-        for a in (a for word in self.lists for a in word if a.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)):
-            sends = a.kind is Kind.SEND_GRADIENT
-            to = a.stage - sends
-            link = self.placement[to + 1], self.placement[to]
-            (sent if sends else used)[link].append((to, a.microbatch, a.message))
-        return sent == used
+        tasks, ranks, place = self.graph.tasks, self.graph.ranks, self._place
+        links = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+        for task, user in self.messages:
+            if tasks[task].message is not None:
+                links[ranks[task], ranks[user]].append((task, user))
+
+        def names(messages: Iterable[tuple[int, int]]) -> list[object]:
+            return [tasks[task]._replace(turn=0, age=0) for task, _ in messages]
+
+        return all(
+            names(sorted(messages, key=lambda pair: place[pair[0]]))
+            == names(sorted(messages, key=lambda pair: (place[pair[1]], tasks[pair[0]].message)))
+            for messages in links.values()
+        )
 
 
-def held_back(flows: Sequence[Sequence[Flow]], placement: Placement, *, oldest: int) -> list[int]:
-    """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
+def _microbatch(action: Action) -> tuple[int, int, int]:
+    return action.stage, action.microbatch, action.turn
 
-    The activation is that of the same micro-batch, `oldest` + 1 cycles before. Without a delay only stages wait that do not
-    receive a gradient for every micro-batch, because nothing else would keep them from running ahead.
+
+def arrange(
+    order: str,
+    flows: Flows,
+    lists: Sequence[Iterable[Action]],
+    placement: Placement = (),
+    ages: tuple[int, ...] = (),
+) -> Schedule:
+    """Return the schedule of hand-made lists.
 
     Args:
+        order: name of the schedule.
         flows: flow of every micro-batch, ``[turns][M]``.
-        placement: rank of every stage.
-        oldest: age of the oldest gradients.
+        lists: computations of every rank in order; the updates of its stages, which end every call, are added.
+        placement: rank of every stage; default: a rank for each.
+        ages: age of every stage's weight gradients; default: 0.
+
+    Raises:
+        ValueError: a computation is missing, or unknown.
     """
-    different = list(counted(flows))
-    last = len(flows[0][0].stages) - 1
-    apart = [k for k in range(last) if placement[k] != placement[k + 1]]
-    return [k for k in apart if oldest or not all(flow.stages[k + 1].messages for flow in different)]
+    ranks = 1 + max(placement or range(len(flows[0][0].stages)))
+    if len(lists) != ranks:
+        raise ValueError(f"`lists` should have one list for each of the {ranks} ranks. Found {len(lists)}.")
+    lists = [[a for a in actions if a.kind is not Kind.UPDATE] for actions in lists]
+    graph = task_graph(flows, placement, ages, chain(*lists))
+    numbers = [graph.numbers(actions) for actions in lists]
+    calls = [[[n for n in rank if graph.call[n] == call] for rank in numbers] for call in range(len(flows))]
+    return with_updates(order, graph, calls)
 
 
-def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:
-    """Return the different flows, each with its number of micro-batches."""
-    counts: dict[Flow, int] = {}
-    # Hashing a flow takes long, and micro-batches in a row usually share one.
-    for flow, group in groupby(flow for batch in flows for flow in batch):
-        counts[flow] = counts.get(flow, 0) + sum(1 for _ in group)
-    return counts
+def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]]) -> Schedule:
+    """Return the schedule of lists of computations, ``[turns][ranks]``, with the updates of every rank at the end of each."""
+    ends: list[list[list[int]]] = [[[] for _ in lists] for lists in calls]
+    for task, a in enumerate(graph.tasks):
+        if a.kind is Kind.UPDATE:
+            ends[a.turn][graph.placement[a.stage]].append(task)
+    lists = [
+        tuple((*tasks, *updates) for tasks, updates in zip(*both, strict=True))
+        for both in zip(calls, ends, strict=True)
+    ]
+    return Schedule(order, graph, tuple(lists))
 
 
 def check_schedule(schedule: object) -> None:
@@ -184,136 +240,3 @@ def check_schedule(schedule: object) -> None:
         raise TypeError(
             f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
         )
-
-
-def needs(action: Action, flows: Sequence[Sequence[Flow]]) -> list[Product]:
-    """Return the results that a computation needs before it can start."""
-    kind, k, m, q, turn, _ = action
-    if kind is Kind.UPDATE:
-        return []
-    if kind is Kind.FORWARD:
-        return [("F", k - 1, m, turn)] if k else []
-    if kind is Kind.HEAD:
-        return [("F", k, m, turn)]
-    stage = flows[turn][m].stages[k]
-    cotangent = stage.cotangent(q)
-    results: list[Product] = [("F", k, m, turn)]
-    if cotangent.own:
-        results.append(("H", k, m, turn))
-    results += [(p, k + 1, m, turn) for p in cotangent.needed]
-    # A separate W comes after the I of the same cotangent, which has kept the cotangent of every layer for it.
-    if kind is Kind.WEIGHT_GRAD and stage.fused is not None:
-        results.append((stage.fused, k, m, turn))
-    return results
-
-
-def product(action: Action) -> Product | None:
-    """Return the result of a computation for which others may wait; None for weight gradients and updates."""
-    kind, k, m, q, turn, _ = action
-    if kind is Kind.FORWARD or kind is Kind.HEAD:
-        return (kind.value, k, m, turn)
-    return None if q is None else (q, k, m, turn)
-
-
-def merge(words: Sequence[Sequence[Action]], flows: Sequence[Sequence[Flow]]) -> list[Action]:
-    """Merge words into one order of a call that respects each of them, for one process.
-
-    Args:
-        words: computations in order, such as one word per stage; results of other words that an older action needs come from
-            earlier calls.
-        flows: flow of every micro-batch, ``[turns][M]``.
-
-    Raises:
-        Deadlock: the words are in a deadlock; the message names the actions that are stuck.
-    """
-    # Every word offers its next action. Those that can run are in a heap, the others wait for a result. After F0(0):
-    #
-    #     stage 0   F0(1)   in the heap with key (0, 1, True, 0)
-    #     stage 1   F1(0)   in the heap with key (0, 0, True, 1), so it runs next
-    #     stage 2   F2(0)   waits for the result of F1(0)
-    #
-    # The key prefers the oldest mini-batch, then its oldest micro-batch, then passes to forwards (False < True). So few
-    # micro-batches are in flight. Each action enters the heap once.
-    ages = {made: a.age for word in words for a in word if (made := product(a)) is not None}
-    done: set[Product] = set()
-    waiting: dict[Product, int] = {}
-    left = [[a for a in reversed(word) if a.kind is not Kind.UPDATE] for word in words]
-    order: list[Action] = []
-    ready: list[tuple[int, int, bool, int]] = []
-
-    def queue(k: int) -> None:
-        if left[k]:
-            action = left[k][-1]
-            missing = next((n for n in needs(action, flows) if n not in done and ages.get(n) == action.age), None)
-            if missing is None:
-                call = (action.turn + action.age) % len(flows)
-                heapq.heappush(ready, (call, action.microbatch, action.kind is Kind.FORWARD, k))
-            else:
-                waiting[missing] = k
-
-    for k in range(len(words)):
-        queue(k)
-    while ready:
-        k = heapq.heappop(ready)[-1]
-        action = left[k].pop()
-        order.append(action)
-        made = product(action)
-        if made is not None:
-            done.add(made)
-        queue(k)
-        if made in waiting:
-            queue(waiting.pop(made))
-    stuck = [word[-1] for word in left if word]
-    if stuck:
-        raise Deadlock(stuck)
-    return order
-
-
-class Deadlock(ValueError):
-    """Lists in which actions wait for each other.
-
-    Args:
-        stuck: the next action of every list that cannot proceed.
-    """
-
-    def __init__(self, stuck: Sequence[Action]) -> None:
-        names = ", ".join(map(str, stuck[:6])) + (", ..." if len(stuck) > 6 else "")
-        super().__init__(
-            "The lists should let every action run. Found a deadlock: each of these waits for one that comes later in another "
-            f"list or its own: {names}. Put each action after those that it waits for."
-        )
-
-
-def _work(action: Action) -> tuple[int, int, int, int, bool]:
-    """Return a key that identifies a stage's work on a micro-batch."""
-    return action.stage, action.microbatch, action.turn, action.age, action.kind is Kind.UPDATE
-
-
-def _with_messages(word: Word, schedule: Schedule) -> Iterator[Action]:
-    """Insert the receives, sends and drops around a rank's computations."""
-    placement, flows = schedule.placement, schedule.flows
-    # The first use of every message and the last of every micro-batch: what is older comes in a later call.
-    first: dict[tuple[int, int, int, int], tuple[int, int]] = {}
-    last: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for i, action in enumerate(word):
-        kind, k, m, q, turn, age = action
-        if kind is not Kind.UPDATE:
-            last[k, m, turn] = max(last.get((k, m, turn), (age, i)), (age, i))
-        for p in flows[turn][m].stages[k].cotangent(q).needed if kind in PASSES else ():
-            first[k, m, p, turn] = min(first.get((k, m, p, turn), (age, i)), (age, i))
-    for i, action in enumerate(word):
-        kind, k, m, q, turn, age = action
-        below = k > 0 and placement[k - 1] != placement[k]
-        above = k < len(placement) - 1 and placement[k + 1] != placement[k]
-        if kind is Kind.FORWARD and below:
-            yield Action(Kind.RECEIVE_ACTIVATION, k, m, None, turn, age)
-        for p in flows[turn][m].stages[k].cotangent(q).needed if kind in PASSES and above else ():
-            if first[k, m, p, turn] == (age, i):
-                yield Action(Kind.RECEIVE_GRADIENT, k, m, p, turn, age)
-        yield action
-        if kind is Kind.FORWARD and above:
-            yield Action(Kind.SEND_ACTIVATION, k, m, None, turn, age)
-        if q is not None and below:
-            yield Action(Kind.SEND_GRADIENT, k, m, q, turn, age)
-        if last.get((k, m, turn)) == (age, i):
-            yield Action(Kind.DROP, k, m, None, turn, age)

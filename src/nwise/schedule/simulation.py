@@ -11,11 +11,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from nwise.checks import check_at_least
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import Action
+from nwise.schedule.clock import Clock, Times, make_clock
 from nwise.schedule.costs import Costs
-from nwise.schedule.event_graph import EventGraph, SimulatedRun, event_graph, run
 from nwise.schedule.schedule import Schedule, check_schedule
 
 __all__ = ["Event", "Message", "Timeline", "simulate"]
@@ -64,14 +65,14 @@ class Timeline:
     Args:
         schedule: the schedule that was run.
         costs: costs of one micro-batch.
-        graph: the event graph of the schedule.
+        clock: the clock of the schedule.
         runs: times of its nodes, for each pass through the lists.
     """
 
     schedule: Schedule
     costs: Costs
-    graph: EventGraph
-    runs: list[SimulatedRun]
+    clock: Clock
+    runs: list[Times]
 
     @property
     def cycles(self) -> int:
@@ -81,12 +82,12 @@ class Timeline:
     @cached_property
     def events(self) -> list[Event]:
         """Computations and updates, in order of their start."""
-        nodes = [(node, self.graph.actions[node]) for word in self.graph.words[: self.graph.num_ranks] for node in word]
+        tasks = self.schedule.graph.tasks
         events = [
-            Event(action, cycle, times.start[node], times.end[node], batch)
+            Event(tasks[task], cycle, times.start[task], times.end[task], batch)
             for cycle, times in enumerate(self.runs)
-            for node, action in nodes
-            if (batch := _batch(self.schedule, action, cycle)) >= 0
+            for task in chain(*self.schedule.by_rank)
+            if (batch := _batch(self.schedule, task, cycle)) >= 0
         ]
         return sorted(events, key=lambda e: (e.start, e.end, e.action.stage))
 
@@ -107,10 +108,10 @@ class Timeline:
     def utilisation(self) -> tuple[float, ...]:
         """Share of the second half of the run in which each rank works, between two ends of its list."""
         half, shares = len(self.runs) // 2, []
-        for word in self.graph.words[: self.graph.num_ranks]:
-            begin = self.runs[half - 1].end[word[-1]] if half else 0.0
-            length = self.runs[-1].end[word[-1]] - begin
-            busy = sum(times.end[node] - times.start[node] for times in self.runs[half:] for node in word)
+        for tasks in self.schedule.by_rank:
+            begin = self.runs[half - 1].end[tasks[-1]] if half else 0.0
+            length = self.runs[-1].end[tasks[-1]] - begin
+            busy = sum(times.end[task] - times.start[task] for times in self.runs[half:] for task in tasks)
             shares.append(busy / length if length else 0.0)
         return tuple(shares)
 
@@ -119,38 +120,25 @@ class Timeline:
         """Share of the second half of the run in which ranks wait, the mean over ranks."""
         return 1.0 - sum(self.utilisation) / len(self.utilisation)
 
-    def _messages(self, cycle: int, times: SimulatedRun) -> Iterator[Message]:
-        """Iterate over the messages that one pass through the lists uses, each with the first action that uses it."""
-        graph, placement = self.graph, self.schedule.placement
-        # By producer and receiving stage: the first consumer, the node at whose end the latency begins (the producer or one of a
-        # link), and the number of calls before the use.
-        first: dict[tuple[int, int], tuple[int, float, int, int]] = {}
-        for node in (node for word in graph.words[: graph.num_ranks] for node in word):
-            action = graph.actions[node]
-            k = action.stage
-            if _batch(self.schedule, action, cycle) < 0:
-                continue
-            for other, lag, calls in graph.needs[node]:
-                on_link = graph.actions[other].kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-                producer = graph.needs[other][0][0] if on_link else other
-                if placement[graph.actions[producer].stage] == placement[k] or lag < 0 or calls > cycle:
-                    continue
-                # A use in the call of the send comes before those in later calls.
-                use = calls, times.start[node], node, other
-                first[producer, k] = min(use, first.get((producer, k), use))
-        for (producer, k), (calls, _, node, leaves_at) in first.items():
-            yield Message(
-                sender=graph.actions[producer].stage,
-                receiver=k,
-                sent=self.runs[cycle - calls].end[producer],
-                arrives=self.runs[cycle - calls].end[leaves_at] + self.costs.latency,
-                used=times.start[node],
-            )
+    def _messages(self, cycle: int, times: Times) -> Iterator[Message]:
+        """Iterate over the messages that one pass through the lists uses, each with the first task that uses it."""
+        graph, transfers = self.schedule.graph, self.clock.transfers
+        for task, user in self.schedule.messages:
+            earlier = graph.late[user] - graph.late[task]
+            if earlier <= cycle and _batch(self.schedule, user, cycle) >= 0:
+                sent = self.runs[cycle - earlier]
+                yield Message(
+                    sender=graph.tasks[task].stage,
+                    receiver=graph.tasks[user].stage,
+                    sent=sent.end[task],
+                    arrives=sent.end[transfers.get(task, task)] + self.costs.latency,
+                    used=times.start[user],
+                )
 
 
-def _batch(schedule: Schedule, action: Action, cycle: int) -> int:
-    """Return the index of an action's mini-batch; below 0 for actions that the first calls leave out."""
-    return (cycle - schedule.cycles_late(action)) * len(schedule.flows) + action.turn
+def _batch(schedule: Schedule, task: int, cycle: int) -> int:
+    """Return the index of a task's mini-batch; below 0 for tasks that the first calls leave out."""
+    return (cycle - schedule.graph.late[task]) * len(schedule.flows) + schedule.graph.tasks[task].turn
 
 
 def simulate(
@@ -184,23 +172,23 @@ def simulate(
     if not 0 <= jitter <= 10:
         raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
     check_schedule(schedule)
-    graph = event_graph(schedule, costs)
-    numbers = random.Random(seed)
-    runs: list[SimulatedRun] = []
+    clock, numbers, size = make_clock(schedule, costs), random.Random(seed), len(schedule.graph.tasks)
+    runs: list[Times] = []
     for cycle in range(cycles):
         # The first calls leave out the passes of mini-batches that do not exist: these take no time and wait for nothing.
-        left_out = {node for node, a in enumerate(graph.actions) if _batch(schedule, a, cycle) < 0}
-        times = [0.0 if node in left_out else time for node, time in enumerate(graph.duration)]
+        left_out = {task for task in range(size) if _batch(schedule, task, cycle) < 0}
+        left_out |= {clock.transfers[task] for task in left_out & clock.transfers.keys()}
+        times = [0.0 if node in left_out else time for node, time in enumerate(clock.duration)]
         if jitter:
-            for node in (node for word in graph.words[: graph.num_ranks] for node in word):
-                times[node] *= math.exp(jitter * numbers.gauss(0, 1))
-        # A negative lag stands for the start of a node (`event_graph`), which jitter moves away from the end.
-        needs = [
+            for task in chain(*schedule.by_rank):
+                times[task] *= math.exp(jitter * numbers.gauss(0, 1))
+        # A negative lag stands for the start of a node (`make_clock`), which jitter moves away from the end.
+        waits = [
             [
-                (u, runs[-calls].start[u] - runs[-calls].end[u] if lag < 0 and calls <= cycle else lag, calls)
-                for u, lag, calls in (() if node in left_out else needed)
+                (u, runs[-late].start[u] - runs[-late].end[u] if lag < 0 and late <= cycle else lag, late)
+                for u, lag, late in (() if node in left_out else waited)
             ]
-            for node, needed in enumerate(graph.needs)
+            for node, waited in enumerate(clock.waits)
         ]
-        runs.append(run(replace(graph, needs=needs), [one.end for one in reversed(runs)], times))
-    return Timeline(schedule, costs, graph, runs)
+        runs.append(replace(clock, waits=waits).run([one.end for one in reversed(runs)], times))
+    return Timeline(schedule, costs, clock, runs)

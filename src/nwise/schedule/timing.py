@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 
+from nwise.schedule.actions import Action
 from nwise.schedule.bounds import lower_bound
+from nwise.schedule.clock import durations, make_clock
 from nwise.schedule.costs import Costs
-from nwise.schedule.event_graph import event_graph
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.period import period
-from nwise.schedule.schedule import Schedule, Word
+from nwise.schedule.schedule import Schedule
 
 __all__ = ["CLOSE", "Timed", "check_memory", "excess", "rounded", "timed"]
 
@@ -40,9 +41,9 @@ class Timed:
         return self.schedule.order
 
     @property
-    def lists(self) -> tuple[Word, ...]:
-        """All actions of every rank, in order."""
-        return self.schedule.lists
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """All that every rank does, in order, with its messages."""
+        return self.schedule.actions
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -68,20 +69,19 @@ class Timed:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Time per mini-batch that every rank computes."""
-        graph = event_graph(self.schedule, self.costs)
-        ranks = graph.words[: graph.num_ranks]
-        return tuple(sum(graph.duration[node] for node in word) / len(self.schedule.flows) for word in ranks)
+        schedule, time = self.schedule, durations(self.schedule.graph, self.costs)
+        return tuple(sum(time[task] for task in tasks) / len(schedule.flows) for tasks in schedule.by_rank)
 
     @property
     def rank(self) -> tuple[float, int, bool, int]:
-        """Sort key, smallest for the best schedule: period, micro-batches in flight, message order, number of actions."""
-        actions = sum(map(len, self.schedule.words))
-        return (rounded(self.period), max(self.in_flight), not self.schedule.first_in_first_out, actions)
+        """Sort key, smallest for the best schedule: period, micro-batches in flight, message order, number of tasks."""
+        schedule = self.schedule
+        return (rounded(self.period), max(self.in_flight), not schedule.first_in_first_out, len(schedule.graph.tasks))
 
 
 def timed(schedule: Schedule, costs: Costs) -> Timed:
     """Return a schedule with its exact period."""
-    return Timed(schedule, costs, period(event_graph(schedule, costs)) / len(schedule.flows))
+    return Timed(schedule, costs, period(make_clock(schedule, costs)) / len(schedule.flows))
 
 
 def check_memory(memory: Limit, num_ranks: int) -> None:

@@ -121,15 +121,15 @@ class ScheduleCommand:
         if self.lists and not self.json:
             for picture in pictures:
                 console.say(f"\n{picture.title}")
-                for name, word in zip(picture.rows, picture.timed.lists, strict=True):
-                    console.say(f"{name}: {' '.join(map(str, word))}")
+                for name, actions in zip(picture.rows, picture.timed.actions, strict=True):
+                    console.say(f"{name}: {' '.join(map(str, actions))}")
         return OK
 
     def _pictures(self) -> Iterator[Picture]:
         _check_values(self, "strategy", "stages", "microbatches", "costs")
         for costs, timed_schedule, title in self._methods() if self.csv is None else self._from_csv(self.csv):
             schedule = timed_schedule.schedule
-            size = sum(map(len, schedule.words)) / len(schedule.flows) * self.batches
+            size = len(schedule.graph.tasks) / len(schedule.flows) * self.batches
             if size > MOST:
                 raise ValueError(
                     f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {title}; draw fewer stages, "
@@ -232,5 +232,5 @@ def _as_json(picture: Picture) -> dict[str, Any]:
         "in_flight": list(timed.in_flight),
         "utilisation": list(picture.timeline.utilisation),
         "bubble": picture.timeline.bubble,
-        "lists": [list(map(str, word)) for word in timed.lists],
+        "lists": [list(map(str, actions)) for actions in timed.actions],
     }

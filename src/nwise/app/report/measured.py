@@ -10,8 +10,8 @@ from statistics import mean, median
 from typing import Any
 
 from nwise.app.report.trace import make_trace, process_events
-from nwise.schedule import Action, Costs, Kind, Schedule, Timeline, simulate
-from nwise.schedule.actions import COMPUTATIONS, SENDS, counterpart
+from nwise.schedule import Costs, Schedule, Timeline, simulate
+from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, transfer
 from nwise.schedule.simulation import Event, Message
 
 _MS = 1e3
@@ -92,9 +92,14 @@ class Comparison:
     @cached_property
     def _pairs(self) -> list[tuple[Event, Event]]:
         """Every send with its receive."""
-        sent = {(e.cycle, counterpart(e.action)): e for e in self.waits if e.action.kind in SENDS}
-        received = (e for e in self.waits if e.action.kind not in SENDS)
-        return [(sent[key], event) for event in received if (key := (event.cycle, event.action)) in sent]
+        tasks, happened = self.schedule.graph.tasks, {(e.cycle, e.action): e for e in self.waits}
+        pairs = []
+        for send, receive in (transfer(tasks[task], tasks[user]) for task, user in self.schedule.messages):
+            for cycle in sorted({e.cycle for e in self.waits}):
+                put, got = (cycle, send), (cycle + receive.age - send.age, receive)
+                if put in happened and got in happened:
+                    pairs.append((happened[put], happened[got]))
+        return pairs
 
     @cached_property
     def _travels(self) -> list[tuple[float, float]]:

@@ -1,0 +1,88 @@
+"""The messages of a rank: arcs of the task graph that lead from it to another rank, or to it.
+
+A message is sent right after the task that makes it, and received right before the first task that needs it::
+
+    rank 0   F0(0)   send, F0(1)   send, receive, W0(0)           the plan of the channel 0 -> 1: the two activations,
+    rank 1           receive, F1(0) H1(0) B1(0.0)   send          in the order of their senders
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nwise.flow import Flow, StageFlow
+from nwise.runtime.ledger import Key, MessagePlan
+from nwise.runtime.shapes import Specs
+from nwise.schedule.actions import Action, transfer
+from nwise.schedule.graph import task_graph
+from nwise.schedule.placement import Placement
+from nwise.schedule.schedule import Schedule
+
+
+class Arc(NamedTuple):
+    """One end of a message.
+
+    Args:
+        action: the send or the receive, as a recorder sees it.
+        key: name of the message.
+        peer: rank at the other end.
+        travel: number of calls from the send to the receive.
+    """
+
+    action: Action
+    key: Key
+    peer: int
+    travel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages of a rank in one cycle of calls.
+
+    Args:
+        receives: what to receive before a task.
+        sends: what to send after a task.
+        outgoing, incoming: plans of the channels, by the other rank.
+    """
+
+    receives: Mapping[int, Sequence[Arc]]
+    sends: Mapping[int, Arc]
+    outgoing: Mapping[int, MessagePlan]
+    incoming: Mapping[int, MessagePlan]
+
+
+def forwards_alone(placement: Placement) -> Schedule:
+    """Return the schedule of one micro-batch's forwards, without heads, passes and updates."""
+    flow = Flow((StageFlow(head=False, own=False, messages=(), weights=None, fused=None),) * len(placement))
+    graph = task_graph([[flow]], placement)
+    ranks = range(1 + max(placement))
+    return Schedule(
+        "forwards", graph, (tuple(tuple(k for k, r in enumerate(placement) if r == rank) for rank in ranks),)
+    )
+
+
+def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) -> Messages:
+    """Return the messages of a rank; `parts` is that of `MessagePlan`."""
+    tasks, ranks = schedule.graph.tasks, schedule.graph.ranks
+    receives, sends = defaultdict[int, list[Arc]](list), dict[int, Arc]()
+    for task, user in schedule.messages:
+        send, receive = transfer(tasks[task], tasks[user])
+        key, travel = receive._replace(age=0), receive.age - send.age
+        sends[task] = Arc(send, key, ranks[user], travel)
+        receives[user].append(Arc(receive, key, ranks[task], travel))
+
+    def plan(sender: int, receiver: int) -> MessagePlan:
+        """Return the messages from one rank to another, in the order in which they are sent."""
+        calls = [
+            tuple((sends[t].key, tasks[t].age) for t in lists[sender] if t in sends and sends[t].peer == receiver)
+            for lists in schedule.lists
+        ]
+        travel = max(tasks[task].age for task in schedule.by_rank[receiver])
+        return MessagePlan(tuple(calls), travel, schedule.digest, parts)
+
+    others = [other for other in range(schedule.num_ranks) if other != rank]
+    outgoing, incoming = {other: plan(rank, other) for other in others}, {other: plan(other, rank) for other in others}
+    return Messages(dict(receives), sends, outgoing, incoming)
