@@ -207,7 +207,8 @@ def test_several_labels_and_unknown_losses_need_a_confidence() -> None:
     assert seen[0] == X.shape
     for wrong, message in (
         ("softmax", "`confidence` should be one of 'classes', .* Found 'softmax'"),
-        (lambda logits: logits, r"one number per sample, \[6\]. Found shape \[6, 3\]"),
+        (lambda logits: logits, r"\[6\] numbers from 0 to 1. Found shape \[6, 3\]"),
+        (lambda logits: 0.5, r"\[6\] numbers from 0 to 1. Found float"),
         (3, "Found 3"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -216,6 +217,24 @@ def test_several_labels_and_unknown_losses_need_a_confidence() -> None:
         EarlyExit(pipe.stages, pipe.heads, {0: 0.5})
     with pytest.raises(ValueError, match=r"at least two classes along dimension 1. Found shape \[6, 1\]"):
         trained(1, nn.CrossEntropyLoss(), X, YES[:, 0].long() * 0).exit(X)
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [([0.2, 1.5], "1.5"), ([0.2, -0.1], "-0.1"), ([math.nan, 0.5], "nan"), ([math.inf, 0.5], "inf"), ([0, 7], "7")],
+)
+def test_numbers_that_are_no_confidence_are_refused(values: list[float], found: str) -> None:
+    """Regression: a sample with nan never left, and all left at once with numbers above 1 such as logits, in silence."""
+    with pytest.raises(ValueError, match=f"0 to 1. Found {found} at stage 3; give one"):
+        confidence_of(lambda _: torch.tensor(values), torch.zeros(2, 3), (), 3)
+
+
+def test_rounding_and_a_network_that_diverged_are_no_fault_of_a_confidence() -> None:
+    logits = torch.tensor([[0.0, 0.0], [math.nan, 0.0]])
+    _, sure = confidence_of(lambda y: y.sum(1) + 1 + 1e-6, logits, (), 0)
+    assert sure[0] > 1
+    assert sure[1].isnan()
+    assert confidence_of(Tensor.sigmoid, torch.zeros(2), (), 0)[1].tolist() == [0.5, 0.5], "one number for a sample"
 
 
 class Margin(nn.CrossEntropyLoss):

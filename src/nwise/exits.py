@@ -38,11 +38,8 @@ Rule = str | Callable[..., Tensor]
 Confidence = Rule | None
 Bounds = float | Mapping[int, float]  # one for all exits, or one by stage
 CONFIDENCES = ("classes", "tokens", "label", "labels")
+_RULES = f"one of {', '.join(map(repr, CONFIDENCES))}, or a function of the output that returns [B] numbers from 0 to 1"
 _MASK = "attention_mask"
-_ROWS = (
-    "Stage {stage}'s head or output should have {count} samples along dimension 0 to exit, as its input has. Found shape "
-    "{shape}; keep positions in another dimension."
-)
 _BY_LOSS: dict[Any, str] = {
     **dict.fromkeys((nn.CrossEntropyLoss, functional.cross_entropy), "classes"),
     nn.NLLLoss: "classes",  # a softmax leaves log-probabilities as they are
@@ -114,9 +111,9 @@ def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
     # A subclass with a forward of its own may take other outputs.
     known = _BY_LOSS.get(type(inner) if isinstance(inner, nn.Module) else inner) if inner.__hash__ else None
     if known is None:
+        name = getattr(inner, "__name__", type(inner).__name__)
         raise ValueError(
-            f"`confidence` should be given for a loss without a default. Found {_name(inner)} at stage {stage}; pass one "
-            f"of {', '.join(map(repr, CONFIDENCES))}, or a function of the output that returns [B] numbers from 0 to 1."
+            f"`confidence` should be given for a loss without a default. Found {name} at stage {stage}; pass {_RULES}."
         )
     return known
 
@@ -124,10 +121,7 @@ def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
 def checked_confidence(given: Confidence) -> Rule:
     """Return the confidence if it is a name or a function; raise ValueError otherwise."""
     if given is None or not (given in CONFIDENCES if isinstance(given, str) else callable(given)):
-        raise ValueError(
-            f"`confidence` should be one of {', '.join(map(repr, CONFIDENCES))}, or a function of the output that returns [B] "
-            f"numbers from 0 to 1. Found {given!r}."
-        )
+        raise ValueError(f"`confidence` should be {_RULES}. Found {given!r}.")
     return given
 
 
@@ -167,11 +161,7 @@ def confidence_of(
     logits = single(output, stage, 2 if rule in ("classes", "tokens") else 1)
     dim = 1 if rule == "classes" else -1
     if callable(rule):
-        sure = rule(logits, as_argument(seen)) if _takes_two(rule) else rule(logits)
-        if not isinstance(sure, Tensor) or sure.shape != logits.shape[:1]:
-            found = f"shape {list(sure.shape)}" if isinstance(sure, Tensor) else type(sure).__name__
-            raise ValueError(f"`confidence` should return one number per sample, [{len(logits)}]. Found {found}.")
-        return logits, sure
+        return logits, _in_range(rule(logits, as_argument(seen)) if _takes_two(rule) else rule(logits), logits, stage)
     known = dict(zip(names(seen) or called, seen, strict=False))
     mask = known.get("decoder_attention_mask" if "encoder_hidden_states" in known else _MASK)
     if rule in ("label", "labels"):
@@ -206,12 +196,24 @@ def _refuse_mask(mask: Tensor, positions: Sequence[int], stage: int) -> ValueErr
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Return whether a function has a second parameter without default."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a function of C
-        return False
-    return (
-        len([p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])
-        > 1
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError) as error:  # a function of C has no signature, a ValueError
+        return isinstance(error, TypeError)
+    return False
+
+
+def _in_range(sure: Any, logits: Tensor, stage: int) -> Tensor:
+    """Return what a function gave; raise ValueError unless it is a number from 0 to 1, up to rounding, for every sample."""
+    found = f"shape {list(sure.shape)}" if isinstance(sure, Tensor) else type(sure).__name__
+    if isinstance(sure, Tensor) and sure.shape == logits.shape[:1]:
+        slack = torch.finfo(sure.dtype).eps ** 0.5 if sure.is_floating_point() else 0
+        diverged = logits[:, None].isnan().flatten(1).any(1).to(sure.device)  # nan of nan is no fault
+        wrong = sure[~diverged & ~((sure >= -slack) & (sure <= 1 + slack))]
+        if not len(wrong):
+            return sure
+        found = f"{float(wrong[0]):.3g}"
+    raise ValueError(
+        f"`confidence` should return [{len(logits)}] numbers from 0 to 1. Found {found} at stage {stage}; give one for each sample."
     )
 
 
@@ -221,10 +223,6 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _least(sure: Tensor) -> Tensor:
     return sure.flatten(1).amin(dim=1) if sure.dim() > 1 else sure
-
-
-def _name(loss: Any) -> str:
-    return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def answer(
@@ -267,7 +265,10 @@ def answer(
                 output = hidden if k == last else head_output(heads, k, hidden, None)
                 logits, sure = confidence_of(rules[k], output, seen, k, getattr(stages[k], "input_names", ()))
                 if len(logits) != len(rows):
-                    raise ValueError(_ROWS.format(stage=k, count=len(rows), shape=list(logits.shape)))
+                    raise ValueError(
+                        f"Stage {k}'s head or output should have {len(rows)} samples along dimension 0 to exit, as its input "
+                        f"has. Found shape {list(logits.shape)}; keep positions in another dimension."
+                    )
                 leaves = torch.ones_like(sure, dtype=torch.bool) if k == last else sure >= thresholds[k]
                 here = leaves.cpu()
                 if here.any():  # else the tensors stay as they are, without a copy
@@ -338,11 +339,10 @@ def check_threshold(threshold: Bounds, exits: Collection[int]) -> dict[int, floa
     """
     by_stage = dict(threshold) if isinstance(threshold, Mapping) else dict.fromkeys(exits, threshold)
     for k, value in by_stage.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ValueError(f"`threshold` should be a probability, or one for each stage. Found {value!r}.")
-        if 1 < value < math.inf:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and (0 <= value <= 1 or value == math.inf)):
             raise ValueError(
-                f"`threshold` should be at most 1, or inf for an exit that no sample takes. Found {value}."
+                f"`threshold` should be a probability, or inf for an exit that no sample takes. Found {value!r}."
             )
         if k not in exits:
             raise ValueError(
@@ -371,8 +371,8 @@ def single(output: Any, stage: int, dims: int = 2) -> Tensor:
 def _select(hidden: Tensors, stays: Tensor, stage: int) -> Tensors:
     """Return the part of a stage's outputs that belongs to the samples that stay."""
     if any(not x.dim() or len(x) != len(stays) for x in hidden):
-        shapes = [list(x.shape) for x in hidden]
-        raise ValueError(f"Stage {stage} should return {len(stays)} samples along dimension 0. Found {shapes}.")
+        found = [list(x.shape) for x in hidden]
+        raise ValueError(f"Stage {stage} should return {len(stays)} samples along dimension 0. Found {found}.")
     return each(hidden, lambda x: x[stays])
 
 
