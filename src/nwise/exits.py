@@ -213,7 +213,7 @@ def _in_range(sure: Any, logits: Tensor, stage: int) -> Tensor:
             return sure
         found = f"{float(wrong[0]):.3g}"
     raise ValueError(
-        f"`confidence` should return [{len(logits)}] numbers from 0 to 1. Found {found} at stage {stage}; give one for each sample."
+        f"`confidence` should return [{len(logits)}] numbers from 0 to 1. Found {found} at stage {stage}; give one per sample."
     )
 
 
