@@ -36,6 +36,7 @@ RANKS = [
         "auxiliary",
         "batchnorm",
         "graph",
+        "held",
         "_compiled",
         "losses",
         "microbatch",

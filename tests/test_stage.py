@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -568,6 +569,8 @@ class Moody(nn.Module):
         self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
         self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
         self.system = random.SystemRandom()  # has no state
+        self.nested: dict[str, Any] = {"list": [torch.Generator().manual_seed(3)], "tuple": (random.Random(3),)}
+        self.plain = SimpleNamespace(own=torch.Generator().manual_seed(3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -582,12 +585,18 @@ RESTORED: dict[str, Callable[[Moody], bool]] = {
     "a generator of Python": lambda m: m.python.random() < 0.5,
     "a generator of NumPy": lambda m: bool(m.numpy.random() < 0.5),
     "an old generator of NumPy": lambda m: bool(m.old.rand() < 0.5),
+    "a generator in a list in a dictionary": lambda m: bool(torch.rand((), generator=m.nested["list"][0]) < 0.5),
+    "a generator in a tuple in a dictionary": lambda m: m.nested["tuple"][0].random() < 0.5,
+    "a generator of a plain object": lambda m: bool(torch.rand((), generator=m.plain.own) < 0.5),
 }
 
 
 @pytest.mark.parametrize("source", RESTORED)
 def test_reruns_find_the_random_numbers_of_the_first_run(source: str) -> None:
-    """Regression: with `recompute` the second run drew other numbers, and its gradients belonged to another network."""
+    """Regression: with `recompute` the second run drew other numbers, and its gradients belonged to another network.
+
+    With a generator in a list or in an object, an equal forward was refused.
+    """
     found = []
     for recompute in (False, True):
         torch.manual_seed(0)

@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from nwise.held import held
+
 __all__ = ["defer_batchnorm"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -98,7 +100,8 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
         The module (a converted copy if it is itself a batch norm).
 
     Raises:
-        ValueError: a batch norm has a forward of its own, or is compiled by TorchScript, which keeps its own code.
+        ValueError: a batch norm has a forward of its own, is compiled by TorchScript, which keeps its own code, or is not
+            registered.
 
     >>> type(defer_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))[0]).__name__
     'DeferredBatchNorm'
@@ -114,6 +117,11 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
         raise ValueError(
             f"Batch norms should be deferred before they are scripted. Found {scripted[0]!r} in TorchScript; call "
             "`defer_batchnorm` first, or script the network without it."
+        )
+    if lost := [child for child in held(module).modules if child.training and _moves(child)]:
+        raise ValueError(
+            f"Batch norms to defer should be registered, so that they can be replaced. Found {type(lost[0]).__name__} in a plain "
+            "attribute, such as a list; use `nn.ModuleList` or a child module."
         )
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -146,9 +154,10 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: i
 
     `stacklevel` counts from the caller of this function.
     """
+    unregistered = (inner for child in module.children() for inner in held(child).modules if inner.training)
     plain = [
         name
-        for name, child in module.named_modules()
+        for name, child in (*module.named_modules(), *((type(inner).__name__, inner) for inner in unregistered))
         if (isinstance(child, _BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child)
     ]
     if plain and num_microbatches > 1:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nwise._arguments import check_target
+from nwise.held import held
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.randomness import seeded
 from nwise.rerun import random_states_kept
@@ -223,7 +224,9 @@ def _double(module: nn.Module) -> Callable[[], nn.Module]:
     """Return a function that makes copies of a module in evaluation mode, whose runs leave the module as it is."""
     # Parameters are copied too, once, as a forward may change them. Neither gradients nor an optimizer need memory yet.
     double = copy.deepcopy(module).eval()
-    for inner in double.modules():
+    outside = set(held(module).modules)  # what says that it cannot be copied stays as it is
+    unregistered = [inner.eval() for inner in held(double).modules if inner not in outside]
+    for inner in (*double.modules(), *unregistered):
         if isinstance(vars(inner).get("forward"), FunctionType):
             raise TypeError("A function in place of `forward` still calls the original module.")
         for name, hooks in vars(inner).items():

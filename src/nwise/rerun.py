@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nwise.held import held
 from nwise.tensors import Tensors
 
 
@@ -32,7 +33,7 @@ class FirstRun:
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        self._module, self._random = module, _random_states(module)
+        self._module, self._random = module, _states(module)
         self.outputs: Tensors | None = None
 
     def buffers(self) -> Mapping[str, Tensor]:
@@ -70,8 +71,8 @@ class FirstRun:
 
 @contextmanager
 def random_states_kept(module: nn.Module | None = None) -> Iterator[None]:
-    """Restore after the body the states of the global random generators, and of those that a module holds."""
-    present = _random_states(module)
+    """Restore after the body the states of the global random generators, and of what a module holds in plain attributes."""
+    present = _states(module)
     try:
         yield
     finally:
@@ -91,21 +92,21 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=share, atol=share * float(largest), equal_nan=True)
 
 
-def _random_states(module: nn.Module | None) -> list[tuple[Callable[[Any], object], Any]]:
-    """Return the states of all random generators that a module may use, each with the function that restores it."""
+def _states(module: nn.Module | None) -> list[tuple[Callable[[Any], object], Any]]:
+    """Return the states of all random generators that a module may use, and of modules in its plain attributes.
+
+    Each comes with the function that restores it.
+    """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    own = (
-        value
-        for part in (() if module is None else module.modules())
-        for value in vars(part).values()
-        if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
-    )
+    unregistered, generators = ([], []) if module is None else held(module)
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
         *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
+        # By `data`, as autograd would take the write for one between a forward and its backward.
+        *((buffer.data.copy_, buffer.clone()) for part in unregistered for buffer in part.buffers(recurse=False)),
     ]
-    for value in dict.fromkeys(own):
+    for value in generators:
         if isinstance(value, torch.Generator | np.random.RandomState):
             states.append((value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -113,6 +114,3 @@ def _random_states(module: nn.Module | None) -> list[tuple[Callable[[Any], objec
         else:
             states.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
     return states
-
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
