@@ -422,6 +422,18 @@ def rotary_replaced(model: Any) -> None:
     model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
 
 
+def rotary_scaled(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 2.0
+
+
+def rotary_slowed(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def rotary_shared(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = torch.ones(4)
+
+
 def resized(model: Any) -> None:
     model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
 
@@ -435,11 +447,17 @@ def resized(model: Any) -> None:
         (block_replaced, "model.layers.1"),
         (block_added, "model.layers"),
         (rotary_replaced, "model.rotary_emb"),
+        (rotary_scaled, "model.rotary_emb"),
+        (rotary_slowed, "model.rotary_emb"),
+        (rotary_shared, "model.rotary_emb"),
         (resized, "lm_head"),
     ],
 )
 def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
-    """Adapters, embeddings and blocks put into the model after the split were not trained, and not called."""
+    """Adapters, embeddings and blocks put into the model after the split were not trained, and not called.
+
+    A new frequency of rotary positions did not reach the stages' copies.
+    """
     model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
     pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
     change(model)
@@ -447,6 +465,40 @@ def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
         ValueError, match=f"{re.escape(repr(name))}.* split.* Found .*change the network first, then split"
     ):
         pipe.step(ids, target=ids)
+
+
+def halved(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def run_longer(model: Any) -> None:
+    model(torch.zeros(1, 3 * LENGTH, dtype=torch.long))
+
+
+@pytest.mark.parametrize("change", [halved, run_longer])
+def test_rotary_positions_may_be_cast_and_depend_on_the_length(change: Any) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0} if change is run_longer else None
+    model = made("LlamaForCausalLM", **({"rope_parameters": rope, "max_position_embeddings": LENGTH} if rope else {}))
+    stages, before = nwise.split(model, at=2), model.model.rotary_emb.inv_freq.clone()
+    change(model)
+    assert not torch.equal(model.model.rotary_emb.inv_freq, before)
+    for stage in stages:
+        stage.check_origin()
+
+
+class Reversed(nn.ModuleList):
+    def __iter__(self) -> Any:
+        return reversed(list(self._modules.values()))
+
+
+def test_lists_with_an_order_of_their_own_are_refused() -> None:
+    """The network's forward gets other blocks from such a list than the stages run."""
+    model = made("LlamaForCausalLM")
+    model.model.layers = Reversed(model.model.layers)
+    with pytest.raises(ValueError, match="'model.layers' should run .* Found a Reversed with a custom __iter__"):
+        nwise.split(model, at=2)
+    with pytest.raises(ValueError, match="Found another output for `example`"):
+        nwise.split(model, at=2, example=torch.randint(0, VOCABULARY, (2, LENGTH)))
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,29 @@ def test_changes_inside_pieces_and_of_stages_take_effect() -> None:
     copy.deepcopy(stages[0])(x)
     stages[0].place("0", nn.Identity())  # on purpose: a stage may have other modules than the network
     assert torch.equal(pipe(x), model[1](x))
+
+
+class Backwards(nn.Sequential):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed(list(self._modules.values()))
+
+
+class Doubled(nn.Sequential):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * torch.as_tensor(super().__call__(x))
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Backwards, "__iter__"), (Doubled, "__call__")])
+@pytest.mark.parametrize("inside", [False, True])
+def test_sequences_that_run_otherwise_are_refused(kind: type[nn.Sequential], method: str, inside: bool) -> None:
+    """Regression: their forward is that of `nn.Sequential`, which calls these, so the stages computed something else."""
+    inner = kind(*(nn.Linear(4, 4) for _ in range(3)))
+    model: nn.Module = nn.Sequential(inner, nn.Tanh()) if inside else inner
+    with pytest.raises(ValueError, match=f"Found a {kind.__name__} with a custom {method}, whose"):
+        nwise.split(model, at=["0.1" if inside else "1"])
+    if inside:
+        stages, x = nwise.split(model, at=["1"]), torch.randn(3, 4)
+        assert torch.equal(stages[1](stages[0](x)), model(x)), "as a piece it runs as a whole"
 
 
 def test_copies_of_stages_and_freed_networks_may_change() -> None:

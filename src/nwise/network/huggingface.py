@@ -137,6 +137,12 @@ def run_model(model: nn.Module, inputs: Tensors) -> Any:
     return model(**named, return_dict=True).logits
 
 
+def changes_itself(module: nn.Module) -> bool:
+    """Return whether a module's forward changes the module's values: rotary positions that depend on the length of the text."""
+    kinds = str(getattr(module, "rope_type", ""))
+    return "dynamic" in kinds or "longrope" in kinds
+
+
 # Settings whose part in the loss or the input is outside the modules: its name, when it is on, and what to do instead.
 _OUTSIDE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "output_router_logits": (

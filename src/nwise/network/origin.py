@@ -6,14 +6,19 @@ Stages hold the network's pieces, and call none of the modules around them::
       layers           a list
         0, 1, 2, 3     pieces: a change inside them reaches the stages
       lm_head          a piece: a new module in its place would not
+      rotary_emb       each stage has a copy of it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from nwise.tensors import versions
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -25,9 +30,10 @@ class Origin:
     Args:
         model: the network.
         pieces: names of the stage's pieces in it.
+        copied: names of those of which the stage has a copy.
     """
 
-    def __init__(self, model: nn.Module, pieces: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, pieces: Iterable[str], copied: Iterable[str] = ()) -> None:
         # Every module around a piece, by name, and every module that has a place in one of them.
         places = dict.fromkeys(piece[:end] for piece in pieces for end in _ends(piece))
         modules = {"": model, **{name: model.get_submodule(name) for name in places}}
@@ -39,6 +45,7 @@ class Origin:
             (name, ref(modules[name.rpartition(".")[0]]), name.rpartition(".")[2], ref(modules[name]))
             for name in places
         ]
+        self._copied = [(name, ref(modules[name]), _values(modules[name])) for name in copied]
 
     def check(self) -> None:
         """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
@@ -71,6 +78,37 @@ class Origin:
                     f"{who} should have no hooks, because its stages call the modules inside it and never itself. Found a hook; "
                     "remove it, or register it on those modules."
                 )
+
+        for name, copied, values in self._copied:
+            module = copied()
+            for key, before in values.items() if module is not None else ():
+                if _differs(getattr(module, key, None), before):
+                    raise ValueError(
+                        f"{name!r} of the network should have the values that it had when it was split, because the stages have "
+                        f"copies. Found another `{key}`; change the network first, then split it."
+                    )
+
+
+def _values(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers in a module's attributes, and its buffers, each with its version and a copy."""
+    numbers = {name: x for name, x in vars(module).items() if isinstance(x, int | float) and name != "training"}
+    buffers = {name: (x, versions([x]), x.clone()) for name, x in module.named_buffers(recurse=False)}
+    return {**numbers, **buffers}
+
+
+def _differs(now: Any, before: Any) -> bool:
+    """Return whether a value has changed; one that was only moved or cast is the same."""
+    if not isinstance(before, tuple):
+        return bool(now != before)
+    tensor, version, values = before
+    if (now is tensor and versions([now]) == version) or values.is_meta:
+        return False
+    if not isinstance(now, Tensor) or now.shape != values.shape:
+        return True
+    near = torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
+    return not now.is_meta and not torch.allclose(
+        now.detach().cpu().double(), values.cpu().double(), rtol=near, atol=0.0
+    )
 
 
 def _ends(name: str) -> list[int]:

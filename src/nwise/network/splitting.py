@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -117,12 +117,14 @@ def split(
     _refuse_tied(stages, tied)
     own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
     for stage in stages:
-        stage.origin = Origin(model, [name for name in stage.places() if name in own])
+        places = [name for name in stage.places() if name in own]
+        copies = [name for name in places if stage.get_submodule(name) is not own[name]]
+        stage.origin = Origin(model, places, [name for name in copies if not huggingface.changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
         _compare(model, stages, as_tuple(example, "`example`"))
     elif not unchecked:
-        _refuse_custom_forward(model, names)
+        _refuse_custom_forward(model, pieces)
     return stages
 
 
@@ -281,21 +283,30 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
     return path.count(".") < depth and type(module).forward in _RUNS_CHILDREN
 
 
-def _refuse_custom_forward(model: nn.Module, at: Sequence[str]) -> None:
-    """Refuse a module whose custom forward is lost because the stages run its children one by one."""
-    opened = {name[:i] for name in at for i, character in enumerate(name) if character == "."}
+def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
+    """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
+    opened = {name[:i] for name in pieces for i, character in enumerate(name) if character == "."}
     for path in ["", *sorted(opened)]:
         module = model.get_submodule(path)
-        forward = type(module).forward
-        # The classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
-        known = is_hugging_face(model) and forward.__module__.startswith("transformers.")
-        if "forward" in vars(module) or not (known or forward in _RUNS_CHILDREN or _is_list(module)):
+        if lost := _custom(module, known=is_hugging_face(model)):
             raise ValueError(
                 f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
-                f"else, as its stages will. Found a {type(module).__name__} with a custom forward, whose sums, reshapes and "
+                f"else, as its stages will. Found a {type(module).__name__} with a custom {lost}, whose sums, reshapes, order or "
                 "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
-                "`before=`; or write the stages yourself; or pass `unchecked=True` if its forward does nothing else."
+                "`before=`; or write the stages yourself; or pass `unchecked=True` if it does nothing else."
             )
+
+
+def _custom(module: nn.Module, *, known: bool) -> str:
+    """Return a method that may run the children otherwise, "" for none; with `known`, transformers' forwards may."""
+    kind, is_list = type(module), _is_list(module)
+    # The classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
+    runs = kind.forward in _RUNS_CHILDREN or is_list or (known and kind.forward.__module__.startswith("transformers."))
+    if "forward" in vars(module) or not runs:
+        return "forward"
+    methods = {name: getattr(kind, name, None) for name in _YIELDS[is_list]}
+    own = (name for name, method in methods.items() if method and not f"{method.__module__}.".startswith(_LIBRARIES))
+    return next(own, "")
 
 
 def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
@@ -375,6 +386,9 @@ def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
                 buffer.copy_(values)
 
 
+# Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
+_YIELDS = (("__call__", "__iter__"), ("__iter__", "__getitem__", "children", "named_children", "values", "items"))
+_LIBRARIES = ("torch.", "transformers.")
 _RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
 _RULE = (
     "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
