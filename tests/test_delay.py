@@ -336,6 +336,26 @@ def late(strategy: str = "2-wise-delay-1", num_microbatches: int = 2) -> tuple[A
 
 
 @pytest.mark.parametrize(
+    "drop",
+    [nwise.Pipeline.forget_pending, lambda pipe: pipe.load_state_dict(pipe.state_dict())],
+    ids=["forget", "load"],
+)
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
+def test_dropped_mini_batches_are_a_call_of_all_processes(drop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if one process alone dropped them, the others waited for their messages until the time limit.
+
+    The watch compares the calls that processes announce (`tests/test_watch.py`).
+    """
+    _, pipe = late()
+    announced: list[str] = []
+    monkeypatch.setattr(pipe.processes, "begin", announced.append)
+    drop(pipe)
+    assert announced == ["`forget_pending`"]
+    pipe.forget_pending()
+    assert len(announced) == 1, "there is nothing left that another process could wait for"
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda pipe: setattr(pipe, "strategy", nwise.Delayed(nwise.Geometric(0.9), by=1)),

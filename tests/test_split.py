@@ -269,12 +269,12 @@ class Backwards(nn.Sequential):
         return reversed(list(self._modules.values()))
 
 
-class Doubled(nn.Sequential):
+class Twice(nn.Sequential):
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * torch.as_tensor(super().__call__(x))
 
 
-@pytest.mark.parametrize(("kind", "method"), [(Backwards, "__iter__"), (Doubled, "__call__")])
+@pytest.mark.parametrize(("kind", "method"), [(Backwards, "__iter__"), (Twice, "__call__")])
 @pytest.mark.parametrize("inside", [False, True])
 def test_sequences_that_run_otherwise_are_refused(kind: type[nn.Sequential], method: str, inside: bool) -> None:
     """Regression: their forward is that of `nn.Sequential`, which calls these, so the stages computed something else."""

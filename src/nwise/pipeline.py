@@ -319,7 +319,7 @@ class Pipeline(Settings):
         return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
 
     def forget_pending(self, because: str = "") -> int:
-        """Drop the mini-batches whose gradients are still due under a delay; return their number. With a cause, warn."""
+        """Drop the mini-batches whose gradients are still due; all processes call it. Return their number; with a cause, warn."""
         return 0 if self._engine is None else self._engine.forget(because)
 
     def discard_heads(self) -> None:

@@ -187,6 +187,8 @@ class Engine:
             because: cause, for a warning if there are any; default: no warning.
         """
         lost = len(self._tapes) + len(self._due)
+        if lost:  # the others would wait for messages of the lost mini-batches
+            self._processes.begin("`forget_pending`")
         if lost and because:
             warn_of_loss(lost, because, stacklevel=4)
         self._written.stop()
