@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nwise._dtensor import is_dtensor
+from nwise._torch import version, versions
 from nwise.runtime.processes import Processes
 from nwise.stage import Stage
 
@@ -52,7 +53,8 @@ class Habits:
     def after_step(self) -> None:
         """Note the gradients that a step or nwise's own clipping leaves."""
         if self._updates < _UPDATES and self._steps <= 64:
-            self._versions = {p: p._version for p in self.learns() if p.grad is not None}
+            moved = [p for p in self.learns() if p.grad is not None]
+            self._versions = dict(zip(moved, versions(moved), strict=True))
         if self._processes.size > 1 and self._looks and not self._warned:
             self._gradient = _sample(p.grad for p in self.learns())
 
@@ -73,7 +75,7 @@ class Habits:
 
     def _look_at_heads(self) -> None:
         """Count updates that change stages but not their heads."""
-        moved = {p for p, version in self._versions.items() if p._version != version}
+        moved = {p for p, before in self._versions.items() if version(p) != before}
         if any(p in moved for stage in self._stages for p in stage.learns):
             self._updates += 1
             for stage in self._stages:

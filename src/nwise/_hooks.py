@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwise._torch import gradient_hooks, with_hooks
+
 _NOTHING_ELSE = nullcontext()
 
 
@@ -24,22 +26,22 @@ def once(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
 
     If the body or a hook on a gradient raises, each ``.grad`` is as before.
     """
-    # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
-    found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    found = with_hooks(parameters)
     return _once(list(dict.fromkeys(found))) if found else _NOTHING_ELSE
 
 
 @contextmanager
 def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
     before = [p.grad for p in parameters]
-    hooks = [(_taken(p._backward_hooks), _taken(p._post_accumulate_grad_hooks)) for p in parameters]
+    hooks = [gradient_hooks(p) for p in parameters]
+    taken = [(_taken(on_gradient), _taken(on_grad)) for on_gradient, on_grad in hooks]
     for p in parameters:
         p.grad = None
     added: list[Tensor | None] = [None] * len(parameters)
     try:
         yield
-        for p, taken in zip(parameters, hooks, strict=True):
-            _put_back(p._backward_hooks, taken[0])
+        for (on_gradient, _), (first, _) in zip(hooks, taken, strict=True):
+            _put_back(on_gradient, first)
         due = {p: p.grad for p in parameters if p.grad is not None}
         for p in due:
             p.grad = None
@@ -47,17 +49,16 @@ def _once(parameters: Sequence[Tensor]) -> Iterator[None]:
             torch.autograd.backward(list(due), list(due.values()))
         added = [p.grad for p in parameters]
     finally:
-        for p, gradient, taken in zip(parameters, before, hooks, strict=True):
+        for p, gradient, (on_gradient, on_grad), (first, second) in zip(parameters, before, hooks, taken, strict=True):
             p.grad = gradient
-            _put_back(p._backward_hooks, taken[0])
-            _put_back(p._post_accumulate_grad_hooks, taken[1])
+            _put_back(on_gradient, first)
+            _put_back(on_grad, second)
     for p, gradient in zip(parameters, added, strict=True):
         if gradient is not None:
             add_to_grad(p, gradient)
     with torch.no_grad():
-        for p, gradient in zip(parameters, added, strict=True):
-            after = p._post_accumulate_grad_hooks if gradient is not None else None
-            for hook in list((after or {}).values()):
+        for p, gradient, (_, on_grad) in zip(parameters, added, hooks, strict=True):
+            for hook in list(on_grad.values()) if gradient is not None else ():
                 hook(p)
 
 
@@ -73,16 +74,14 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
             old += gradient
 
 
-def _taken(hooks: Any) -> dict[int, Any]:
+def _taken(hooks: dict[int, Any]) -> dict[int, Any]:
     """Empty a dictionary of hooks, and return what it had."""
-    taken = dict(hooks or {})
-    if hooks:
-        hooks.clear()
+    taken = dict(hooks)
+    hooks.clear()
     return taken
 
 
-def _put_back(hooks: Any, taken: dict[int, Any]) -> None:
+def _put_back(hooks: dict[int, Any], taken: dict[int, Any]) -> None:
     """Fill a dictionary of hooks again; a second call does nothing."""
-    if taken:
-        hooks.update(taken)
-        taken.clear()
+    hooks.update(taken)
+    taken.clear()

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nwise._process import silence_profiler
+from nwise._torch import memory_changes
 
 T = TypeVar("T")
 
@@ -58,11 +59,5 @@ def allocated(run: Callable[[Any], T], device: torch.device, prepare: Callable[[
         given = prepare()
         with record_function(_MARK):
             result = run(given)
-    inner: Any = profiler.profiler
-    events = inner.kineto_results.events()
-    begin = next(event.start_ns() for event in events if event.name() == _MARK)
-    changes = sorted(
-        ((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"), key=lambda pair: pair[0]
-    )
-    running = list(accumulate(size for when, size in changes if when >= begin))
+    running = list(accumulate(memory_changes(profiler, _MARK)))
     return Allocated(result, running[-1] if running else 0, max([0, *running]))

@@ -40,6 +40,7 @@ from typing import Any, NoReturn
 import torch
 
 from nwise._machine import num_cores
+from nwise._torch import compiler_settings
 
 
 def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
@@ -130,11 +131,10 @@ def keep_buffers() -> None:
     over the same graph (pytorch issue 161904). The setting acts when a graph is compiled, so earlier graphs are discarded and
     compiled again at their next call.
     """
-    import torch._functorch.config as functorch
-
-    if functorch.donated_buffer:
+    settings = compiler_settings()
+    if settings.donated_buffer:
         torch.compiler.reset()
-        functorch.donated_buffer = False
+        settings.donated_buffer = False
 
 
 def repeat_convolutions() -> None:

@@ -8,15 +8,15 @@ reads, and if the gradient of a zero cotangent is zero. Torch's own operations o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node
 
-_HOOKS = "BackwardHookFunctionBackward"  # torch's own node for a module's backward hooks
+from nwise._torch import run_backward, versions
+
 _NOTHING_ELSE = nullcontext()
 
 
@@ -40,11 +40,10 @@ def add_gradients(
     >>> x.grad
     tensor([3., 3.])
     """
-    # `torch.autograd.backward` checks its arguments for 15 microseconds, as long as a small layer takes, and a step of A stages
-    # makes about 3 A calls. Backward operations have the dtype of their forward and must not be cast again.
+    # Backward operations have the dtype of their forward and must not be cast again.
     device = seeds[0].device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING_ELSE:
-        _engine_run_backward(
+        run_backward(
             tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
         )
 
@@ -68,19 +67,6 @@ def leaves_first(roots: Sequence[Node]) -> list[Node]:
 def nodes_of(outputs: Sequence[Tensor]) -> list[Node]:
     """Return all nodes of the graph that ends in these outputs."""
     return leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None])
-
-
-def has_custom(nodes: Iterable[Node]) -> bool:
-    """Return whether any node runs code outside torch: a `torch.autograd.Function`, or one of a C++ extension.
-
-    >>> layer = torch.nn.Linear(1, 1)
-    >>> has_custom(nodes_of([layer(torch.ones(1, 1))]))
-    False
-    """
-    kinds: set[type] = set(map(type, nodes))
-    # Without a call for each kind, because passes that keep cotangents ask every time.
-    names = [k.__name__ for k in kinds if BackwardCFunction in k.__mro__ or k.__name__ == "CppFunction"]
-    return names not in ([], [_HOOKS])
 
 
 def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:
@@ -131,12 +117,10 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
     ValueError: Stage 0 should leave gradients to `step`. Found a call of `backward` in its forward; ...
     """
 
-    before = [(x.grad, 0 if x.grad is None else x.grad._version) for x in leaves]
+    before = [x.grad for x in leaves]
+    counts = versions(before)
     yield
-    if any(
-        x.grad is not old or (old is not None and old._version != count)
-        for x, (old, count) in zip(leaves, before, strict=True)
-    ):
+    if any(x.grad is not old for x, old in zip(leaves, before, strict=True)) or versions(before) != counts:
         raise ValueError(
             f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
             "`nwise.inject`, or to the loss that `loss_fn` returns."
@@ -146,9 +130,9 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
 @contextmanager
 def without_updates(parameters: Sequence[Tensor], what: str) -> Iterator[None]:
     """Raise ValueError if the body, a walk through a graph, changes parameters: the next micro-batch would find other ones."""
-    before = [p._version for p in parameters]
+    before = versions(parameters)
     yield
-    if before != [p._version for p in parameters]:
+    if before != versions(parameters):
         raise ValueError(
             f"{what.capitalize()} should leave updates to the time after `step`. Found parameters that its backward changes; "
             "update by an optimizer, or in `register_post_accumulate_grad_hook`, which runs once a step."

@@ -22,7 +22,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from nwise.graph import has_custom, leaves_first
+from nwise._torch import has_custom, versions
+from nwise.graph import leaves_first
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -46,7 +47,7 @@ class Part(NamedTuple):
 
     def unchanged(self, _: Gradients) -> Gradients:
         """Return the kept cotangents; raise ValueError if they have been written over."""
-        if self.counters is not None and self.counters != _counters(self.gradients):
+        if self.counters is not None and self.counters != versions(self.gradients):
             raise ValueError(
                 "Tensor hooks should return a new gradient and leave their argument as it is, because the gradient to the "
                 "weights still needs it. Found one that was changed in place; return the new value, or use an order that makes "
@@ -131,7 +132,7 @@ def keep(
 
     def arrive(node: Node, cotangents: Gradients) -> None:
         gradients[node] = tuple(None if g is None else g.clone() for g in cotangents) if copies else cotangents
-        counters[node] = _counters(gradients[node])
+        counters[node] = versions(gradients[node])
 
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
     put: Callable[[Node, Gradients], None] = arrive if checks or copies else gradients.__setitem__
@@ -150,10 +151,6 @@ def keep(
         if edge.node in ends:
             alone = (*(None,) * edge.output_nr, cotangent)
             kept.parts.append(Part(edge.node, alone, None, ends[edge.node], arrived=False))
-
-
-def _counters(gradients: Gradients) -> list[int]:
-    return [0 if g is None else g._version for g in gradients]
 
 
 def _exits(

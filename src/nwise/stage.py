@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from nwise._modes import in_modes, modes_in
+from nwise._torch import has_custom
 from nwise.auxiliary import PRESENT
-from nwise.graph import add_gradients, check_leaves, has_custom, nodes_of, surplus, without_backward, without_updates
+from nwise.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward, without_updates
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch

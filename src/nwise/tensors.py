@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from nwise._torch import versions
+
 Tensors = tuple[Tensor, ...]
 Input = Tensor | Mapping[str, Tensor]
 HIDDEN = "hidden"  # the hidden state between stages of `nwise.carry`
@@ -214,11 +216,6 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     if isinstance(tensors, Named):
         return tensors.by_name()
     return tensors[0] if len(tensors) == 1 and not isinstance(tensors, Sole) else tuple(tensors)
-
-
-def versions(tensors: Tensors) -> list[int]:
-    """Return for each tensor the number of changes in place so far."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def refuse_attributes(tensors: Tensors, what: str) -> None:

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from nwise._hooks import add_to_grad
+from nwise._torch import hold
 
 
 def copy_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -48,9 +48,7 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Abst
             f"{name.capitalize()} should not be TorchScript when it runs with replaced parameters or buffers, as under a "
             "delay or with `recompute`. Found a scripted module; pass the original module."
         )
-    return _reparametrize_module(
-        module, dict(tensors), tie_weights=True
-    )  # `torch.func.functional_call` without the call
+    return hold(module, tensors)
 
 
 def move_gradients(versions: Mapping[str, Tensor], module: nn.Module, name: str) -> None:

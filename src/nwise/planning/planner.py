@@ -12,6 +12,7 @@ from torch import nn
 
 from nwise._errors import check_at_least
 from nwise._progress import progress_bar
+from nwise._torch import uncompiled
 from nwise.models.chain import Chain
 from nwise.models.split import even_starts, is_hugging_face
 from nwise.planning.devices import Device, as_devices, limits
@@ -113,7 +114,7 @@ def plan(
     Costs(0, 0, 0, 0, **links)  # checks them
     inputs = as_tuple(example, "`example`")
     targets = None if target is None else as_tuple(target, "`target`")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = uncompiled(model)
     shown = report is not None and _is_first()
     ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
     known, count = _known_devices(devices)

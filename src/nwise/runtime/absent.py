@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nwise._torch import version
+
 _REMEDY = (
     "on all processes, gather the weights by `weights = nwise.training.gather_weights(pipe)`, and in rank 0 load them, "
     "`model.load_state_dict(nwise.training.weights.under(weights, 'model.'))`"
@@ -96,4 +98,4 @@ def watch_absent(module: nn.Module, what: str, rank: int, progress: Progress) ->
 
 def _versions(module: nn.Module) -> dict[Tensor, int]:
     """Return the trainable parameters of a module itself, with the number of changes of each."""
-    return {p: p._version for p in module.parameters(recurse=False) if p.requires_grad}
+    return {p: version(p) for p in module.parameters(recurse=False) if p.requires_grad}

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nwise._torch import version
+
 _BECAUSE = "the weights were written outside `optimizer.step()`, as by loading (hooks of an optimizer may write)"
 
 
@@ -98,7 +100,7 @@ class Written:
 
 def _state(parameter: Tensor) -> tuple[int, int]:
     """Return what a write changes: the version, or with ``p.data = other`` the memory."""
-    return parameter._version, parameter.data_ptr()
+    return version(parameter), parameter.data_ptr()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

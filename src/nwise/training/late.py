@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nwise._torch import plain_name
 from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
-from nwise.training.weights import plain_name
 
 # Parameters of two dimensions that multiply nothing, such as the biases of all experts, or that make a matrix with others.
 _NO_MATRIX = re.compile(r"bias|embed|token|pos_|position|table|A_log|original|weight_(orig|g|v)$")

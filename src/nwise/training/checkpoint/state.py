@@ -23,12 +23,13 @@ from torch import Size, Tensor
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from nwise._dtensor import is_dtensor
+from nwise._torch import plain_name
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 from nwise.training.checkpoint import files
 from nwise.training.checkpoint.optimizer import SavedOptimizer, collect_state, optimizer_kind
 from nwise.training.optimizers import add_momenta
-from nwise.training.weights import local_weights, loss_buffers, main_state, plain_name, plain_state, under
+from nwise.training.weights import local_weights, loss_buffers, main_state, plain_state, under
 
 # Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", "due" and
 # "last_strategy".
