@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 import nwise
 import nwise.training
 from nwise.flow import find_flow, flows_for
-from nwise.recipes.config import Recipe, from_json, to_json
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, baseline, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages, weight_ages
 from nwise.schedule.bounds import lower_bound
@@ -652,31 +651,6 @@ def test_schedules_compare_and_hash_by_value() -> None:
     again: Schedule = of("2-wise", 3, 2).schedule
     assert again == of("2-wise", 3, 2).schedule
     assert hash(again) == hash(of("2-wise", 3, 2).schedule)
-
-
-def test_deprecated_names_warn_and_work() -> None:
-    size: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4, "costs": REAL}
-    with pytest.warns(DeprecationWarning, match="'zero-bubble-lean' is now 'zb-h1'"):
-        assert baseline("zero-bubble-lean", **size) == baseline("zb-h1", **size)
-    with pytest.warns(DeprecationWarning, match="nwise.schedule.rival is now nwise.schedule.baseline"):
-        assert nwise.schedule.rival is baseline
-    with pytest.warns(DeprecationWarning, match="'zb-h1'"):
-        assert from_json(to_json(Recipe()) | {"schedule": "zero-bubble-lean"}) == Recipe(schedule="zb-h1")
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (nwise, "flow_of", "find_flow"),
-        (nwise.training, "Finite", "NonFiniteGuard"),
-        (nwise.training, "optimizer_of", "make_optimizer"),
-        (nwise.training, "Watcher", "Callback"),
-    ],
-)
-def test_old_names_of_modules_warn_at_the_users_line(module: Any, old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{old} is now {module.__name__}.{new}") as caught:
-        assert getattr(module, old) is getattr(module, new)
-    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("name", ["rotating-2", "rotating-2-microbatch", "2-wise"])

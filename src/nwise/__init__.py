@@ -99,9 +99,9 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__ or name in ("losses", "models"):
-        from nwise._renamed import deprecated_names
+        from nwise._lazy import submodule
 
-        return deprecated_names("nwise", {"flow_of": "find_flow"}, stacklevel=3)(name)
+        return submodule("nwise", name)
     value = getattr(import_module(f"nwise.{_PLACES.get(name, 'strategies')}"), name)
     globals()[name] = value
     return value

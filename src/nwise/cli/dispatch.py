@@ -15,7 +15,6 @@ import tyro
 import nwise
 from nwise._errors import hint
 from nwise._records import PARTIAL
-from nwise._renamed import current_name
 from nwise.cli import COMMANDS
 from nwise.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, heading, hide_output, note
 from nwise.recipes import RECIPES, recipe
@@ -39,8 +38,7 @@ def dispatch(name: str, arguments: list[str]) -> int:
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"nwise {name}: warning: {message}", file=sys.stderr)
-            warnings.filterwarnings("default", category=DeprecationWarning, module="nwise")
-            code = int(parse(name, [current_name(word) for word in arguments]).run(Output()))
+            code = int(parse(name, arguments).run(Output()))
             if sys.stdout is not None:  # None if it is closed
                 sys.stdout.flush()
             return code

@@ -1,6 +1,8 @@
 """Training of a recipe: the loop, optimizers, scores, checkpoints, and the folder of a run."""
 
-from nwise._renamed import deprecated_names
+from functools import partial
+
+from nwise._lazy import submodule
 from nwise.training.build import compile_blocks, make_pipeline
 from nwise.training.callback import Callback
 from nwise.training.checkpoint.files import DamagedError
@@ -41,15 +43,4 @@ __all__ = [
     "gather_weights",
 ]
 
-__getattr__ = deprecated_names(
-    __name__,
-    {
-        "Finite": "NonFiniteGuard",
-        "Keeping": "CheckpointPolicy",
-        "Rate": "LearningRate",
-        "Watcher": "Callback",
-        "optimizer_of": "make_optimizer",
-        "pipeline_of": "make_pipeline",
-        "weights_of": "gather_weights",
-    },
-)
+__getattr__ = partial(submodule, __name__)
