@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nwise._torch import versions
 from nwise.runtime.ledger import Key, Ledger, Message, MessagePlan, Window
 from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
 from nwise.schedule.actions import SENDS, Kind
-from nwise.tensors import Tensors, versions
+from nwise.tensors import Tensors
 
 # These separate messages of known labels, messages without (those of forwards alone), and others in a gloo group: if one rank
 # trains and another only infers, a message must not land in memory of another size, which ends a process without a word. nccl has
