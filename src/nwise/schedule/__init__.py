@@ -40,7 +40,9 @@ begins its second mini-batch before stage 1 has ended its first.
 RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) U3
 """
 
-from nwise._renamed import deprecated_names
+from functools import partial
+
+from nwise.lazy import submodule
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
@@ -74,4 +76,4 @@ __all__ = [
     "validate",
 ]
 
-__getattr__ = deprecated_names(__name__, {"rival": "baseline", "RIVALS": "BASELINES"})
+__getattr__ = partial(submodule, __name__)
