@@ -50,7 +50,7 @@ RANKS = [
     ["flow"],
     ["kept", "schedule", "_summary"],
     ["tape", "versions"],
-    ["added"],
+    ["added", "structure"],
     ["stage"],
     ["runtime"],
     ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program"],

@@ -38,7 +38,8 @@ class Hooks:
         """
         parameters, self._calls = list(parameters), self._calls + 1
         if is_due(self._calls):
-            found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
+            with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
+                found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
         found = [*with_hooks(parameters), *self._of_nodes]
         return _once(list(dict.fromkeys(found)), self._of_nodes) if found else _NOTHING_ELSE

@@ -143,6 +143,15 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
+def compiled_calls(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return for each module its compiled call, None for one that is not compiled itself.
+
+    >>> compiled_calls([nn.ReLU()])
+    [None]
+    """
+    return [module._compiled_call_impl for module in modules]
+
+
 def compile_call(module: nn.Module, **options: Any) -> None:
     """Compile the call of a module in place, even of a container of torch's, on which ``module.compile()`` has no effect.
 
