@@ -14,11 +14,11 @@ Read the folder in this order:
     orders, greedy          the rules that make lists
     costs, memory           the time of every action, and the bytes of every rank
     clock, period           the self-timed run of a schedule, and its exact period
-    bounds, timed           the lower bound; a schedule with both
-    best, named             the best of several orders, and orders by name
-    simulate, validate      times of a run; checks before a run
+    bounds, timing          the lower bound; a schedule with both
+    find, named             the best of several orders, and orders by name
+    simulation, validation  times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
-    partition, assign       stages of equal work, and on devices of unequal speed
+    partitions, assign      stages of equal work, and on devices of unequal speed
     methods, interchange    all methods compared; schedules of torch, as CSV
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
