@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from nwise._dtensor import is_dtensor
 from nwise._torch import run_backward, versions
 
 _NOTHING_ELSE = nullcontext()
@@ -176,7 +177,7 @@ def surplus(
 
     if what is not None:
         for first, second in zip(walk(seeds), walk(seeds), strict=True):
-            if first is not None and second is not None and not torch.allclose(first, second, equal_nan=True):
+            if first is not None and second is not None and not _close(first, second):
                 raise ValueError(
                     f"{what} should give the same gradients each time its graph is walked, because this strategy walks it "
                     "several times. Found other ones the second time; let its `torch.autograd.Function` leave the tensors that "
@@ -184,6 +185,13 @@ def surplus(
                 )
     added = walk([torch.zeros_like(seed) for seed in seeds])
     return [g if g is not None and _counts(g) else None for g in added]
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    """Return whether two gradients are equal within rounding; of distributed ones, the parts of this process."""
+    if is_dtensor(first) and is_dtensor(second):
+        first, second = first.to_local(), second.to_local()
+    return torch.allclose(first, second, equal_nan=True)
 
 
 def _counts(gradient: Tensor) -> bool:
