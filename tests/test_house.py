@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import nwise
 
@@ -32,7 +33,7 @@ RANKS = [
         "modes",
         "process",
         "progress",
-        "_renamed",
+        "_torch",
         "auxiliary",
         "batchnorm",
         "graph",
@@ -50,7 +51,7 @@ RANKS = [
     ["flow"],
     ["kept", "schedule", "_summary"],
     ["tape", "versions"],
-    ["added"],
+    ["added", "structure"],
     ["stage"],
     ["runtime"],
     ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program"],
@@ -172,6 +173,51 @@ def test_no_module_imports_private_names() -> None:
                 assert not [alias.name for alias in node.names if re.match(r"_[^_]", alias.name)], file
 
 
+# Attributes of modules that many projects use.
+NEARLY_PUBLIC = {"_apply", "_buffers", "_modules", "_parameters"}
+
+
+def private_names_of_torch(code: str) -> list[str]:
+    """Imports, chains of attributes that begin with torch, and private attributes of tensors and modules, also as texts."""
+    members = {*dir(torch.Tensor), *dir(torch.nn.Module()), "_forward_cls", "_orig_mod", "_torchdynamo_orig_callable"}
+    private = {name for name in members if re.match(r"_[^_]", name)} - NEARLY_PUBLIC
+    paths = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            paths += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            paths += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            paths += [ast.unparse(node), f"torch.{node.attr}" if node.attr in private and not own else ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.rstrip(".") in private:
+            paths.append(f"torch.{node.value}")
+    return [path for path in paths if re.match(r"(torch|nn|dist|functional)\b(\.\w+)*\._[^_]", path)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch._C import Engine",
+        "from torch.distributed.distributed_c10d import _get_default_store",
+        "torch._C.Engine",
+        "nn.modules.batchnorm._BatchNorm",
+        "parameter._version",
+        "getattr(module, '_orig_mod', None)",
+        "name.replace('_orig_mod.', '')",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(code: str) -> None:
+    assert private_names_of_torch(code)
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    """A new version of torch may change them, so `_torch` says what each does and with which versions it was checked."""
+    found = {file.name: names for file in FILES if (names := private_names_of_torch(file.read_text()))}
+    assert set(found) == {"_torch.py"}, found
+
+
 # Functions that look for one object in two places, and keep nothing.
 LOOK_AT_IDENTITY = {"refuse_sharing", "copied", "_refuse_tied", "_copy_second_places", "counted", "_double"}
 
@@ -217,5 +263,5 @@ def test_effects_on_the_process_are_in_one_module() -> None:
     effects += r"|^ *warnings\.filterwarnings|os\.dup2|sys\.path\.insert|signal\.signal\(|atexit\.register"
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
-    application = {"app/cli/dispatch.py", "app/cli/output.py", "app/cli/training.py", "app/training/trainer.py"}
+    application = {"app/cli/output.py", "app/cli/training.py", "app/training/trainer.py"}
     assert offenders == {"process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `process` says"

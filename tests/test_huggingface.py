@@ -302,7 +302,7 @@ def test_batches_by_name(name: str) -> None:
 
 def test_unsupported_models_and_arguments_raise() -> None:
     unknown = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
-    with pytest.raises(ValueError, match="should be of a class in `nwise.network.families.FAMILIES`. Found GPT2Model"):
+    with pytest.raises(ValueError, match="should be of a class in `nwise.network.families`. Found GPT2Model"):
         nwise.split(unknown, at=2)
     with pytest.raises(ValueError, match=r"at most input_ids, attention_mask, position_ids. Found 1 more"):
         nwise.split(gpt2(), at=2)[0](*[torch.zeros(1, 2, dtype=torch.long)] * 4)

@@ -121,7 +121,7 @@ def test_schedule_page_without_plotly_names_the_extra(
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     monkeypatch.setattr("nwise.app.cli.drawing.timed_method", timed)
     assert cli.run(["schedule", "--out", "s.html"]) == 2
-    assert "Install it with `pip install 'nwise[html]'`" in capsys.readouterr().err
+    assert "Install it with `pip install 'nwise[app]'`" in capsys.readouterr().err
 
 
 def test_chrome_trace_matches_timeline_and_messages() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import nwise
 from architectures import tiny
 from launch import results
-from nwise import _progress
 from nwise.flow import flows_for
 from nwise.planning import prepare
 from nwise.planning.devices import as_devices
@@ -227,7 +226,7 @@ def test_plan_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         bars.append(description)
         return items
 
-    monkeypatch.setattr(_progress, "track", track)
+    monkeypatch.setattr("rich.progress.track", track)
     quiet(network(), devices=[1, 2])
     assert bars == [], "`report=None` is silent"
     quiet(network(), devices=[1, 2], report=print)
@@ -318,6 +317,7 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
         choose("best", flows, (0, 1), (0, 0), costs, 5.0)
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, schedule="best")
     pipe._program = Program(pipe.processes, (costs, 5.0), None)
+    pipe.refresh()
     with pytest.warns(UserWarning, match="whatever its memory") as seen:
         pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))
     assert [w.filename for w in seen] == [__file__], "regression: the warning named a line of nwise"

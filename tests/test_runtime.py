@@ -54,7 +54,7 @@ FAULTS = {  # which of its neighbours first misses a rank that was killed, or fi
     "kill": r"Rank [0-3] .* lost rank {rank} \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
     "stall": rf"Rank {{rank}} \(stage {{rank}}\) has been at {WHERE} for more than 2 seconds",
     "stop": r"Rank {before} \(stage {before}\) has not heard of rank {rank} for 2 seconds; last seen ",
-    "differ": r"Rank ({rank} .* settings as rank [0-3]|[0-3] .* settings as rank {rank})\. Found 2-wise(-mean)? with M = 2 here",
+    "differ": r"Rank ({rank} .* settings as rank [0-3]|[0-3] .* settings as rank {rank})\. Found 2-wise(-mean)? with M = 2 on r",
 }
 
 

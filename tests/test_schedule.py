@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nwise
-from nwise.app.recipes.config import Recipe, from_json, to_json
 from nwise.flow import find_flow, flows_for
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baseline, best, simulate, timed, validate
 from nwise.schedule.ages import message_ages, weight_ages
@@ -649,16 +648,6 @@ def test_schedules_compare_and_hash_by_value() -> None:
     again: Schedule = of("2-wise", 3, 2).schedule
     assert again == of("2-wise", 3, 2).schedule
     assert hash(again) == hash(of("2-wise", 3, 2).schedule)
-
-
-def test_deprecated_names_warn_and_work() -> None:
-    size: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4, "costs": REAL}
-    with pytest.warns(DeprecationWarning, match="'zero-bubble-lean' is now 'zb-h1'"):
-        assert baseline("zero-bubble-lean", **size) == baseline("zb-h1", **size)
-    with pytest.warns(DeprecationWarning, match="nwise.schedule.rival is now nwise.schedule.baseline"):
-        assert nwise.schedule.rival is baseline
-    with pytest.warns(DeprecationWarning, match="'zb-h1'"):
-        assert from_json(to_json(Recipe()) | {"schedule": "zero-bubble-lean"}) == Recipe(schedule="zb-h1")
 
 
 @pytest.mark.parametrize("name", ["rotating-2", "rotating-2-microbatch", "2-wise"])

@@ -80,8 +80,7 @@ def read(name: str) -> list[Record]:
     path = RECORDS / f"{name}.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text().replace('"zero-bubble-lean"', '"zb-h1"').splitlines()  # its name in version 0.1
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
     return [{**record, "devices": record.get("ranks") or record.get("stages")} for record in records]
 
 

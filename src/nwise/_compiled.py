@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from nwise._torch import compile_call, is_compiled
 from nwise.process import keep_buffers
 
 _MAX_VARIANTS = 256  # of all compiled modules, for training and for tests; torch's own bound for one function
@@ -23,25 +23,15 @@ def allow_several_passes(modules: Iterable[nn.Module]) -> None:
         keep_buffers()
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether this module itself was compiled: `compile_module`, ``module.compile()`` or ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
 def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a module in place.
 
-    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers: the compiler does not
-    trace calls that begin in torch's files. So the call begins here. Modules of equal structure share their compiled code.
+    ``module.compile()`` has no effect on torch's own containers, such as an `nn.Sequential` of layers. This function has.
+    Modules of equal structure share their compiled code.
 
     Args:
         module: block of a stage, or a head.
         backend: backend of `torch.compile`; default: ``"inductor"``.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    # All modules share this function, and torch stops compiling a function after 8 variants: a ninth module would run uncompiled.
-    options: dict[str, Any] = {"backend": backend, "recompile_limit": _MAX_VARIANTS}  # torch's overloads lack the limit
-    module._compiled_call_impl = torch.compile(call, **options)
+    # All modules share one function, and torch stops compiling a function after 8 variants: a ninth module would run uncompiled.
+    compile_call(module, backend=backend, recompile_limit=_MAX_VARIANTS)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from nwise._looks import is_due
+from nwise._torch import gradient_hooks, with_hooks
 
 _NOTHING_ELSE = nullcontext()
 
@@ -37,11 +38,10 @@ class Hooks:
         """
         parameters, self._calls = list(parameters), self._calls + 1
         if is_due(self._calls):
-            found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
+            with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
+                found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
-        # Torch has no public way to ask. A list, because a step asks each time and a generator costs more.
-        found = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
-        found += self._of_nodes
+        found = [*with_hooks(parameters), *self._of_nodes]
         return _once(list(dict.fromkeys(found)), self._of_nodes) if found else _NOTHING_ELSE
 
     def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
@@ -61,7 +61,8 @@ def hooks_of(node: Node) -> list[Any]:
 @contextmanager
 def _once(parameters: Sequence[Tensor], of_nodes: Mapping[Tensor, list[Any]]) -> Iterator[None]:
     before = [p.grad for p in parameters]
-    hooks = [[p._backward_hooks, *of_nodes.get(p, ()), p._post_accumulate_grad_hooks] for p in parameters]
+    own = [gradient_hooks(p) for p in parameters]
+    hooks = [[first, *of_nodes.get(p, ()), last] for p, (first, last) in zip(parameters, own, strict=True)]
     taken = [list(map(_taken, kinds)) for kinds in hooks]
     for p in parameters:
         p.grad = None
@@ -85,8 +86,7 @@ def _once(parameters: Sequence[Tensor], of_nodes: Mapping[Tensor, list[Any]]) ->
             add_to_grad(p, gradient)
     with torch.no_grad():
         for p, gradient in zip(parameters, added, strict=True):
-            after = p._post_accumulate_grad_hooks if gradient is not None else None
-            for hook in list((after or {}).values()):
+            for hook in list(gradient_hooks(p)[1].values()) if gradient is not None else ():
                 hook(p)
 
 
@@ -98,11 +98,11 @@ def has_hooks(nodes: Iterable[Node]) -> bool:
 @contextmanager
 def resting(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let the body add to gradients without the hooks that run after an addition, those of a sum over replicas among them."""
-    taken = [_taken(x._post_accumulate_grad_hooks) for x in tensors]
+    taken = [_taken(gradient_hooks(x)[1]) for x in tensors]
     try:
         yield
     finally:
-        _put_back([x._post_accumulate_grad_hooks for x in tensors], taken)
+        _put_back([gradient_hooks(x)[1] for x in tensors], taken)
 
 
 @contextmanager
@@ -135,11 +135,10 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
             old += gradient
 
 
-def _taken(hooks: Any) -> dict[int, Any]:
+def _taken(hooks: dict[int, Any]) -> dict[int, Any]:
     """Empty a dictionary of hooks, and return what it had."""
-    taken = dict(hooks or {})
-    if hooks:
-        hooks.clear()
+    taken = dict(hooks)
+    hooks.clear()
     return taken
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from nwise._torch import Norm
 from nwise.batchnorm import DeferredBatchNorm
 
 
@@ -29,8 +29,8 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     for norm in deferred:
         norm.discard()  # drops statistics of inference in training mode
     # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
-    moving = (m for m in modules if m.training and (not isinstance(m, _NormBase) or m.track_running_stats))
-    norms = [m for m in moving if isinstance(m, _NormBase | torch.jit.ScriptModule)]
+    moving = (m for m in modules if m.training and (not isinstance(m, Norm) or m.track_running_stats))
+    norms = [m for m in moving if isinstance(m, Norm | torch.jit.ScriptModule)]
     buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
     try:
         yield

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from nwise._hooks import resting
-from nwise.graph import add_gradients, has_custom, has_foreign, surplus
+from nwise._torch import has_custom, has_foreign
+from nwise.graph import add_gradients, surplus
 from nwise.tape import Tape
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from nwise._torch import BatchNorm, share_hooks
 from nwise.held import held
 
 __all__ = ["defer_batchnorm"]
@@ -26,7 +26,7 @@ __all__ = ["defer_batchnorm"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """A batch norm that collects statistics until `commit`.
 
     It shares the parameters and statistics of the batch norm that it replaces, and has the same names in the state dict.
@@ -34,7 +34,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     _sums: Tensor  # for each channel the number of values, their sum, and the sum of their squares
 
-    def __init__(self, original: _BatchNorm) -> None:
+    def __init__(self, original: BatchNorm) -> None:
         super().__init__(
             original.num_features, original.eps, original.momentum, original.affine, original.track_running_stats
         )
@@ -137,12 +137,12 @@ def _deferred(norm: nn.Module) -> DeferredBatchNorm:
             "split it into a batch norm and the rest, or train without `defer_batchnorm`."
         )
     deferred = DeferredBatchNorm(norm)  # type: ignore[arg-type]
-    deferred.__dict__.update({name: value for name, value in vars(norm).items() if "hook" in name})
+    share_hooks(norm, deferred)
     return deferred
 
 
 def _moves(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
+    return isinstance(module, BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats
 
 
 def _is_scripted(module: nn.Module) -> bool:
@@ -158,7 +158,7 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: i
     plain = [
         name
         for name, child in (*module.named_modules(), *((type(inner).__name__, inner) for inner in unregistered))
-        if (isinstance(child, _BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child)
+        if (isinstance(child, BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child)
     ]
     if plain and num_microbatches > 1:
         warnings.warn(

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from nwise._arguments import check_target
+from nwise._torch import BatchNorm, clear_forward_hooks, versions
 from nwise.held import held
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.randomness import seeded
@@ -29,7 +29,7 @@ from nwise.rerun import random_states_kept
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage
-from nwise.tensors import Tensors, as_argument, as_inputs, as_tuple, call, each, like, versions
+from nwise.tensors import Tensors, as_argument, as_inputs, as_tuple, call, each, like
 from nwise.terms import make_terms
 
 _OTHERWISE = (
@@ -229,10 +229,8 @@ def _double(module: nn.Module) -> Callable[[], nn.Module]:
     for inner in (*double.modules(), *unregistered):
         if isinstance(vars(inner).get("forward"), FunctionType):
             raise TypeError("A function in place of `forward` still calls the original module.")
-        for name, hooks in vars(inner).items():
-            if "forward" in name and name.endswith("hooks"):
-                hooks.clear()  # they may keep what they see
-        if isinstance(inner, _BatchNorm) and inner.running_mean is None:
+        clear_forward_hooks(inner)  # they may keep what they see
+        if isinstance(inner, BatchNorm) and inner.running_mean is None:
             inner.forward = nn.Identity().forward  # type: ignore[method-assign] # it mixes samples, as all do in training
     return lambda: copy.deepcopy(double, {id(p): p for p in double.parameters()})
 

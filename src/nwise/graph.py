@@ -8,17 +8,16 @@ reads, and if the gradient of a zero cotangent is zero. Torch's own operations o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node
 
-from nwise.tensors import versions
+from nwise._dtensor import is_dtensor
+from nwise._torch import run_backward, versions
 
-_HOOKS = "BackwardHookFunctionBackward"  # torch's own node for a module's backward hooks
 _NOTHING_ELSE = nullcontext()
 
 
@@ -42,11 +41,10 @@ def add_gradients(
     >>> x.grad
     tensor([3., 3.])
     """
-    # `torch.autograd.backward` checks its arguments for 15 microseconds, as long as a small layer takes, and a step of A stages
-    # makes about 3 A calls. Backward operations have the dtype of their forward and must not be cast again.
+    # Backward operations have the dtype of their forward and must not be cast again.
     device = seeds[0].device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING_ELSE:
-        _engine_run_backward(
+        run_backward(
             tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
         )
 
@@ -70,29 +68,6 @@ def leaves_first(roots: Sequence[Node]) -> list[Node]:
 def nodes_of(outputs: Sequence[Tensor]) -> list[Node]:
     """Return all nodes of the graph that ends in these outputs."""
     return leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None])
-
-
-def has_custom(nodes: Iterable[Node]) -> bool:
-    """Return whether any node runs code outside torch: a `torch.autograd.Function`, or one of a C++ extension.
-
-    >>> layer = torch.nn.Linear(1, 1)
-    >>> has_custom(nodes_of([layer(torch.ones(1, 1))]))
-    False
-    """
-    kinds: set[type] = set(map(type, nodes))
-    # Without a call for each kind, because passes that keep cotangents ask every time.
-    names = [k.__name__ for k in kinds if BackwardCFunction in k.__mro__ or k.__name__ == "CppFunction"]
-    return names not in ([], [_HOOKS])
-
-
-def has_foreign(nodes: Iterable[Node]) -> bool:
-    """Return whether any node runs a `torch.autograd.Function` that comes with neither torch nor nwise.
-
-    >>> has_foreign(nodes_of([torch.nn.Linear(1, 1)(torch.ones(1, 1))]))
-    False
-    """
-    functions = {getattr(kind, "_forward_cls", None) for kind in map(type, nodes)} - {None}
-    return any(function.__module__.partition(".")[0] not in ("torch", "nwise") for function in functions)
 
 
 def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:
@@ -202,7 +177,7 @@ def surplus(
 
     if what is not None:
         for first, second in zip(walk(seeds), walk(seeds), strict=True):
-            if first is not None and second is not None and not torch.allclose(first, second, equal_nan=True):
+            if first is not None and second is not None and not _close(first, second):
                 raise ValueError(
                     f"{what} should give the same gradients each time its graph is walked, because this strategy walks it "
                     "several times. Found other ones the second time; let its `torch.autograd.Function` leave the tensors that "
@@ -210,6 +185,13 @@ def surplus(
                 )
     added = walk([torch.zeros_like(seed) for seed in seeds])
     return [g if g is not None and _counts(g) else None for g in added]
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    """Return whether two gradients are equal within rounding; of distributed ones, the parts of this process."""
+    if is_dtensor(first) and is_dtensor(second):
+        first, second = first.to_local(), second.to_local()
+    return torch.allclose(first, second, equal_nan=True)
 
 
 def _counts(gradient: Tensor) -> bool:

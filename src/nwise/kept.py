@@ -22,7 +22,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from nwise.graph import has_custom, leaves_first
+from nwise._torch import has_custom
+from nwise.graph import leaves_first
 
 __all__ = ["Kept", "Part", "keep"]
 

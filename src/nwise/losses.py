@@ -35,11 +35,10 @@ class Loss(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            single = type(result) is Tensor and not result.dim() and not result.requires_grad
-            new = single and func is not Tensor.detach and all(result is not given for given in args)
-            return result.as_subclass(Loss) if new else result
+        result: Any = Tensor.__torch_function__(func, (), args, kwargs or {})  # type: ignore[no-untyped-call]  # as of plain tensors
+        single = type(result) is Tensor and not result.dim() and not result.requires_grad
+        new = single and func is not Tensor.detach and all(result is not given for given in args)
+        return result.as_subclass(Loss) if new else result
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Raise RuntimeError: the gradients are there already."""

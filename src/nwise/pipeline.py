@@ -36,6 +36,7 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
+from nwise.structure import Structure
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
 __all__ = ["Pipeline"]
@@ -144,6 +145,8 @@ class Pipeline(Settings):
         self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
         self._hooks = Hooks()
         self._engine: Engine | None = None
+        self._structure: Structure | None = None
+        self._input_asks = False
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()
@@ -246,14 +249,14 @@ class Pipeline(Settings):
         self._compared = self._compared or arguments.check_same_batch(processes, parts.all_inputs, parts.all_targets)
         self.habits.before_step()
         asked = parts.ask_gradients
-        modules = self._survey(asked)
+        structure = self._survey(asked)
         schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
         if asked:
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
-        learns = learning(self.habits.stages)
+        learns = structure.learns
         looking = self._cutter.looking(parts, batch, schedule, self.steps)
-        with self._hooks.once(learns), restored_on_error(modules, learns), preserved(engine.device), looking:
+        with self._hooks.once(learns), restored_on_error(structure.stateful, learns), preserved(engine.device), looking:
             engine.run(schedule, self.steps, batch, self.on_action)
             if asked:
                 batch.hand_back()
@@ -332,12 +335,21 @@ class Pipeline(Settings):
         self.heads.clear()
         self._survey()
 
-    def _survey(self, input_asks: bool = False) -> list[nn.Module]:
-        """Pick up the caller's changes since the last step; return all modules of all stages and heads.
+    def refresh(self) -> None:
+        """Look everything up again before the next step: for changes inside objects that nwise only holds, such as a strategy.
+
+        Replaced, added or frozen modules and parameters are noticed without it.
+        """
+        self._structure = None
+
+    def _survey(self, input_asks: bool = False) -> Structure:
+        """Pick up the caller's changes since the last step; return all modules and parameters.
 
         Args:
             input_asks: whether the input requires a gradient, which counts as a parameter of the first stage.
         """
+        if self._structure is not None and input_asks == self._input_asks and self._structure.is_current:
+            return self._structure
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
         stages = zip(self._stages, self.stages, self.heads.by_stage(self.num_stages), strict=True)
@@ -346,10 +358,13 @@ class Pipeline(Settings):
         self._program.set_trainable(learn)
         allow_several_passes(modules)
         arguments.refuse_wrappers(modules, self._program.known_types, several=self.processes.size > 1)
-        return modules
+        self._input_asks = input_asks
+        self._structure = Structure((self.stages, self.heads), modules, learning(self.habits.stages))
+        return self._structure
 
     def _next_schedule(self) -> Schedule:
-        return self._program.schedule(self.steps, self.strategy, self.num_microbatches, self.heads, self._order)
+        settings = self.strategy, self.num_microbatches, self.heads, self._order
+        return self._program.schedule(self.steps, *settings, self._structure)
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
@@ -373,7 +388,7 @@ class Pipeline(Settings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_engine": None, "_structure": None}
 
 
 def _forget(pipe: Pipeline, _: object) -> None:  # a function, because a method would keep the pipeline alive

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from nwise._torch import compiler_settings
 from nwise.machine import num_cores
 
 __all__ = ["choose_gpu", "use_one_thread"]
@@ -131,11 +132,10 @@ def keep_buffers() -> None:
     over the same graph (pytorch issue 161904). The setting acts when a graph is compiled, so earlier graphs are discarded and
     compiled again at their next call.
     """
-    import torch._functorch.config as functorch
-
-    if functorch.donated_buffer:
+    settings = compiler_settings()
+    if settings.donated_buffer:
         torch.compiler.reset()
-        functorch.donated_buffer = False
+        settings.donated_buffer = False
 
 
 def ignore_no_dist() -> None:

@@ -6,6 +6,7 @@ strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ class Program:
         self._processes, self._prices, self._shared = processes, prices, shared
         self._trainable: tuple[bool, ...] = ()
         self._key: Any = None
+        self._frozen: tuple[object, ...] = ()
         self._schedule: Schedule | None = None
         self.known_types: set[type] = set()  # of modules that have been checked
         self._sizes: list[list[int]] = []
@@ -83,13 +85,21 @@ class Program:
             for flows in self.flows(strategy.in_force(first), num_microbatches, heads):
                 yield from flows
 
-    def schedule(self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict, order: Order) -> Schedule:
+    def schedule(
+        self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict, order: Order, structure: object
+    ) -> Schedule:
         """Return the schedule of the strategy that is in force at a step, that of the step before if nothing has changed.
+
+        Args:
+            structure: what it was made for; the same object as at the step before if no module or parameter has changed.
 
         Raises:
             ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
         """
         now = strategy.in_force(step)
+        frozen = now, num_microbatches, order, structure
+        if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
+            return self._schedule
         flows = self.flows(now, num_microbatches, heads)
         key = order, flows, self._processes.placement, weight_ages(now, flows)
         if self._schedule is None or self._key != (key, tuple(heads)):
@@ -102,11 +112,12 @@ class Program:
                 )
             self._key, self._schedule = (key, tuple(heads)), schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
+        self._frozen = frozen
         return self._schedule
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle; the copy chooses its schedule again."""
-        return {**self.__dict__, "_key": None, "_schedule": None}
+        return {**self.__dict__, "_key": None, "_schedule": None, "_frozen": ()}
 
 
 def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:

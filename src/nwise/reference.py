@@ -51,9 +51,10 @@ def reference_grads(
     >>> grads["stages.0.weight"].item(), grads["stages.1.weight"].item()
     (16.0, 16.0)
     """
-    mains = [copy.deepcopy(stage) for stage in stages]
-    sides = [copy.deepcopy(head) for head in (heads or [])] + [None] * (len(mains) - len(heads or []))
-    losses = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(mains)
+    stages = [copy.deepcopy(stage) for stage in stages]
+    given = [copy.deepcopy(head) for head in heads or []]
+    heads = [*given, *[None] * (len(stages) - len(given))]
+    losses = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(stages)
     parts, targets = _cut(x, num_microbatches), _cut(y, num_microbatches)
     sizes = [len(index) for index in torch.arange(len(_first(x))).tensor_split(num_microbatches)]
     counts = [float(size if count is None else count(target)) for size, target in zip(sizes, targets, strict=True)]
@@ -62,8 +63,8 @@ def reference_grads(
     # A stage without credit from any loss keeps zero gradients: its sum is empty.
     grads = {
         f"stages.{k}.{name}": torch.zeros_like(parameter)
-        for k, main in enumerate(mains)
-        for name, parameter in main.named_parameters()
+        for k, stage in enumerate(stages)
+        for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     }
     for part, target, terms, matrix in zip(parts, targets, counts, credits, strict=True):
@@ -71,18 +72,18 @@ def reference_grads(
             continue
         share = terms / sum(counts)
         hidden: Any = part
-        for j, main in enumerate(mains):
-            hidden = _call(main, hidden)
+        for j, stage in enumerate(stages):
+            hidden = _call(stage, hidden)
             runs = bool((matrix[j] != 0).any()) or heads_run == "all"
-            side = sides[j]
-            if not runs or (side is None and j < len(mains) - 1):
+            head = heads[j]
+            if not runs or (head is None and j < len(stages) - 1):
                 continue
-            output = hidden if side is None else _call(side, hidden)
+            output = hidden if head is None else _call(head, hidden)
             loss = losses[j](output, target) * share
             for k in range(j + 1):
-                _add(grads, f"stages.{k}.", mains[k], loss, float(matrix[j, k]))
-            if side is not None:
-                _add(grads, f"heads.{j}.", side, loss, 1.0)
+                _add(grads, f"stages.{k}.", stages[k], loss, float(matrix[j, k]))
+            if head is not None:
+                _add(grads, f"heads.{j}.", head, loss, 1.0)
     return grads
 
 

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from nwise._hooks import has_hooks, noted
 from nwise._looks import is_due
+from nwise._torch import has_custom
 from nwise.added import Added
 from nwise.auxiliary import PRESENT
-from nwise.graph import add_gradients, check_leaves, has_custom, nodes_of, without_backward, without_updates
+from nwise.graph import add_gradients, check_leaves, nodes_of, without_backward, without_updates
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch

@@ -15,6 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from nwise._dtensor import is_dtensor
+from nwise._torch import versions
 
 __all__ = ["Tensors", "as_tuple", "run_module"]
 
@@ -218,11 +219,6 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     if isinstance(tensors, Named):
         return tensors.by_name()
     return tensors[0] if len(tensors) == 1 and not isinstance(tensors, Sole) else tuple(tensors)
-
-
-def versions(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Return for each tensor the number of changes in place so far, 0 for None."""
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nwise._torch import MODULE_CALLS, uncompiled
 from nwise.tensors import Tensors, as_argument
 
 # Losses of torch that average over the elements of their target, as functions and as modules.
@@ -151,12 +152,12 @@ def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any], bool]:
 
 def _inner(loss_fn: Any) -> Any:
     """Return the loss inside a compiled or decorated loss or a bound method; None if there is no wrapper."""
-    for name in ("_orig_mod", "_torchdynamo_orig_callable", "__wrapped__"):
-        if (inner := getattr(loss_fn, name, None)) is not None:
-            return inner
+    if (inner := uncompiled(loss_fn)) is not loss_fn:
+        return inner
+    if (inner := getattr(loss_fn, "__wrapped__", None)) is not None:
+        return inner
     owner = getattr(loss_fn, "__self__", None)
-    calls = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
-    return owner if owner is not None and getattr(loss_fn, "__name__", "") in calls else None
+    return owner if owner is not None and getattr(loss_fn, "__name__", "") in MODULE_CALLS else None
 
 
 def _defaults(loss_fn: Any) -> dict[str, Any]:

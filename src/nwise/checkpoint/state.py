@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Size, Tensor
 
 from nwise._dtensor import is_dtensor
+from nwise._torch import plain_name
 from nwise.checkpoint import files
 from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
-from nwise.checkpoint.weights import local_weights, loss_buffers, main_state, plain_name, plain_state, under
+from nwise.checkpoint.weights import local_weights, loss_buffers, main_state, plain_state, under
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from nwise._torch import plain_name
 from nwise.checkpoint.atomic import replacing
 from nwise.checks import needed
 from nwise.pipeline import Pipeline
@@ -38,15 +39,6 @@ def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the part of `gather_weights` that this process holds, without copying."""
     model = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
     return {**model, **{f"heads.{name}": tensor for name, tensor in plain_state(pipe.heads).items()}}
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a parameter, buffer or module has without `torch.compile`.
-
-    >>> plain_name("blocks.0._orig_mod.weight")
-    'blocks.0.weight'
-    """
-    return name.replace("_orig_mod.", "")
 
 
 def plain_state(module: nn.Module) -> dict[str, Tensor]:

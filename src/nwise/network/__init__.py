@@ -3,20 +3,8 @@
 from functools import partial
 
 from nwise.lazy import submodule
-from nwise.network.carrying import carry
 from nwise.network.chain import Chain, group_pieces, join
-from nwise.network.splitting import cut_points, even_starts, repeated_blocks, split, untie
 
-__all__ = [
-    "Chain",
-    "carry",
-    "cut_points",
-    "even_starts",
-    "group_pieces",
-    "join",
-    "repeated_blocks",
-    "split",
-    "untie",
-]
+__all__ = ["Chain", "group_pieces", "join"]
 
 __getattr__ = partial(submodule, __name__)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nwise._torch import inner_module
 from nwise.network.chain import Chain, group_pieces
 from nwise.tensors import HIDDEN
 
@@ -153,7 +154,7 @@ def _unwrapped(piece: nn.Module) -> nn.Module:
     while True:
         if isinstance(piece, Chain):
             piece = next(iter(piece.pieces().values()))
-        elif (inner := getattr(piece, "_orig_mod", getattr(piece, "_checkpoint_wrapped_module", None))) is not None:
+        elif (inner := inner_module(piece)) is not piece:
             piece = inner
         else:
             return piece

@@ -18,9 +18,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from nwise.tensors import versions
+from nwise._torch import has_hooks, versions
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -73,7 +72,7 @@ class Origin:
                     f"{who} should have the forward that it had when it was split, because its stages call the modules inside it "
                     "and never itself. Found another one; replace it before the split."
                 )
-            if any(getattr(module, hooks) for hooks in _HOOKS):
+            if has_hooks(module):
                 raise ValueError(
                     f"{who} should have no hooks, because its stages call the modules inside it and never itself. Found a hook; "
                     "remove it, or register it on those modules."

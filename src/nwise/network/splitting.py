@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nwise._compiled import is_compiled
+from nwise._torch import is_compiled, uncompiled
 from nwise.checks import hint
 from nwise.modes import evaluating, training
 from nwise.network import huggingface
@@ -96,7 +96,7 @@ def split(
             f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
         )
     compiled = is_compiled(model)
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = uncompiled(model)
     if compiled:
         warnings.warn(
             "`model` is compiled, and its stages are not: they never call the compiled model. Compile parts of the stages with "

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nwise._torch import memory_changes
 from nwise.process import silence_profiler
 
 __all__ = ["Allocated", "allocated"]
@@ -56,15 +57,9 @@ def allocated(run: Callable[[Any], T], device: torch.device, prepare: Callable[[
     # The allocator of the CPU has no statistics. The profiler sees every allocation, but starting it takes 20 milliseconds, and
     # it does not see older memory being freed.
     silence_profiler()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         given = prepare()
         with record_function(_MARK):
             result = run(given)
-    inner: Any = profiler.profiler
-    events = inner.kineto_results.events()
-    begin = next(event.start_ns() for event in events if event.name() == _MARK)
-    changes = sorted(
-        ((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"), key=lambda pair: pair[0]
-    )
-    running = list(accumulate(size for when, size in changes if when >= begin))
+    running = list(accumulate(memory_changes(profiler, _MARK)))
     return Allocated(result, running[-1] if running else 0, max([0, *running]))

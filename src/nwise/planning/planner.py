@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nwise._torch import uncompiled
 from nwise.checks import check_at_least
 from nwise.network.chain import Chain
 from nwise.network.splitting import even_starts, is_hugging_face
@@ -115,7 +116,7 @@ def plan(
     Costs(0, 0, 0, 0, **links)  # checks them
     inputs = as_tuple(example, "`example`")
     targets = None if target is None else as_tuple(target, "`target`")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = uncompiled(model)
     shown = report is not None and _is_first()
     ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
     known, count = _known_devices(devices)

@@ -13,21 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from nwise._torch import BatchNorm, versions
 from nwise.checks import check_at_least, check_optimizer
 from nwise.flow import find_flow
 from nwise.microbatch import Batch
 from nwise.network.chain import Chain
 from nwise.network.splitting import cut_points, split
 from nwise.planning.profiling import Network
-from nwise.runtime.launch import exchange, start
+from nwise.runtime.launch import default_store, exchange, start
 from nwise.schedule.actions import Action, Kind
 from nwise.stage import LossFn, Stage
 from nwise.strategies import EndToEnd
 from nwise.tape import Tape
-from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module, versions
+from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -59,7 +58,7 @@ def numbers_to_try(microbatches: Any, size: int, model: nn.Module) -> list[int]:
     """
     if microbatches is None:
         # A batch norm needs two samples.
-        least = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+        least = 2 if any(isinstance(module, BatchNorm) for module in model.modules()) else 1
         return [m for m in (1, 2, 4, 8, 16, 32) if m == 1 or m * least <= size]
     ms = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
     if not ms:
@@ -100,7 +99,7 @@ def network_in_pieces(
     at = _apart(split(own, cut_points(own, before), example=some, before=before), some)
     stages = split(own, at, example=some, before=before)
     given = None if heads is None else heads(stages)
-    sides = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
+    modules = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
 
     def batch(count: int) -> tuple[Tensors, Any]:
         inputs = each(example, lambda x: x[:count].to(device))
@@ -110,7 +109,7 @@ def network_in_pieces(
 
     return Network(
         {next(iter(stage.pieces())): stage for stage in stages},
-        [*sides, None],
+        [*modules, None],
         batch,
         len(example[0]),
         _mean_square if target is None else loss_fn,
@@ -211,7 +210,7 @@ def gather(value: Any) -> list[Any]:
     """Exchange a value between all processes before there is a pipeline; all of them call it together."""
     start()
     key = f"nwise/plan/{next(_numbers)}"
-    return exchange(_get_default_store(), key, dist.get_rank(), dist.get_world_size(), value)
+    return exchange(default_store(), key, dist.get_rank(), dist.get_world_size(), value)
 
 
 def agree(**values: Any) -> None:

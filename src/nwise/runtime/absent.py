@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.tensors import sample, versions
+from nwise._torch import versions
+from nwise.tensors import sample
 
 _REMEDY = (
     "on all processes, gather the weights by `weights = nwise.checkpoint.gather_weights(pipe)`, and in rank 0 load them, "

@@ -37,11 +37,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nwise._torch import versions
 from nwise.randomness import derive
 from nwise.runtime.ledger import Key, Label, Ledger, Message, MessagePlan, Window
 from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
 from nwise.schedule.actions import SENDS, Kind
-from nwise.tensors import Tensors, versions
+from nwise.tensors import Tensors
 
 # Tags of messages that follow a header, and of those of forwards alone. A message of a known label has a tag of that label: if
 # one rank trains and another only infers, or has a mini-batch of another shape, a message must not land in memory of another

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nwise.process import choose_gpu, prepare_rank
@@ -70,9 +70,15 @@ def start(timeout: float = 300.0) -> bool:
             backend, store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=limit
         )
     # A rank that refuses its arguments must not leave while another is still connecting.
-    exchange(_get_default_store(), "nwise/joined", dist.get_rank(), dist.get_world_size(), None)
+    exchange(default_store(), "nwise/joined", dist.get_rank(), dist.get_world_size(), None)
     atexit.register(_leave)
     return True
+
+
+def default_store() -> Store:
+    """Return the store that the processes of the default group share."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store()
 
 
 def _leave() -> None:

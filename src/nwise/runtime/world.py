@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from nwise._dtensor import is_dtensor
 from nwise.process import exit_at_once, on_uncaught_error
@@ -36,7 +36,7 @@ from nwise.randomness import derive
 from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
-from nwise.runtime.launch import backend_for, exchange, launched, make_mesh, start, time_limit
+from nwise.runtime.launch import backend_for, default_store, exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.processes import Copied, Processes
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
@@ -113,7 +113,7 @@ class World(Processes):
         self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
         self.placement = make_placement(placement, num_stages, len(self.ranks))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"nwise/{attempt}/{self._number}", _get_default_store())
+        self.store = PrefixStore(f"nwise/{attempt}/{self._number}", default_store())
         # Destroy the groups of a mesh made here with the others; a mesh from the caller keeps its groups.
         own = self.mesh.get_all_groups() if mesh is None else []
         self._made = [group for group in own if group is not dist.group.WORLD]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nwise._torch import version
 from nwise.tensors import sample
 
 _BECAUSE = (
@@ -115,18 +116,18 @@ class Written:
         """Count the writes since the last note."""
         for p, state in self._seen.items():
             if not _same(p, state):
-                self._writes[p] += p._version - state[0] or 1
+                self._writes[p] += version(p) - state[0] or 1
                 self._changed |= not torch.equal(sample(p), state[2])
 
 
 def _state(parameter: Tensor) -> tuple[int, int, Tensor]:
     """Return what a write changes: the version, or with ``p.data = other`` the memory; and values to tell a swap by."""
-    return parameter._version, parameter.data_ptr(), sample(parameter)
+    return version(parameter), parameter.data_ptr(), sample(parameter)
 
 
 def _same(parameter: Tensor, state: tuple[int, int, Tensor]) -> bool:
     """Return whether nothing has written to a parameter."""
-    return parameter._version == state[0] and parameter.data_ptr() == state[1]
+    return version(parameter) == state[0] and parameter.data_ptr() == state[1]
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

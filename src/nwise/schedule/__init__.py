@@ -14,11 +14,11 @@ Read the folder in this order:
     orders, greedy          the rules that make lists
     costs, memory           the time of every action, and the bytes of every rank
     clock, period           the self-timed run of a schedule, and its exact period
-    bounds, timed           the lower bound; a schedule with both
-    best, named             the best of several orders, and orders by name
-    simulate, validate      times of a run; checks before a run
+    bounds, timing          the lower bound; a schedule with both
+    find, named             the best of several orders, and orders by name
+    simulation, validation  times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
-    partition, assign       stages of equal work, and on devices of unequal speed
+    partitions, assign      stages of equal work, and on devices of unequal speed
     methods, interchange    all methods compared; schedules of torch, as CSV
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
@@ -40,7 +40,9 @@ begins its second mini-batch before stage 1 has ended its first.
 RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) U3
 """
 
-from nwise._renamed import deprecated_names
+from functools import partial
+
+from nwise.lazy import submodule
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.baselines import BASELINES, baseline
 from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
@@ -74,4 +76,4 @@ __all__ = [
     "validate",
 ]
 
-__getattr__ = deprecated_names(__name__, {"rival": "baseline", "RIVALS": "BASELINES"})
+__getattr__ = partial(submodule, __name__)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from nwise._renamed import current_name
 from nwise.checks import check_at_least, hint
 from nwise.flow import flows_for
 from nwise.schedule.ages import Flows
@@ -79,7 +78,6 @@ def baseline(
     >>> baseline("1f1b", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
     35.0
     """
-    name = current_name(name)
     if name not in BASELINES:
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
     check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
@@ -99,7 +97,6 @@ def timed_method(name: str, **options: Any) -> Timed:
     Raises:
         ValueError: the name is unknown, or an option is out of range.
     """
-    name = current_name(name)
     if name in BASELINES:
         return baseline(name, **options)
     return best(known_method(name), **options)
@@ -133,7 +130,7 @@ def timed_order(
     18.0
     """
     check_order(order)
-    if current_name(strategy) in BASELINES:
+    if strategy in BASELINES:
         raise ValueError(
             f"`strategy` should be a strategy if an order is given. Found {strategy!r}, which is itself an order; use "
             "'end-to-end'."

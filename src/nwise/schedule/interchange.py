@@ -23,7 +23,7 @@ __all__ = ["read_csv", "write_csv"]
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)", re.ASCII)
 # Cells of torch's longer format, for messages and parameters that are sharded; the lists imply the messages.
-_IMPLIED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
+_IMPLIED = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|(WAIT_)?SEND_[FB]|RECV_[FB])\d*", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _LARGEST = 4096  # stages or micro-batches
 

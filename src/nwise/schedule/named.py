@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from nwise._renamed import current_name
 from nwise.checks import hint
 from nwise.schedule import orders
 from nwise.schedule.ages import Flows, message_ages
@@ -84,8 +83,7 @@ ORDERS = ("best", *RULES)
 
 
 def check_order(order: Order) -> Order:
-    """Return `order`, under its present name; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
-    order = current_name(order)
+    """Return `order`; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
     if isinstance(order, Schedule | Timed) or order in ORDERS:
         return order
     if isinstance(order, str):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.checkpoint.weights import plain_name
+from nwise._torch import COMPILED, plain_name
 from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
 
@@ -65,7 +65,7 @@ def _matrices(part: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module, n
     for path, layer in modules.items():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f".{path}.".startswith(added):
             continue
-        bare = re.sub(r"((^|\.)(_orig_mod|base_layer))+$", "", path)  # the place of a layer that something wraps
+        bare = re.sub(rf"((^|\.)({COMPILED}|base_layer))+$", "", path)  # the place of a layer that something wraps
         owner = modules[bare.rpartition(".")[0]]
         for leaf, p in layer.named_parameters(recurse=False):
             name = plain_name(f"{bare}.{leaf}" if bare else leaf)

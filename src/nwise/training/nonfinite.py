@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nwise.checkpoint.weights import plain_name
+from nwise._torch import plain_name
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 from nwise.training.clip import cycle_credit, last_strategy, squared_norm

@@ -54,7 +54,6 @@ def execute(program: str, command: Callable[[], Any]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"{program}: warning: {message}", file=sys.stderr)
-            warnings.filterwarnings("default", category=DeprecationWarning, module="nwise")
             code = int(command().run(Output()))
             if sys.stdout is not None:  # None if it is closed
                 sys.stdout.flush()

@@ -289,7 +289,7 @@ class Recipe:
             )
         if self.channels_last and isinstance(self.data, Text):
             raise ValueError("`channels_last` should be off for text, which has none. Found it on; leave it out.")
-        object.__setattr__(self, "schedule", check_order(self.schedule))  # an old name becomes the present one
+        check_order(self.schedule)
         if isinstance(placement := parse_placement(self.placement), str):
             check_name(placement)
         parse_compression(self.compress)

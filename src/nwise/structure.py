@@ -1,0 +1,59 @@
+"""The structure of a pipeline: its modules and trainable parameters, looked up once, and compared before every step.
+
+A walk through all modules takes as long as a small network's step. So a step asks only whether what the last walk has found is
+still there, in flat loops over what it keeps::
+
+    module 0   its children, its parameters   the same objects in the same places?
+    module 1   its children, its parameters
+    ...
+    parameters                                require a gradient as before?
+    modules                                   compiled as before?
+
+What changes otherwise, such as the attributes of a user's strategy, takes effect by `Pipeline.refresh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from nwise._torch import Norm, compiled_calls
+from nwise.batchnorm import DeferredBatchNorm
+
+_STATEFUL = (Norm, DeferredBatchNorm, torch.jit.ScriptModule)
+
+
+class Structure:
+    """Modules and parameters as they were when it was made.
+
+    Args:
+        containers: modules that hold the stages and the heads.
+        modules: all modules of the stages and heads.
+        learns: the trainable parameters of this process.
+
+    Attributes:
+        modules, learns: as given.
+        stateful: those that may have statistics of batches, which a failed step restores.
+    """
+
+    def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], learns: Sequence[Tensor]) -> None:
+        self.modules, self.learns = modules, learns
+        self.stateful = [module for module in modules if isinstance(module, _STATEFUL)]
+        held = [one._modules for one in (*containers, *modules)], [module._parameters for module in modules]
+        self._held = [(now, tuple(now.values())) for kind in held for now in kind]
+        self._parameters: list[Tensor] = [p for _, values in self._held for p in values if isinstance(p, Tensor)]
+        self._trainable = [p.requires_grad for p in self._parameters]
+        self._compiled = compiled_calls(modules)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all modules and parameters are where they were, trainable and compiled as they were."""
+        for now, then in self._held:
+            if len(now) != len(then) or not all(map(is_, now.values(), then)):
+                return False
+        if [p.requires_grad for p in self._parameters] != self._trainable:
+            return False
+        return all(map(is_, compiled_calls(self.modules), self._compiled))
