@@ -259,7 +259,7 @@ class Watchdog:
             if str(mine.batch) != theirs.batch:
                 return (
                     f"should get mini-batches of the same shapes as rank {other}. Found micro-batches, {mine.batch} in {mine} "
-                    f"here and {theirs.batch} in {theirs} there; load the same data on all ranks"
+                    f"on rank {self._rank} and {theirs.batch} in {theirs} on rank {other}; load the same data on all ranks"
                 )
             if mine.digest != theirs.digest:
                 return (

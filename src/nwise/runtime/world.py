@@ -269,7 +269,9 @@ class World(Processes):
         return with_names(tensors, spec_names(header[0]))
 
     def begin(self, name: str, batch: object = "") -> None:
-        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, batch)
+        # Replicas have shares of a mini-batch, which may be unequal.
+        look = batch if self.num_replicas == 1 else ""
+        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, look)
 
     @contextmanager
     def watched(self, name: str | None, batch: object = "") -> Iterator[None]:
