@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -407,3 +410,41 @@ def test_names_of_compiled_modules_reach_no_file(before: str, after: str, tmp_pa
     load_main_state(fresh, main_state(pipe))
     for one in (again, fresh):
         assert all(map(torch.equal, main_state(one).values(), main_state(pipe).values()))
+
+
+def test_mutated_state_of_an_optimizer_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """A signed checkpoint of another program, whose optimizer's state has another form, ended in a KeyError."""
+
+    def restored() -> None:
+        torch.manual_seed(0)
+        pipe = nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end")
+        checkpoints = Checkpoints(tmp_path, pipe, torch.optim.Adam(pipe.parameters()))
+        if not list(tmp_path.iterdir()):
+            pipe.step(torch.zeros(3, 2), target=torch.tensor([0, 1, 1]))
+            checkpoints.optimizer.step()  # type: ignore[union-attr]
+            checkpoints.save()
+        else:
+            checkpoints.resume()
+
+    restored()
+    (path,) = tmp_path.glob("*/checkpoint.json")
+    written = json.loads(path.read_text().split("\n")[0])
+    said: list[str] = []
+    for key in written["facts"]["optimizer_state"][0]:
+        for change in (None, 3, "text", [17], {"a": None}, "drop"):
+            mutated = copy.deepcopy(written)
+            part = mutated["facts"]["optimizer_state"][0]
+            if change == "drop":
+                del part[key]
+            else:
+                part[key] = change
+            line = json.dumps(mutated)
+            path.write_text(f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n")
+            try:
+                restored()
+            except ValueError as error:
+                refused += 1
+                assert re.search(
+                    r"form that nwise writes. Found .*; resume from another|should resume with the param", str(error)
+                )
+    assert refused > 10

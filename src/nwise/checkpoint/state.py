@@ -13,7 +13,8 @@ The data need no state: the seed and the step's number determine its samples (`n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -136,6 +137,18 @@ def _is(value: object, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raise DamagedError if the body finds the state of an optimizer in another form than nwise writes."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise files.DamagedError(
+            f"{folder} should have the state of an optimizer in the form that nwise writes. Found {error!r} while reading it; "
+            "resume from another checkpoint."
+        ) from error
+
+
 def restore(
     folder: Path,
     pipe: Pipeline,
@@ -181,7 +194,8 @@ def restore(
     if optimizer is not None and facts["optimizer"] == optimizer_kind(optimizer):
         names = {p: renamed.get(name, name) for p, name in parameter_names(pipe).items()}
         found = {name: p for p, name in names.items() if not name.startswith("heads.") or name in targets}
-        loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
+        with _reading(folder):
+            loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
     # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
     fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
     fresh |= {} if loader is None else loader.fresh
@@ -198,7 +212,8 @@ def restore(
         parameter.grad = None  # it belongs to steps that are undone now, and so does the state
         if optimizer is not None:
             optimizer.state.pop(parameter, None)
-    notes = _merged_losses(targets, fresh) + ([] if loader is None else loader.load(settings=settings))
+    with _reading(folder):
+        notes = _merged_losses(targets, fresh) + ([] if loader is None else loader.load(settings=settings))
     if optimizer is not None:
         add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
     if random in sizes:
