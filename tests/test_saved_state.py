@@ -443,8 +443,8 @@ def test_mutated_state_of_an_optimizer_is_refused_in_a_sentence(tmp_path: Path) 
             try:
                 restored()
             except ValueError as error:
-                refused += 1
-                assert re.search(
-                    r"form that nwise writes. Found .*; resume from another|should resume with the param", str(error)
-                )
-    assert refused > 10
+                said.append(str(error))
+    assert len(said) > 10
+    assert all(
+        re.search(r"form that nwise writes. Found .*; resume from another|should resume with the", s) for s in said
+    )
