@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -448,3 +449,12 @@ def test_mutated_state_of_an_optimizer_is_refused_in_a_sentence(tmp_path: Path) 
     assert all(
         re.search(r"form that nwise writes. Found .*; resume from another|should resume with the", s) for s in said
     )
+
+
+def test_checkpoints_without_safetensors_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an error of torch, after the first step had been made."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    pipe = nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end")
+    with pytest.raises(ImportError, match=r"A checkpoint needs safetensors, .* `pip install 'nwise\[checkpoint\]'`"):
+        Checkpoints(tmp_path / "run", pipe)
+    assert not list(tmp_path.iterdir())

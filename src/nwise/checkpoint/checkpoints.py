@@ -20,7 +20,7 @@ from nwise.checkpoint.files import DamagedError
 from nwise.checkpoint.lock import FolderLock
 from nwise.checkpoint.optimizer import after_first_state, refuse_foreign
 from nwise.checkpoint.weights import check_names
-from nwise.checks import check_at_least, check_optimizer
+from nwise.checks import check_at_least, check_optimizer, needed
 from nwise.pipeline import Pipeline
 
 
@@ -61,6 +61,7 @@ class Checkpoints:
     Raises:
         ValueError: `keep` is below 1, the optimizer needs a closure or has parameters that the pipeline lacks, or two stages use
             the same name.
+        ImportError: safetensors or filelock is not installed; the error names the extra.
         TypeError: the state of a module or the optimizer cannot be saved; the optimizer's first update raises it, too.
 
     >>> import tempfile, nwise
@@ -85,6 +86,8 @@ class Checkpoints:
         asynchronous: bool = False,
     ) -> None:
         check_at_least(1, keep=keep)
+        for package in ("safetensors", "filelock"):
+            needed(package, "checkpoint", "A checkpoint")
         check_names(pipe)
         self.folder, self._pipe, self._keep, self._keep_best = Path(folder), pipe, keep, keep_best
         self._processes = pipe.processes
