@@ -42,7 +42,7 @@ BROKEN: list[tuple[str, int, Callable[[Actions], Actions], str]] = [
     ("a forward twice", 3, lambda w: (w[0], *w), r"rank 3.*Found F3\(0\) too often or unneeded \(0 missing, 1 too many"),
     ("another stage's action", 0, lambda w: (*w, Action(Kind.FORWARD, 1, 0)), r"rank 0.*Found F1\(0\) too often"),
     ("an action of no stage", 0, lambda w: (*w, Action(Kind.FORWARD, 9, 0)), r"Found F9\(0\) too often or unneeded"),
-    ("a message that nobody needs", 1, lambda w: (*w, Action(Kind.INPUT_GRAD, 1, 0, 1)), r"rank 1.*I1\(0.1\) too often"),
+    ("an unneeded message", 1, lambda w: (*w, Action(Kind.INPUT_GRAD, 1, 0, 1)), r"rank 1.*I1\(0.1\) too often"),
     ("a list too few", 0, lambda w: (), r"rank 0.*Found no F0\(0\)"),
     ("a head after its use", 1, lambda w: moved(w, Kind.HEAD, 9), r"deadlock.*W0\(0\), I1\(0.0\)"),
     ("a forward after its head", 1, lambda w: moved(w, Kind.FORWARD, 2), r"deadlock.*W0\(0\), H1\(0\), F2\(0\), F3\(0\)"),

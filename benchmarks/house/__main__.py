@@ -1,6 +1,6 @@
 """Count what a reader of the library has to hold in mind: files, lines, imports, and the path of one step.
 
-Run with ``python -m benchmarks.house``; ``--root`` counts another checkout, so that two revisions are counted alike.
+Run with ``python -m benchmarks.house``; ``--root`` counts another checkout by the same rules.
 """
 
 from __future__ import annotations

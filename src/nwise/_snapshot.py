@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from nwise._torch import Norm
 from nwise.batchnorm import DeferredBatchNorm
 
+# Modules whose values a forward may change.
+STATEFUL = (DeferredBatchNorm, Norm, torch.jit.ScriptModule)
+
 
 @contextmanager
 def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -20,7 +23,7 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     statistics. Other buffers that a forward changes are not kept.
 
     Args:
-        modules: all modules that the body runs.
+        modules: the modules that the body runs, or those of `STATEFUL` among them.
         parameters: parameters to whose gradients it adds.
     """
     # Autograd adds to a gradient in place, so the tensor and its values are both kept.

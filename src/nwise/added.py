@@ -37,10 +37,12 @@ class Added:
         self._functions = False  # whether a graph has had functions that are not torch's plain operations
         self._foreign = False  # whether a graph has had functions of the user's, which may begin to add something
 
-    def meet(self, nodes: Sequence[Node]) -> None:
-        """Note what kinds of nodes a graph has."""
-        self._functions |= has_custom(nodes)
+    def meet(self, nodes: Sequence[Node]) -> bool:
+        """Note what kinds of nodes a graph has; return whether it has functions that are not torch's plain operations."""
+        custom = has_custom(nodes)
+        self._functions |= custom
         self._foreign |= has_foreign(nodes)
+        return custom
 
     @property
     def unknown(self) -> bool:

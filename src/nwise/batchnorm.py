@@ -120,7 +120,7 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
         )
     if lost := [child for child in held(module).modules if child.training and _moves(child)]:
         raise ValueError(
-            f"Batch norms to defer should be registered, so that they can be replaced. Found {type(lost[0]).__name__} in a plain "
+            f"Batch norms to defer should be registered, because nwise replaces them. Found {type(lost[0]).__name__} in a plain "
             "attribute, such as a list; use `nn.ModuleList` or a child module."
         )
     for parent in list(module.modules()):

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from nwise._hooks import has_hooks, noted
 from nwise._looks import is_due
-from nwise._torch import has_custom
 from nwise.added import Added
 from nwise.auxiliary import PRESENT
 from nwise.graph import add_gradients, check_leaves, nodes_of, without_backward, without_updates
@@ -210,11 +209,10 @@ class Stage:
         nodes = nodes_of(outputs)
         made = [x for x in asked if not isinstance(x, nn.Parameter)]
         check_leaves(nodes, leaves + made, dict(self.module.named_parameters()), owner)
-        tape.suspect |= has_custom(nodes)
+        tape.suspect |= self._added.meet(nodes)
         tape.hooked = bool(hooks) or has_hooks(nodes)
         if tape.suspect or tape.hooked:
             self._custom = True
-        self._added.meet(nodes)
         self._forwards += 1  # a graph that was refused is looked through again
         return outputs
 
@@ -232,12 +230,9 @@ class Stage:
         owner = f"The head or loss of stage {self.index}"
         checks = self._always or is_due(self._losses + 1)
         hooks: list[Tensor] = []
-        watched = (
-            (without_backward(leaves, owner), noted("register_hook", hooks))
-            if checks
-            else (_NOTHING_ELSE, _NOTHING_ELSE)
-        )
-        with unchanged(leaves, owner), watched[0], watched[1]:
+        guard = without_backward(leaves, owner) if checks else _NOTHING_ELSE
+        noting = noted("register_hook", hooks) if checks else _NOTHING_ELSE
+        with unchanged(leaves, owner), guard, noting:
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
                 loss = self.loss_fn(output, None if target is None else as_argument(target))
@@ -260,8 +255,7 @@ class Stage:
             if checks:
                 nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
                 check_leaves(nodes, wrt, named, owner)
-                self._added_in_head.meet(nodes)
-                custom = has_custom(nodes)
+                custom = self._added_in_head.meet(nodes)
                 if not custom and (hooks or has_hooks(nodes)):
                     self._added_in_head.refuse([loss], seeds, wrt, tape)
             self._losses += 1
@@ -366,7 +360,7 @@ def learning(stages: Iterable[Stage]) -> list[Tensor]:
 
 def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
     """Return a module and all modules inside it, in the order of `nn.Module.modules`, and their trainable parameters."""
-    # One plain loop: torch's two generators take four times as long, and every step walks through all modules.
+    # One plain loop: torch's two generators take four times as long.
     modules: dict[nn.Module, None] = {}
     trainable: dict[Tensor, None] = {}
     stack = [] if root is None else [root]

@@ -17,13 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import is_
 
-import torch
 from torch import Tensor, nn
 
-from nwise._torch import Norm, compiled_calls
-from nwise.batchnorm import DeferredBatchNorm
-
-_STATEFUL = (Norm, DeferredBatchNorm, torch.jit.ScriptModule)
+from nwise._snapshot import STATEFUL
+from nwise._torch import compiled_calls
 
 
 class Structure:
@@ -41,7 +38,7 @@ class Structure:
 
     def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], learns: Sequence[Tensor]) -> None:
         self.modules, self.learns = modules, learns
-        self.stateful = [module for module in modules if isinstance(module, _STATEFUL)]
+        self.stateful = [module for module in modules if isinstance(module, STATEFUL)]
         held = [one._modules for one in (*containers, *modules)], [module._parameters for module in modules]
         self._held = [(now, tuple(now.values())) for kind in held for now in kind]
         self._parameters: list[Tensor] = [p for _, values in self._held for p in values if isinstance(p, Tensor)]

@@ -39,9 +39,8 @@ __all__ = ["Engine"]
 Recorder = Callable[[int, Action, float, float], None]
 OnAction = Callable[[Action], None] | None
 _Tapes = Mapping[int, Sequence[Tape]] | None  # by stage; None if there is no such mini-batch
-_Message = (
-    tuple[Tensors, Tensors] | None
-)  # the tensors that a message is about, and those that travel; None for a header alone
+_Message = tuple[Tensors, Tensors] | None  # what a message is about, and what travels; None for a header alone
+_NOTHING_ELSE = nullcontext()  # made once: a step enters it for every task
 
 
 class Engine:
@@ -337,7 +336,7 @@ class Engine:
                     self._replicas[k].finish()
             elif tapes is not None:
                 # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
-                with self._replicas[k].summing(head=kind is Kind.HEAD) if task in completing else nullcontext():
+                with self._replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
                     made = self._stages[k].run(action, tapes[k][m], continued=task in schedule.continued)
                 if kind is Kind.FORWARD:
                     if send is not None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nwise.flow import Flow, StageFlow
 from nwise.runtime.ledger import Key, MessagePlan
 from nwise.runtime.shapes import Specs
-from nwise.schedule.actions import Action, transfer
+from nwise.schedule.actions import Action
 from nwise.schedule.graph import task_graph
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
@@ -68,8 +68,7 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
     """Return the messages of a rank; `parts` is that of `MessagePlan`."""
     tasks, ranks = schedule.graph.tasks, schedule.graph.ranks
     receives, sends = defaultdict[int, list[Arc]](list), dict[int, Arc]()
-    for task, user in schedule.messages:
-        send, receive = transfer(tasks[task], tasks[user])
+    for (task, user), (send, receive) in zip(schedule.messages, schedule.transfers, strict=True):
         key, travel = receive._replace(age=0), receive.age - send.age
         sends[task] = Arc(send, key, ranks[user], travel)
         receives[user].append(Arc(receive, key, ranks[task], travel))

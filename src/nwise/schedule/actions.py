@@ -15,7 +15,6 @@ __all__ = [
     "Action",
     "Kind",
     "describe",
-    "transfer",
     "forwards",
     "passes",
 ]

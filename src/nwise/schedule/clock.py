@@ -144,10 +144,9 @@ def make_clock(schedule: Schedule, costs: Costs) -> Clock:
     #     F0(0) ----> transfer ----latency--> F1(0)        these two transfers are the list of the link 0 -> 1
     #     F0(1) ----> transfer ----latency--> F1(1)
     sizes = costs.per_stage("message_bytes", schedule.num_stages)
-    place = {task: i for tasks in lists for i, task in enumerate(tasks)}
     links: dict[tuple[int, int], list[int]] = {}
     transfers: dict[int, int] = {}
-    for task, user in sorted(schedule.messages, key=lambda pair: place[pair[0]]):
+    for task, user in sorted(schedule.messages, key=lambda pair: schedule.place[pair[0]]):
         transfers[task] = node = len(time)
         links.setdefault((graph.ranks[task], graph.ranks[user]), []).append(node)
         time.append(sizes[min(graph.tasks[task].stage, graph.tasks[user].stage)] / costs.bandwidth)

@@ -79,8 +79,7 @@ class Schedule:
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """The same with messages, as a rank runs them: a send right after its task, a receive right before its first use."""
         receives, sends = defaultdict[int, list[Action]](list), dict[int, list[Action]]()
-        for task, user in self.messages:
-            send, receive = transfer(self.graph.tasks[task], self.graph.tasks[user])
+        for (task, user), (send, receive) in zip(self.messages, self.transfers, strict=True):
             sends[task] = [send]
             receives[user].append(receive)
         return tuple(
@@ -128,14 +127,15 @@ class Schedule:
         return frozenset(last.values())
 
     @cached_property
-    def _place(self) -> dict[int, int]:
+    def place(self) -> dict[int, int]:
+        """Place of every task in the list of its rank, over the whole cycle."""
         return {task: place for tasks in self.by_rank for place, task in enumerate(tasks)}
 
     @cached_property
     def messages(self) -> tuple[tuple[int, int], ...]:
         """Every task whose result travels to another rank, with the task that receives it: the first in time to need it."""
         # A later one finds it on its rank. What is older comes in a later call.
-        tasks, place = self.graph.tasks, self._place
+        tasks, place = self.graph.tasks, self.place
         first: dict[int, tuple[int, int, int]] = {}
         for user, needs in enumerate(self.graph.needs):
             for need in needs:
@@ -143,6 +143,12 @@ class Schedule:
                     use = tasks[user].age, place[user], user
                     first[need.task] = min(use, first.get(need.task, use))
         return tuple(sorted((task, user) for task, (_, _, user) in first.items()))
+
+    @cached_property
+    def transfers(self) -> tuple[tuple[Action, Action], ...]:
+        """The send and the receive of every message."""
+        tasks = self.graph.tasks
+        return tuple(transfer(tasks[task], tasks[user]) for task, user in self.messages)
 
     @cached_property
     def digest(self) -> str:
@@ -172,7 +178,7 @@ class Schedule:
     @cached_property
     def first_in_first_out(self) -> bool:
         """Whether gradients are used in the order in which they are sent, on every link."""
-        tasks, ranks, place = self.graph.tasks, self.graph.ranks, self._place
+        tasks, ranks, place = self.graph.tasks, self.graph.ranks, self.place
         links = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
         for task, user in self.messages:
             if tasks[task].message is not None:

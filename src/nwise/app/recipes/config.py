@@ -24,20 +24,7 @@ from nwise.schedule.placement import check_name, parse_placement
 from nwise.strategies import Heads, strategy
 from nwise.strategies.base import example_names
 
-__all__ = [
-    "FLAT",
-    "ConvNet",
-    "Digits",
-    "EmbeddedText",
-    "Gpt",
-    "ImageSource",
-    "Mlp",
-    "Recipe",
-    "ResNet",
-    "TextSource",
-    "from_json",
-    "to_json",
-]
+__all__ = ["FLAT"]
 
 
 @dataclass(frozen=True, kw_only=True)

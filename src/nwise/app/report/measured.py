@@ -11,7 +11,7 @@ from typing import Any
 
 from nwise.app.report.trace import make_trace, process_events
 from nwise.schedule import Costs, Schedule, Timeline, simulate
-from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind, transfer
+from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind
 from nwise.schedule.simulation import Event, Message
 
 _MS = 1e3
@@ -92,10 +92,10 @@ class Comparison:
     @cached_property
     def _pairs(self) -> list[tuple[Event, Event]]:
         """Every send with its receive."""
-        tasks, happened = self.schedule.graph.tasks, {(e.cycle, e.action): e for e in self.waits}
-        pairs = []
-        for send, receive in (transfer(tasks[task], tasks[user]) for task, user in self.schedule.messages):
-            for cycle in sorted({e.cycle for e in self.waits}):
+        happened = {(e.cycle, e.action): e for e in self.waits}
+        cycles, pairs = sorted({e.cycle for e in self.waits}), []
+        for send, receive in self.schedule.transfers:
+            for cycle in cycles:
                 put, got = (cycle, send), (cycle + receive.age - send.age, receive)
                 if put in happened and got in happened:
                     pairs.append((happened[put], happened[got]))
