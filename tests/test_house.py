@@ -54,6 +54,8 @@ RANKS = [
     ["added", "structure"],
     ["stage"],
     ["runtime"],
+    ["step"],
+    ["recording", "capture"],
     ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program"],
     ["checkpoint", "planning"],
     ["training"],

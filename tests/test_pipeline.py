@@ -107,7 +107,7 @@ def test_losses_are_nan_where_a_head_did_not_run() -> None:
 
 
 def test_losses_are_means_over_the_micro_batches_that_had_one() -> None:
-    batch = Batch([], [], [[0.25]] * 4, seed=0)
+    batch = Batch([], [], [[0.25]] * 4)
     batch.losses.update({(0, 0): torch.tensor(2.0), (0, 3): torch.tensor(4.0)})
     assert batch.mean_losses(2)[0] == 3.0
 

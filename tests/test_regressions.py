@@ -573,7 +573,7 @@ def test_muon_takes_no_group_later_and_a_norm_is_positive() -> None:
 
 def test_losses_of_two_precisions_keep_theirs() -> None:
     losses = {(0, 0): torch.tensor(1.0, dtype=torch.bfloat16), (1, 0): torch.tensor(1.0236), (2, 0): torch.tensor(2)}
-    batch = Batch([], [], [[1.0] * 4], seed=0, losses=losses)
+    batch = Batch([], [], [[1.0] * 4], losses=losses)
     assert batch.mean_losses(4).tolist() == pytest.approx([1.0, 1.0236, 2.0, float("nan")], nan_ok=True, abs=1e-6)
 
 

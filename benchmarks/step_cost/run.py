@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from nwise.losses import TokenCrossEntropy
 from nwise.machine import processor
 
 PLAIN = "plain end-to-end"
+CAPTURED = {"nwise, 2-wise": "2-wise", "nwise, 3-wise": "3-wise", "nwise, end-to-end": "end-to-end"}
 
 Step = Callable[[], None]
 LossFn = Callable[..., Tensor]
@@ -46,12 +47,17 @@ class Case:
     loss_fn: LossFn
     x: Tensor
     y: Tensor
+    dtype: torch.dtype | None = None  # of autocast
+
+    def autocast(self) -> torch.autocast:
+        """Return the context that its steps run in."""
+        return torch.autocast(self.x.device.type, self.dtype, enabled=self.dtype is not None)
 
     def to(self, device: str) -> Case:
         """Return the same on a device."""
         for module in (*self.model.stages, *self.model.heads):
             module.to(device)
-        return Case(self.model, self.loss_fn, self.x.to(device), self.y.to(device))
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
 def convnet() -> Case:
@@ -75,7 +81,18 @@ def overhead() -> Case:
     return Case(models.convnet(10, image_size=4), nn.functional.cross_entropy, x, torch.tensor([0, 1]))
 
 
-CASES = {"convnet": convnet, "gpt": gpt, "overhead": overhead}
+def resnet() -> Case:
+    """The paper's ResNet-32 in 4 stages, batch 128, bf16, channels last."""
+    generator = torch.Generator().manual_seed(0)
+    model = models.resnet("paper-32")
+    for module in (*model.stages, *model.heads):
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
+    x = torch.randn(128, 3, 32, 32, generator=generator).to(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (128,), generator=generator)
+    return Case(model, nn.functional.cross_entropy, x, y, torch.bfloat16)
+
+
+CASES = {"convnet": convnet, "resnet": resnet, "gpt": gpt, "overhead": overhead}
 
 
 def plain(case: Case) -> Step:
@@ -86,7 +103,9 @@ def plain(case: Case) -> Step:
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        case.loss_fn(network(case.x), case.y).backward()
+        with case.autocast():
+            loss = case.loss_fn(network(case.x), case.y)
+        loss.backward()
 
     return step
 
@@ -102,13 +121,15 @@ def by_hand(case: Case, n: int) -> Step:
         for parameter in (p for group in [*mains, *sides] for p in group):
             parameter.grad = None
         inputs, outputs = [case.x], []
-        for k, stage in enumerate(stages):
-            outputs.append(stage(inputs[k]))
-            if k < last:
-                inputs.append(outputs[k].detach().requires_grad_())
+        with case.autocast():
+            for k, stage in enumerate(stages):
+                outputs.append(stage(inputs[k]))
+                if k < last:
+                    inputs.append(outputs[k].detach().requires_grad_())
         for j in range(n - 1, last + 1):
             leaf = outputs[j].detach().requires_grad_()
-            loss = case.loss_fn(heads[j](leaf) if j < last else leaf, case.y)
+            with case.autocast():
+                loss = case.loss_fn(heads[j](leaf) if j < last else leaf, case.y)
             torch.autograd.backward(loss, inputs=[leaf, *sides[j]])
             gradient = leaf.grad
             for k in range(j, max(j - n, -1), -1):
@@ -122,22 +143,25 @@ def by_hand(case: Case, n: int) -> Step:
     return step
 
 
-def ours(case: Case, strategy: str) -> Step:
+def ours(case: Case, strategy: str, *, capture: bool = False) -> Step:
     """The same through `nwise.Pipeline`."""
-    pipe = nwise.Pipeline(copy.deepcopy(case.model.stages), copy.deepcopy(case.model.heads), case.loss_fn, strategy)
+    stages, heads = copy.deepcopy(case.model.stages), copy.deepcopy(case.model.heads)
+    pipe = nwise.Pipeline(stages, heads, case.loss_fn, strategy, capture=capture)
     parameters = list(pipe.parameters())
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        pipe.step(case.x, target=case.y)
+        with case.autocast():
+            pipe.step(case.x, target=case.y)
 
     return step
 
 
 def methods(case: Case) -> dict[str, Step]:
-    """Return the steps of the comparison, by name."""
-    return {
+    """Return the steps of the comparison, by name; those of `CAPTURED` on a GPU alone."""
+    captured = {f"{name}, captured": strategy for name, strategy in CAPTURED.items() if case.x.is_cuda}
+    return {name: ours(case, strategy, capture=True) for name, strategy in captured.items()} | {
         PLAIN: plain(case),
         "by hand, 2-wise": by_hand(case, 2),
         "nwise, 2-wise": ours(case, "2-wise"),
@@ -195,6 +219,16 @@ def counts(step: Step) -> dict[str, int]:
     return {"flops": flops.get_total_flops(), "bytes": moved.total}
 
 
+def kernel_seconds(step: Step, repeats: int = 3) -> float:
+    """Return the seconds for which a step keeps the GPU busy, kernel by kernel."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6 / repeats
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -202,7 +236,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def main(
-    case: Literal["convnet", "gpt", "overhead"],
+    case: Literal["convnet", "resnet", "gpt", "overhead"],
     rounds: int = 40,
     threads: int = 2,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -217,7 +251,12 @@ def main(
     """
     torch.set_num_threads(threads)
     steps = methods(CASES[case]().to(device))
-    counted = {name: counts(step) for name, step in steps.items()}
+    for step in steps.values():  # a captured step is recorded before anybody looks at its operations
+        for _ in range(4):
+            step()
+    counted = {name: counts(step) for name, step in steps.items() if not name.endswith("captured")}
+    counted |= {name: counted[name.removesuffix(", captured")] for name in steps if name.endswith("captured")}
+    kernels = {name: kernel_seconds(step) for name, step in steps.items()} if device == "cuda" else {}
     times = measure(steps, rounds, device)
     settings = {
         "case": case,
@@ -228,6 +267,7 @@ def main(
         "processor": processor() if device == "cpu" else torch.cuda.get_device_name(),
     }
     records = [{**settings, "method": name, **summary(times, counted, name)} for name in steps]
+    records = [{**record, "kernels_s": kernels[record["method"]]} if kernels else record for record in records]
     folder = Path(__file__).parent / "records"
     folder.mkdir(exist_ok=True)
     name = case if device == "cpu" else f"{case}-{device}"
@@ -242,7 +282,8 @@ def summary(
 ) -> dict[str, Any]:
     """Quartiles of a method's seconds and of its ratios, round by round, and its counts."""
     pairs, base = times[name], times[PLAIN]
-    baseline = times.get(name.replace("nwise", "by hand"), pairs) if name.startswith("nwise") else pairs
+    hand = name.replace("nwise", "by hand").removesuffix(", captured")
+    baseline = times.get(hand, pairs) if name.startswith("nwise") else pairs
     result: dict[str, Any] = {}
     for clock, what in enumerate(("wall", "processor")):
         result[f"{what}_s"] = quartiles([t[clock] for t in pairs])
@@ -268,11 +309,14 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
         "| wall / by hand | processor / by hand |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    if "kernels_s" in records[0]:
+        lines = [lines[0] + " kernels, ms |", lines[1] + "---|"]
     for r in records:
         wall = middle(r, "wall_s", 1e3, 0 if r["wall_s"][1] > 0.1 else 2)
         cells = [r["method"], wall, middle(r, "wall_ratio"), middle(r, "processor_ratio")]
         cells += [f"{r['flops_ratio']:.3f}", f"{r['bytes_ratio']:.3f}"]
         cells += [middle(r, "wall_by_hand", digits=3), middle(r, "processor_by_hand", digits=3)]
+        cells += [f"{1e3 * r['kernels_s']:.2f}"] if "kernels_s" in r else []
         lines.append("| " + " | ".join(cells) + " |")
     r = records[0]
     lines.append(

@@ -15,6 +15,11 @@ from nwise.batchnorm import DeferredBatchNorm
 STATEFUL = (DeferredBatchNorm, Norm, torch.jit.ScriptModule)
 
 
+def deferred_norms(modules: Iterable[nn.Module]) -> list[DeferredBatchNorm]:
+    """Return the batch norms whose statistics move at the end of a step."""
+    return [module for module in modules if isinstance(module, DeferredBatchNorm)]
+
+
 @contextmanager
 def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
     """Run the body as a whole or not at all: move deferred statistics after it; restore gradients and statistics if it raises.
@@ -28,7 +33,7 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     """
     # Autograd adds to a gradient in place, so the tensor and its values are both kept.
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
-    deferred = [module for module in modules if isinstance(module, DeferredBatchNorm)]
+    deferred = deferred_norms(modules)
     for norm in deferred:
         norm.discard()  # drops statistics of inference in training mode
     # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.

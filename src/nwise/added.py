@@ -100,5 +100,5 @@ class Added:
         tape.share = share
         for tensor, added in zip(leaves, extra, strict=True):
             if added is not None and tensor in now and tensor.grad is not None:
-                tensor.grad.sub_(added, alpha=1 - share)
+                tensor.grad.sub_(added * (1 - share))
         self.found = bool(self.found) or any(added is not None for added in extra)

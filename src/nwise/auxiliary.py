@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 class HasShare(Protocol):
     """A walk back through a graph: with which weight an auxiliary loss counts in it."""
 
-    share: float
+    share: float | Tensor
 
 
 class _Present:
@@ -43,7 +43,7 @@ class _Inject(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Any) -> tuple[Tensor, Tensor]:
         microbatch, like = ctx.microbatch, ctx.like  # type: ignore[attr-defined]
-        return gradients[0], torch.full_like(like, 1.0 if microbatch is None else microbatch.share)
+        return gradients[0], torch.ones_like(like) * (1.0 if microbatch is None else microbatch.share)
 
 
 def inject(y: Tensor, aux: Tensor) -> Tensor:

@@ -74,16 +74,17 @@ class DeferredBatchNorm(BatchNorm):
     @torch.no_grad()
     def commit(self) -> None:
         """Move the running statistics by the statistics collected since the last call."""
-        count, total, squares = float(self._sums[0, 0]), self._sums[1], self._sums[2]
-        if not count:
-            return
+        # Without a look at the values: a look waits for the device, and cannot be captured.
+        count, total, squares = self._sums[0, 0], self._sums[1], self._sums[2]
+        moves, count = count > 0, count.clamp(min=1)
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.num_batches_tracked += moves
+        now = 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
+        momentum = (moves * now).to(self.running_mean.dtype)
         mean = total / count
-        variance = (squares / count - mean.square()).clamp(min=0) * (count / max(count - 1, 1))
+        variance = (squares / count - mean.square()).clamp(min=0) * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
         self.discard()

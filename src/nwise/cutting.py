@@ -338,7 +338,7 @@ class WatchedLoss:
     def _of_all(self, outputs: Sequence[Any], batch: Batch, order: Sequence[int], seed: int) -> Tensor:
         """Return the loss of all micro-batches as one."""
         parts, device = self._parts, next(iter(batch.losses.values())).device
-        sizes = [parts.sizes[batch.first + m] for m in order]
+        sizes = [parts.sizes[batch.draws.first + m] for m in order]
         dims = [*(dim for dim in (*parts.target_dims, *parts.dims) if dim is not None), *range(8)]  # likeliest first
 
         def joined(xs: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """Loss functions beyond torch's own, and the loss values that a step returns.
 
 A loss function ``loss_fn(head_output, target)`` returns the mean over its micro-batch. If it averages over anything but
-samples, it needs a method ``count(target)`` that returns the number of terms, by which uneven micro-batches are weighted.
+samples, it needs a method ``count(target)`` that returns the number of terms, by which uneven micro-batches are weighted: a
+number, or a tensor of one number, which waits for no device.
 """
 
 from __future__ import annotations
@@ -179,9 +180,9 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return super().forward(logits.flatten(0, 1), target.flatten())
 
-    def count(self, target: Tensor) -> int:
+    def count(self, target: Tensor) -> Tensor:
         """Return the number of tokens that count."""
-        return int((target != self.ignore_index).sum())
+        return (target != self.ignore_index).sum()
 
 
 def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | None) -> None:

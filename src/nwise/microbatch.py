@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nwise.randomness import Draws
 from nwise.tensors import Tensors, as_tuple, names, scatter
 from nwise.terms import Terms
 
 __all__ = ["Batch", "check_parts"]
+
+Weight = float | Tensor  # share of a micro-batch in a loss; a tensor of one number if it is known on the device alone
 
 Dim = int | None  # dimension of the samples; None for a tensor that is the same for all micro-batches
 # One dimension for everything, one for each input and perhaps the target, or dimensions by name.
@@ -35,8 +38,7 @@ class Batch:
         inputs: the model's input, per micro-batch.
         targets: the targets, per micro-batch; None without a target.
         weights: share of each micro-batch in each stage's loss, ``[M][A]``.
-        seed: seed of the step, from which every action derives its own.
-        first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
+        draws: what seeds the random numbers; default: with seed 0.
         losses: the results, by (stage, micro-batch); filled by the heads.
         input_gradients: gradients to the inputs that ask for one, by micro-batch; filled by the first stage.
         looked: the stages and heads that have looked in this mini-batch for gradients that their graphs add.
@@ -44,9 +46,8 @@ class Batch:
 
     inputs: Sequence[Tensors]
     targets: Sequence[Tensors | None]
-    weights: Sequence[Sequence[float]]
-    seed: int
-    first: int = 0
+    weights: Sequence[Sequence[Weight]]
+    draws: Draws = field(default_factory=Draws)
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     looked: set[str] = field(default_factory=set)
@@ -62,21 +63,16 @@ class Batch:
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
 
-    def shares(self) -> dict[int, float]:
-        """Return for every stage whose head ran the weight of its micro-batches, as a share of the mini-batch."""
-        shares: dict[int, float] = {}
+    def results(self, num_stages: int) -> Results:
+        """Return what the step has computed beside gradients."""
+        shares: dict[int, Weight] = {}
         for k, m in self.losses:
             shares[k] = shares.get(k, 0.0) + self.weights[m][k]
-        return shares
-
-    @property
-    def ran(self) -> set[int]:
-        """Stages whose head ran on a micro-batch that counts."""
-        return {k for k, share in self.shares().items() if share}
+        return Results(self.mean_losses(num_stages), self.losses, shares)
 
     def mean_losses(self, num_stages: int) -> Tensor:
         """Return each stage's mean loss over the micro-batches in which its head ran, ``[A]``; nan where it did not run."""
-        by_stage: dict[int, list[tuple[float, Tensor]]] = {}
+        by_stage: dict[int, list[tuple[Weight, Tensor]]] = {}
         for (k, m), loss in self.losses.items():
             by_stage.setdefault(k, []).append((self.weights[m][k], loss))
         means = {k: _mean(losses) for k, losses in by_stage.items()}
@@ -85,11 +81,43 @@ class Batch:
         return torch.stack([means.get(k, absent) for k in range(num_stages)])
 
 
-def _mean(losses: list[tuple[float, Tensor]]) -> Tensor:
+class Results(NamedTuple):
+    """What a step has computed beside gradients.
+
+    Args:
+        means: mean loss of each stage, ``[A]``; nan where no head ran.
+        losses: losses by (stage, micro-batch).
+        shares: weight of the micro-batches of every stage whose head ran, as a share of the mini-batch.
+    """
+
+    means: Tensor
+    losses: Mapping[tuple[int, int], Tensor]
+    shares: Mapping[int, Weight]
+
+    @property
+    def ran(self) -> set[int]:
+        """Stages whose head ran on a micro-batch that counts."""
+        return {k for k, share in self.shares.items() if may_count(share)}
+
+
+def may_count(weight: Weight) -> bool:
+    """Return whether a weight is not 0, or is known on the device alone."""
+    return isinstance(weight, Tensor) or bool(weight)
+
+
+def full_like(tensor: Tensor, weight: Weight) -> Tensor:
+    """Return a tensor of the shape and dtype of another, filled with a weight."""
+    return weight.to(tensor).expand_as(tensor) if isinstance(weight, Tensor) else torch.full_like(tensor, weight)
+
+
+def _mean(losses: list[tuple[Weight, Tensor]]) -> Tensor:
     """Return the mean of losses with weights; nan if all weights are 0."""
-    if len(losses) == 1 and losses[0][0]:
-        return losses[0][1]
-    return torch.stack([loss * weight for weight, loss in losses]).sum() / sum(weight for weight, _ in losses)
+    weight, loss = losses[0]
+    if len(losses) == 1 and not isinstance(weight, Tensor) and weight:
+        return loss
+    total: Any = sum(weight for weight, _ in losses)
+    weighted = [loss * full_like(loss, weight) for weight, loss in losses]
+    return torch.stack(weighted).sum() / full_like(loss, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,31 +154,33 @@ class Parts:
         """All tensors of the targets; None without any."""
         return tuple(tensor for target in self.targets for tensor in target or ()) or None
 
-    def batch(self, terms: Sequence[Terms], num_microbatches: int, seed: int, replica: int) -> Batch:
+    def batch(self, terms: Sequence[Terms], num_microbatches: int, draws: Draws, *, on_device: bool = False) -> Batch:
         """Return the part of a replica, weighted.
 
         Args:
             terms: counter of each stage's loss.
             num_microbatches: number of micro-batches of the replica, M.
-            seed: seed of the step.
-            replica: index of the replica.
+            draws: what seeds the random numbers of the replica.
+            on_device: whether weights that depend on values stay on the device.
 
         Raises:
             ValueError: no term of the target counts.
         """
-        weights = [[1.0] * len(terms)] if len(self.inputs) == 1 else self.weights(terms)
-        first = replica * num_microbatches
-        mine = slice(first, first + num_microbatches)
-        return Batch(self.inputs[mine], self.targets[mine], weights[mine], seed, first=first)
+        one = [[1.0] * len(terms)]
+        weights: Sequence[Sequence[Weight]] = one if len(self.inputs) == 1 else self.weights(terms, on_device=on_device)
+        mine = slice(draws.first, draws.first + num_microbatches)
+        return Batch(self.inputs[mine], self.targets[mine], weights[mine], draws)
 
-    def weights(self, terms: Sequence[Terms]) -> list[list[float]]:
+    def weights(self, terms: Sequence[Terms], *, on_device: bool = False) -> list[list[Any]]:
         """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
-        counts = []
+        counts: list[list[Any]] = []
         for y, size in zip(self.targets, self.sizes, strict=True):
-            by_loss = {count: float(size) if y is None else count(y, size) for count in dict.fromkeys(terms)}
+            by_loss: dict[Terms, Any] = {}
+            for count in dict.fromkeys(terms):
+                by_loss[count] = float(size) if y is None else (count.on_device if on_device else count)(y, size)
             counts.append([by_loss[count] for count in terms])
         totals = [sum(column) for column in zip(*counts, strict=True)]
-        if not all(totals):
+        if not all(map(may_count, totals)):
             raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
         return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
 

@@ -16,15 +16,15 @@ from nwise._compiled import allow_several_passes
 from nwise._habits import Habits
 from nwise._hooks import Hooks
 from nwise._settings import Settings
-from nwise._snapshot import restored_on_error
 from nwise.batchnorm import warn_of_microbatches
+from nwise.capture import Capture
 from nwise.cutting import Cutter
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
-from nwise.microbatch import BatchDim
+from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
 from nwise.program import Program, check_heads, check_unneeded
-from nwise.randomness import derive, preserved
+from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
@@ -34,6 +34,7 @@ from nwise.schedule.actions import Action
 from nwise.schedule.named import Order, check_order
 from nwise.schedule.schedule import Schedule
 from nwise.stage import LossFn, Stage, learning
+from nwise.step import Step
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.structure import Structure
@@ -67,6 +68,7 @@ class Pipeline(Settings):
         checks: when to check what modules and losses do: ``"first"`` (default), in steps 1, 2, 4, 8, ..., or ``"always"``.
         batch_dim: dimension of the samples, along which micro-batches are cut: of all inputs and targets (default: 0), or one for
             each input, as a list or by name; the target's is one more entry, or ``"target"``. None: not cut, whole in each.
+        capture: whether to record steps on a GPU and replay them without Python (`nwise.capture`).
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
@@ -113,12 +115,14 @@ class Pipeline(Settings):
         timeout: float | None = None,
         checks: str = "first",
         batch_dim: BatchDim = 0,
+        capture: bool = False,
     ) -> None:
         super().__init__()
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         order, always = None if schedule is None else check_order(schedule), arguments.checks_always(checks)
         rule, self._compression = parse(strategy), parse_compression(compress)
+        self.compress = fingerprint(self._compression)
         self.processes = join(len(given), ranks, mesh, timeout)
         self.seed = torch.initial_seed() if seed is None else index(seed)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
@@ -131,7 +135,7 @@ class Pipeline(Settings):
         self._strategy, self._num_microbatches, self.steps = rule, num_microbatches, 0
         self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
-        self.loss_shares: Mapping[int, float] = {}
+        self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence, self._divergence = True, Divergence()
@@ -144,6 +148,11 @@ class Pipeline(Settings):
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
         self._hooks = Hooks()
+        self._capture = (
+            Capture(losses)
+            if arguments.checks_capture(capture, self.processes, bool(self._compression), always)
+            else None
+        )
         self._engine: Engine | None = None
         self._structure: Structure | None = None
         self._input_asks = False
@@ -153,7 +162,6 @@ class Pipeline(Settings):
         self._program.measure(self.stages, self.heads)
         check_heads(self._program.flows_from(0, rule, num_microbatches, self.heads), self.heads, rule.name)
         warn_of_microbatches(self, num_microbatches, stacklevel=2)
-        self.compress = fingerprint(self._compression)
         self.processes.agree(strategy=rule.name, placement=list(self.processes.placement))
         self.processes.agree(num_microbatches=num_microbatches, seed=self.seed, compress=self.compress)
 
@@ -245,28 +253,25 @@ class Pipeline(Settings):
         processes, m = self.processes, self.num_microbatches
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        batch = parts.batch(self._cutter.terms, m, derive(self.seed, self.steps), processes.replica)
         self._compared = self._compared or arguments.check_same_batch(processes, parts.all_inputs, parts.all_targets)
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)
-        schedule, engine = self._next_schedule(), self._connected(batch.inputs[0])
+        schedule, engine = self._next_schedule(), self._connected(parts.inputs[0])
         if asked:
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
-        learns = structure.learns
-        looking = self._cutter.looking(parts, batch, schedule, self.steps)
-        with self._hooks.once(learns), restored_on_error(structure.stateful, learns), preserved(engine.device), looking:
-            engine.run(schedule, self.steps, batch, self.on_action)
-            if asked:
-                batch.hand_back()
+        seed, terms = derive(self.seed, self.steps), self._cutter.terms
+        looks = self._hooks, self._cutter.looking, self.on_action
+        step = Step(self.steps, seed, parts, terms, schedule, structure, engine, *looks)
+        results = step.run(Draws(seed, processes.replica * m)) if self._capture is None else self._capture.run(step)
         self.habits.after_step()
         self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
-        self.microbatch_losses, self.loss_shares = batch.losses, batch.shares()
+        self.microbatch_losses, self.loss_shares = results.losses, results.shares
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(batch.mean_losses(self.num_stages), batch.ran, processes.here)
+        result = Losses(results.means, results.ran, processes.here)
         if self.warns_of_divergence:
             self._divergence.look(self.steps - 1, result)
         return result

@@ -26,6 +26,30 @@ def generator(*names: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(*names))
 
 
+class Draws:
+    """Seeds the random numbers that the parts of a step draw: each a function of the part's name, not of the order of work.
+
+    Args:
+        seed: seed of the step, from which every part derives its own; default: 0.
+        first: index of the first micro-batch in the whole mini-batch; not 0 where a replica runs a later part of it.
+    """
+
+    def __init__(self, seed: int = 0, first: int = 0) -> None:
+        self.seed, self.first = seed, first
+
+    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
+        """Seed the global generators for a part: the forward of a stage, or a head with its loss."""
+        seed_all(self.seed_of(what, stage, microbatch), device)
+
+    def end(self) -> None:
+        """End the last part of a step."""
+
+    def seed_of(self, what: str, stage: int, microbatch: int) -> int:
+        """Return the seed of a part."""
+        # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
+        return derive(self.seed, what, stage, self.first + microbatch)
+
+
 def preserved(device: torch.device | None = None) -> AbstractContextManager[None]:
     """Restore the global generators after the body, however much it draws from them.
 

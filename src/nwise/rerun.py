@@ -97,7 +97,9 @@ def _states(module: nn.Module | None) -> list[tuple[Callable[[Any], object], Any
 
     Each comes with the function that restores it.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    # While a step is captured, the GPU's random numbers come from generators of the graph.
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() and not capturing else ()
     unregistered, generators = ([], []) if module is None else held(module)
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),

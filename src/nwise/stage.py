@@ -31,9 +31,8 @@ from nwise.auxiliary import PRESENT
 from nwise.graph import add_gradients, check_leaves, nodes_of, without_backward, without_updates
 from nwise.kept import keep
 from nwise.losses import explain
-from nwise.microbatch import Batch
+from nwise.microbatch import Batch, full_like, may_count
 from nwise.modes import in_modes, modes_in
-from nwise.randomness import derive, seed_all
 from nwise.rerun import FirstRun
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -218,8 +217,7 @@ class Stage:
 
     def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
         """Seed the random numbers of the stage or its head; `Pipeline.step` restores them once for all stages."""
-        # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
-        seed_all(derive(tape.batch.seed, what, self.index, tape.batch.first + tape.microbatch), inputs[0].device)
+        tape.batch.draws.begin(what, self.index, tape.microbatch, inputs[0].device)
 
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
@@ -245,13 +243,14 @@ class Stage:
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
         wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
-        if weight and flow.own and not loss.requires_grad:
+        counts = may_count(weight)
+        if counts and flow.own and not loss.requires_grad:
             raise ValueError(
                 f"The loss of stage {self.index} should depend on the stage's output, because the strategy trains stages "
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
-        if wrt and loss.requires_grad and weight:
-            seeds, tape.share, custom = [torch.full_like(loss, weight)], weight, False
+        if wrt and loss.requires_grad and counts:
+            seeds, tape.share, custom = [full_like(loss, weight)], weight, False
             if checks:
                 nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
                 check_leaves(nodes, wrt, named, owner)
@@ -267,7 +266,9 @@ class Stage:
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
-        value = (loss if weight else torch.zeros_like(loss)).detach()
+        value = loss.detach()
+        if not counts or isinstance(weight, Tensor):  # the mean over no terms is nan
+            value = torch.where(torch.as_tensor(weight, device=loss.device) > 0, value, 0)
         batch.losses[self.index, m] = value.reshape(()) if value.dim() else value
 
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:

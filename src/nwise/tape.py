@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nwise.flow import StageFlow
 from nwise.kept import Kept
-from nwise.microbatch import Batch
+from nwise.microbatch import Batch, Weight
 from nwise.modes import Modes
 from nwise.rerun import FirstRun
 from nwise.tensors import Tensors
@@ -60,7 +60,7 @@ class Tape:
     checked: bool = False
     suspect: bool = False
     hooked: bool = False
-    share: float = 1.0
+    share: Weight = 1.0
     head_left: bool = False
     own: Cotangents = ()
     kept: Kept | None = None

@@ -79,23 +79,29 @@ class Terms:
 
     def __call__(self, target: Tensors, samples: int) -> float:
         """Count the terms of a micro-batch's target, which has so many samples."""
+        for tensor in target if self._warns_of_ignored and not self._over_elements else ():
+            self._warn_of_ignored(tensor)
+        count = float(self.on_device(target, samples))
+        if not 0 <= count < math.inf:
+            raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
+        return count
+
+    def on_device(self, target: Tensors, samples: int) -> float | Tensor:
+        """Return the number of terms, as a tensor on the device if it depends on values."""
         if self._count is not None:
-            count = float(self._count(as_argument(target)))
-            if not 0 <= count < math.inf:
-                raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
-            return count
+            count = self._count(as_argument(target))
+            return count.double() if isinstance(count, Tensor) else float(count)
         labels = target[0]
         if self._over_elements:
             return float(labels.numel())
-        for tensor in target if self._warns_of_ignored else ():
-            self._warn_of_ignored(tensor)
         if "ignore_index" not in self._options:
             return float(samples)
         if labels.is_floating_point():  # class probabilities: every sample counts
             return float(labels.numel() // labels.shape[1]) if labels.dim() > 1 else float(samples)
-        kept = labels[labels != self._options["ignore_index"]]
+        kept = labels != self._options["ignore_index"]
         weight = self._options.get("weight")
-        return float(kept.numel() if weight is None else weight[kept].sum())
+        weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
+        return weights.sum(dtype=torch.float64)
 
     def warn_of_lengths(self) -> None:
         """Warn once that an unknown loss may average over parts of samples, because these differ in length."""

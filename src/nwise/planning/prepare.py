@@ -173,7 +173,7 @@ def action_overhead() -> float:
     stage.survey(layer, None)
     flow = find_flow(EndToEnd().credit(1)).stages[0]
     x = torch.zeros(1, 1)
-    batch = Batch([(x,)], [(x,)], [[0.0]], seed=0)
+    batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
         tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))

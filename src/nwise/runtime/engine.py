@@ -128,6 +128,11 @@ class Engine:
             self._written.watch(self._mains())
         self._processes.progress.steps += 1
 
+    def skip(self, step: int) -> None:
+        """Take note of a call that was replayed (`nwise.capture`) instead of run."""
+        self._next = step + 1
+        self._processes.progress.steps += 1
+
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
 

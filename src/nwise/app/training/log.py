@@ -30,7 +30,7 @@ class StepLog:
             self._ready.append((step, _record(losses, lr, seconds, self._pipe.staleness)))
             return
         # A stage whose head does not run, or that another process holds, has no share of a loss.
-        shares = [self._pipe.loss_shares.get(k, 0.0) for k in range(self._pipe.num_stages)]
+        shares = [float(self._pipe.loss_shares.get(k, 0.0)) for k in range(self._pipe.num_stages)]
         sums = [loss * share if share else 0.0 for loss, share in zip(losses.tolist(), shares, strict=True)]
         self._gather.put(step, [lr, seconds, *sums, *shares])
         if self._pipe.processes.is_first:

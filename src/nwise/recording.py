@@ -1,0 +1,139 @@
+"""A recording: computations on a GPU that are launched once by Python, and then replayed without it (a CUDA graph).
+
+A recording knows only addresses. It reads and writes the same memory each time. So what goes in is copied to tensors that it
+reads, and what comes out is in tensors that it writes::
+
+    record    Python --> kernels at their addresses, none of which runs
+    replay               kernels at their addresses, in one launch
+
+Random numbers come from streams: each part of a step that draws has its own generator, which gets a new seed for each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["CudaGraphs", "NotRecordableError", "Recording"]
+
+
+class NotRecordableError(RuntimeError):
+    """What a step does cannot be recorded; the message names it."""
+
+
+class Recording(Protocol):
+    """Computations that can be replayed."""
+
+    def record(self, body: Callable[[], Any], num_streams: int) -> Any:
+        """Record what a function computes; return what it returns, whose values a replay will fill.
+
+        Args:
+            body: the function.
+            num_streams: number of streams of random numbers.
+        """
+
+    def draw_from(self, stream: int) -> None:
+        """Let what is recorded from here on draw from a stream; called by the body."""
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        """Compute again, with a seed for each stream."""
+
+
+class CudaRecording:
+    """A CUDA graph.
+
+    Args:
+        device: the GPU.
+        pool: pool of memory that several recordings share.
+        stream: the stream to record on.
+    """
+
+    def __init__(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
+        self._generator = torch.cuda.default_generators[device.index]
+        self._streams: list[torch.Generator] = []
+
+    def record(self, body: Callable[[], Any], num_streams: int) -> Any:
+        """Record what a function launches."""
+        present = self._generator.graphsafe_get_state()
+        self._streams = [self._generator.clone_state() for _ in range(num_streams)]
+        for stream in self._streams:
+            self._graph.register_generator_state(stream)
+        # Other threads may go on, such as those that pin the memory of the next batch.
+        mode = "thread_local"
+        try:
+            with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode=mode), Reads():
+                return body()
+        finally:
+            self._generator.graphsafe_set_state(present)
+
+    def draw_from(self, stream: int) -> None:
+        """Make a stream the GPU's generator."""
+        self._generator.graphsafe_set_state(self._streams[stream])
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        """Launch the graph on the present stream of the GPU."""
+        for stream, seed in zip(self._streams, seeds, strict=True):
+            stream.manual_seed(seed)
+        self._graph.replay()
+
+
+class CudaGraphs:
+    """Makes recordings on a GPU, which share a pool of memory.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def new(self) -> Recording:
+        """Return an empty recording."""
+        return CudaRecording(self._device, self._pool, self._stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run the body on the stream of the recordings."""
+        # What autograd keeps for a parameter belongs to the stream of its first use.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class Reads(TorchDispatchMode):
+    """Raises NotRecordableError where the body reads a value, or where a shape depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise NotRecordableError("reads a value (`item`, `float`, `bool`, `if`, `print`)")
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_mask or (torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor):
+            raise NotRecordableError(
+                f"calls `{func.overloadpacket.__name__}`, whose result has a shape that depends on values"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def has_drawn(device: torch.device, seed: int) -> bool:
+    """Return whether random numbers have been drawn on a device since its generator was seeded."""
+    if device.type == "cuda":
+        return bool(torch.cuda.default_generators[device.index].get_offset())
+    fresh = torch.Generator().manual_seed(seed)
+    return not torch.equal(torch.default_generator.get_state(), fresh.get_state())
+
+
+def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others, which a recording reads."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,73 @@
+"""One step of a pipeline: a mini-batch through the engine, as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from nwise._hooks import Hooks
+from nwise._snapshot import deferred_norms, restored_on_error
+from nwise.microbatch import Batch, Parts, Results
+from nwise.randomness import Draws, preserved
+from nwise.runtime.engine import Engine
+from nwise.schedule.actions import Action
+from nwise.schedule.schedule import Schedule
+from nwise.structure import Structure
+from nwise.terms import Terms
+
+__all__ = ["Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to run.
+
+    Args:
+        number: number of the step.
+        seed: its seed.
+        parts: its micro-batches, of all replicas.
+        terms: counter of each stage's loss.
+        schedule: what is executed.
+        structure: modules and trainable parameters.
+        engine: the engine.
+        hooks: the hooks of parameters.
+        looking: function that returns a context for the first steps of a kind, which looks at a batch.
+        on_action: function called after each action, or None.
+    """
+
+    number: int
+    seed: int
+    parts: Parts
+    terms: Sequence[Terms]
+    schedule: Schedule
+    structure: Structure
+    engine: Engine
+    hooks: Hooks
+    looking: Callable[[Parts, Batch, Schedule, int], AbstractContextManager[None]]
+    on_action: Callable[[Action], None] | None
+
+    def run(self, draws: Draws) -> Results:
+        """Run the step: fill every ``.grad``, and return the rest; a step that raises restores what it has changed."""
+        batch = self.parts.batch(self.terms, self.schedule.num_microbatches, draws)
+        learns, engine = self.structure.learns, self.engine
+        looking = self.looking(self.parts, batch, self.schedule, self.number)
+        restored = restored_on_error(self.structure.stateful, learns)
+        with self.hooks.once(learns), restored, preserved(engine.device), looking:
+            engine.run(self.schedule, self.number, batch, self.on_action)
+            draws.end()
+            if self.parts.ask_gradients:
+                batch.hand_back()
+        return batch.results(self.schedule.num_stages)
+
+    def record(self, parts: Parts, draws: Draws) -> Results:
+        """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value."""
+        batch = parts.batch(self.terms, self.schedule.num_microbatches, draws, on_device=True)
+        self.engine.run(self.schedule, self.number, batch)
+        draws.end()
+        with torch.no_grad():
+            for norm in deferred_norms(self.structure.stateful):
+                norm.commit()
+        return batch.results(self.schedule.num_stages)
