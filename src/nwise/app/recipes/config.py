@@ -243,6 +243,8 @@ class Recipe:
     """Keep only each stage's input and rerun its forward before the backward passes."""
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
+    capture: bool = False
+    """Record steps on a GPU and replay them without Python; not for delays, compression or several processes."""
     channels_last: bool = False
     """Store images and convolutions channels innermost, for GPUs; on a CPU not strided 1x1 convolutions of under 16 channels."""
     device: str = "auto"

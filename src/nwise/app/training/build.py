@@ -82,6 +82,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
         seed=recipe.seed,
         placement=parse_placement(recipe.placement),
         compress=recipe.compress,
+        capture=recipe.capture,
     )
 
 
