@@ -812,7 +812,7 @@ def test_cifar100_and_imagenet_cells_run_on_made_up_data(
         cells = e4.cells("full", 1) if method == "fine-tuning" else e2.cells("full", 1)
         cell = next(c for c in cells if c.method == method and source in c.name)
         assert isinstance(cell.recipe.model, ResNet)
-        quick: dict[str, Any] = {"compile": False, "batch_size": 4, "max_steps": 2, "eval_every": 1000}
+        quick: dict[str, Any] = {"capture": False, "batch_size": 4, "max_steps": 2, "eval_every": 1000}
         recipe = dataclasses.replace(
             cell.recipe, model=dataclasses.replace(cell.recipe.model, width_factor=1 / 16), channels_last=False, **quick
         )

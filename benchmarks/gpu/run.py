@@ -3,6 +3,7 @@
     make gpu                                            # 25 minutes
     NCCL_MULTI_RANK_GPU_ENABLE=1 make gpu               # several ranks on one GPU, with nccl 2.31 or later
     python -m benchmarks.gpu --minutes 3 --device cpu --rehearse
+    python -m benchmarks.gpu --what capture --minutes 5     # captured steps alone: their tests, and what a step costs
 
 Each job writes records of its own that can be committed; ``records.jsonl`` has a line for every job: command, seconds, exit code.
 The checks come first, since no measurement is worth anything without them.
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -48,11 +50,21 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+def capture_jobs(device: str, *, rehearse: bool) -> list[Job]:
+    """Return the jobs of captured steps."""
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "tests/test_gpu.py"]
+    rounds = ["--rounds", "2" if rehearse else "20"]
+    cases = ("convnet", "gpt", "overhead") if rehearse else ("convnet", "gpt", "resnet", "overhead")
+    words = ["-m", "benchmarks.step_cost", "--device", device, *rounds]
+    steps = [Job(f"step, {case}", [*words, "--case", case], 1.5) for case in cases]
+    return [Job("checks", tests, 2), *steps, Job("step, compiled", [*words, "--case", "overhead", "--compiled"], 2)]
+
+
 def jobs(device: str, *, rehearse: bool) -> list[Job]:
     """Return the jobs, the most important one first."""
-    memory = ["benchmarks/memory/run.py"]
+    memory = ["-m", "benchmarks.memory"]
     few = ["--microbatches", "1"] if rehearse else []
-    rounds = ["--rounds", "1" if rehearse else "10"]
+    rounds = ["--rounds", "2" if rehearse else "10"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     jobs = [Job("checks", [*tests, "tests/test_gpu.py", "tests/test_checkpoint.py"], 6)]
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -64,7 +76,7 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
         jobs.append(Job(f"memory, {network}", [*memory, "measure", *options, *few], 2))
         jobs.append(Job(f"speed, {network}", [*memory, "speed", *options, *rounds], 1))
     for case in ("gpt", "convnet", "overhead"):
-        words = ["benchmarks/step_cost/run.py", "--case", case, "--device", device, *rounds]
+        words = ["-m", "benchmarks.step_cost", "--case", case, "--device", device, *rounds]
         jobs.append(Job(f"step, {case}", words, 1))
     if not rehearse:
         several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
@@ -115,13 +127,19 @@ def run(job: Job, environment: Mapping[str, str], seconds: float) -> int | str:
             process.wait()
 
 
-def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> None:
+def main(
+    minutes: float = 25,
+    device: str = "cuda",
+    rehearse: bool = False,
+    what: Literal["all", "capture"] = "all",
+) -> None:
     """Run the jobs.
 
     Args:
         minutes: time for all.
         device: cuda, or cpu to rehearse.
         rehearse: whether to make every job short.
+        what: all jobs, or those of captured steps.
     """
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(
@@ -131,7 +149,7 @@ def main(minutes: float = 25, device: str = "cuda", rehearse: bool = False) -> N
     name = processor() if device == "cpu" else torch.cuda.get_device_name()
     path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, "NWISE_REHEARSE": device if rehearse else ""}
-    for job in jobs(device, rehearse=rehearse):
+    for job in (jobs if what == "all" else capture_jobs)(device, rehearse=rehearse):
         left = end - time.monotonic()
         if left < 5:
             print(f"no time left for {job.name}")

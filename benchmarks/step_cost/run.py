@@ -110,12 +110,16 @@ def plain(case: Case) -> Step:
     return step
 
 
-def by_hand(case: Case, n: int) -> Step:
-    """N-wise training with `torch.autograd` and nothing else, no pass more than needed."""
-    stages, heads = copy.deepcopy(case.model.stages), copy.deepcopy(case.model.heads)
+def by_hand(case: Case, n: int, *, compiled: bool = False) -> Step:
+    """N-wise training with `torch.autograd` and nothing else, no pass more than needed; or compiled with CUDA graphs."""
+    stages: list[Any] = list(copy.deepcopy(case.model.stages))
+    heads: list[Any] = list(copy.deepcopy(case.model.heads))
     last = len(stages) - 1
     mains = [list(stage.parameters()) for stage in stages]
     sides = [list(head.parameters()) for head in heads] + [[]]
+    if compiled:
+        torch._dynamo.config.recompile_limit = 64  # all chains share one forward
+        stages, heads = ([torch.compile(one, mode="reduce-overhead") for one in part] for part in (stages, heads))
 
     def step() -> None:
         for parameter in (p for group in [*mains, *sides] for p in group):
@@ -240,6 +244,7 @@ def main(
     rounds: int = 40,
     threads: int = 2,
     device: Literal["cpu", "cuda"] = "cpu",
+    compiled: bool = False,
 ) -> None:
     """Measure a case and write its records, as JSON lines and as a table.
 
@@ -248,14 +253,24 @@ def main(
         rounds: turns of every method.
         threads: of torch.
         device: where to run.
+        compiled: whether to try 2-wise training by hand with `torch.compile(mode="reduce-overhead")` too.
     """
     torch.set_num_threads(threads)
-    steps = methods(CASES[case]().to(device))
-    for step in steps.values():  # a captured step is recorded before anybody looks at its operations
-        for _ in range(4):
-            step()
-    counted = {name: counts(step) for name, step in steps.items() if not name.endswith("captured")}
-    counted |= {name: counted[name.removesuffix(", captured")] for name in steps if name.endswith("captured")}
+    network = CASES[case]().to(device)
+    steps = methods(network)
+    if compiled:
+        steps |= {"by hand, 2-wise, compiled": by_hand(network, 2, compiled=True)}
+    for name, step in list(steps.items()):  # a captured step is recorded before its operations are counted
+        try:
+            for _ in range(4):
+                step()
+        except Exception as error:
+            if not name.endswith("compiled"):
+                raise
+            print(f"{name} does not work: {type(error).__name__}: {error}")
+            del steps[name]
+    counted = {name: counts(step) for name, step in steps.items() if not name.endswith(("captured", "compiled"))}
+    counted |= {name: counted[name.rsplit(", ", 1)[0]] for name in steps if name not in counted}
     kernels = {name: kernel_seconds(step) for name, step in steps.items()} if device == "cuda" else {}
     times = measure(steps, rounds, device)
     settings = {

@@ -160,8 +160,8 @@ class Trained(Experiment):
 
 
 def on_a_gpu(recipe: Recipe) -> Recipe:
-    """Return the same run, quick on a GPU: bf16, compiled blocks, channels innermost; data and augmentation are on the device."""
-    return replace(recipe, precision="bf16", compile=True, channels_last=not isinstance(recipe.model, Gpt))
+    """Return the same run, quick on a GPU: bf16, captured steps, channels innermost; data and augmentation are on the device."""
+    return replace(recipe, precision="bf16", capture=True, channels_last=not isinstance(recipe.model, Gpt))
 
 
 def _describe_runs(records: Sequence[Record]) -> str:

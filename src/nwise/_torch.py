@@ -17,6 +17,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     inner_module         _checkpoint_wrapped_module                 none
     MODULE_CALLS         Module._call_impl, _wrapped_call_impl      none
     compiler_settings    _functorch.config                          none
+    TorchDispatchMode    utils._python_dispatch                     none
     memory_changes       profiler.kineto_results                    Chrome traces, through a file
 
 `Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files.
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
 OLDEST, NEWEST = (2, 13), (2, 13)  # the whole test suite was run with both; `pyproject.toml` has the same bounds
 

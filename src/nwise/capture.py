@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from nwise._torch import has_hooks, with_hooks
 from nwise.microbatch import Parts, Results
+from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.recording import CudaGraphs, NotRecordableError, Recording, copies, has_drawn
 from nwise.step import Step
@@ -176,7 +177,7 @@ class Capture:
             except NotRecordableError as error:
                 return self._give_up(step, str(error))
         else:
-            step.engine.skip(step.number)
+            step.engine.count(step.number)
         return _replay(step, kind, present)
 
     def _as_always(self, step: Step, kind: Kind) -> Results:
@@ -313,9 +314,7 @@ def _unpacked(like: Results, values: Tensor) -> Results:
 def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     """Return what is the same for all steps that one recording serves."""
     batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in given)
-    kind = step.engine.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return step.schedule.digest, step.number % len(step.schedule.flows), batch, autocast
+    return step.schedule.digest, step.number % len(step.schedule.flows), batch, autocast_dtype(step.engine.device)
 
 
 def _tensors(parts: Parts) -> list[Tensor | None]:

@@ -111,6 +111,11 @@ class Losses(Tensor):
         return self[-1]
 
     @property
+    def computed(self) -> list[int]:
+        """Indices of the stages whose loss was computed."""
+        return [k for k, ran in enumerate(self.ran) if ran]
+
+    @property
     def diverged(self) -> tuple[int, ...]:
         """Indices of the stages whose loss was computed and is not finite."""
         values = self.tolist()
@@ -118,7 +123,7 @@ class Losses(Tensor):
 
     def mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean over the computed losses, nan if there are none, as `torch.mean` does, whose arguments it takes."""
-        computed = [self[k] for k, ran in enumerate(self.ran) if ran] or [self.new_tensor(torch.nan)]
+        computed = [self[k] for k in self.computed] or [self.new_tensor(torch.nan)]
         mean = torch.stack(computed).mean(*args, **kwargs)
         return mean if mean.dim() else mean.as_subclass(Loss)
 
@@ -130,9 +135,7 @@ class Losses(Tensor):
         return f"Losses([{', '.join(values)}])"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
-        return Losses(
-            self.clone(), [k for k, ran in enumerate(self.ran) if ran], [k for k, h in enumerate(self.here) if h]
-        )
+        return Losses(self.clone(), self.computed, [k for k, h in enumerate(self.here) if h])
 
 
 class Divergence:
@@ -140,17 +143,23 @@ class Divergence:
 
     def __init__(self) -> None:
         self._warned = False
-        self._unseen: deque[tuple[int, Losses]] = deque()
+        self._unseen: deque[tuple[int, Losses, torch.cuda.Event | None]] = deque()
 
     def look(self, step: int, losses: Losses) -> None:
         """Check the losses of a step, on an accelerator with a delay of two steps."""
         if self._warned:
             return
-        # Reading a value waits for the device, so on an accelerator only losses of two steps before are read.
-        self._unseen.append((step, losses))
+        # Reading a value waits for all work of the GPU so far. So a copy is ordered, and read two steps later.
+        arrived = torch.cuda.Event() if losses.is_cuda else None
+        copied = Losses(losses.to("cpu", non_blocking=True), losses.computed)
+        if arrived is not None:
+            arrived.record()
+        self._unseen.append((step, copied, arrived))
         if len(self._unseen) <= (0 if losses.device.type == "cpu" else 2):
             return
-        step, losses = self._unseen.popleft()
+        step, losses, arrived = self._unseen.popleft()
+        if arrived is not None:
+            arrived.synchronize()
         if losses.diverged:
             self._warned = True
             self._unseen.clear()

@@ -55,6 +55,11 @@ def training(*modules: nn.Module) -> Iterator[None]:
         yield
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device, None while it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def _set(modes: Modes) -> None:
     for module, training in modes.items():
         module.training = training

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nwise._torch import TorchDispatchMode
 
 __all__ = ["CudaGraphs", "NotRecordableError", "Recording"]
 

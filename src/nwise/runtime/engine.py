@@ -17,6 +17,7 @@ from torch import Tensor
 from nwise._dtensor import is_dtensor
 from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
+from nwise.modes import autocast_dtype
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
@@ -44,7 +45,7 @@ _NOTHING_ELSE = nullcontext()  # made once: a step enters it for every task
 
 
 class Engine:
-    """Runs the stages of one rank. With several processes all of them make their engines together.
+    """Runs the stages of one rank. All processes make their engines together.
 
     Args:
         processes: the processes.
@@ -65,8 +66,7 @@ class Engine:
         compression: Compression | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
-        self.sent = [0, 0]
-        self.device = device
+        self.sent, self.device = [0, 0], device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         self._alone = processes.num_ranks == 1
         group = processes.replicas_group()
@@ -78,7 +78,7 @@ class Engine:
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._schedule: Schedule | None = None
-        # The mini-batches whose passes are still to come, by number; `_first` is the first of this schedule.
+        # Mini-batches with passes to come, by number; `_first` is the first of this schedule.
         self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
         self._exchanged: dict[int, Exchanged] = {}
         self._newest = Exchanged()
@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def bytes_of_last_step(self) -> dict[str, list[int]]:
-        """The bytes of activations and of gradients: those that the last step sent, and those that its mini-batch should send."""
+        """The bytes of activations and of gradients that the last step sent, and those that its mini-batch should send."""
         return {"measured": self.sent, "predicted": self._newest.num_bytes(self._stages, self._wire.specs)}
 
     def run(self, schedule: Schedule, step: int, batch: Batch, on_action: OnAction = None) -> None:
@@ -109,8 +109,7 @@ class Engine:
         self._look_for_writes()
         if self._schedule is None:
             self._schedule, self._first = schedule, step
-        kind = self.device.type
-        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._autocast = autocast_dtype(self.device)
         if schedule.oldest:
             # The last passes come in a later call, when the caller may have reused the memory of the batch.
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
@@ -126,10 +125,10 @@ class Engine:
         self._due.leave(step)
         if self._tapes or self._due:
             self._written.watch(self._mains())
-        self._processes.progress.steps += 1
+        self.count(step)
 
-    def skip(self, step: int) -> None:
-        """Take note of a call that was replayed (`nwise.capture`) instead of run."""
+    def count(self, step: int) -> None:
+        """Count a call that has run, or was replayed (`nwise.capture`)."""
         self._next = step + 1
         self._processes.progress.steps += 1
 
@@ -155,8 +154,8 @@ class Engine:
         if not self._tapes:
             return self._due.by_call()
         call, learns, sent = self._next, learning(self._stages.values()), self.sent
-        before = [p.grad for p in learns]
-        recorder, self.recorder = self.recorder, None  # these passes belong to no step
+        before, recorder = [p.grad for p in learns], self.recorder
+        self.recorder = None  # these passes belong to no step
         self._processes.begin("`pending_gradients`")
         try:
             while self._tapes:
@@ -169,7 +168,7 @@ class Engine:
             for p, gradient in zip(learns, before, strict=True):
                 p.grad = gradient
             self.recorder = recorder
-        # As at the start of a schedule, except for the gradients: no earlier mini-batch has messages on their way.
+        # As at the start of a schedule, except for the gradients: no message of an earlier mini-batch is on its way.
         self._first = self._next = call
         self.sent = sent
         self._drop_messages()
@@ -235,7 +234,7 @@ class Engine:
             self._start(Messages({}, {}, {}, {}), 0, (), ())
 
     def _look_for_writes(self) -> None:
-        """Drop the mini-batches that wait for their delay if something but an optimizer has written to the weights."""
+        """Drop mini-batches that wait for their delay if something but an optimizer has written to the weights."""
         if because := self._written.found(self._mains(), several=self._processes.size > 1):
             self.forget(because)
 
@@ -279,8 +278,7 @@ class Engine:
             self._next, self._wire.errors = step, errors
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
-            del self._tapes[number]
-            self._exchanged.pop(number, None)
+            self._tapes.pop(number), self._exchanged.pop(number, None)
         self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
 
     def _start(self, messages: Messages, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
@@ -308,8 +306,7 @@ class Engine:
         """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
         check_sendable(tensors, stage, self.device)
         # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
-        owned = self._owned
-        plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in owned for t in tensors]
+        plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in self._owned for t in tensors]
         return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
 
     def _sent(self) -> list[int]:
@@ -319,9 +316,8 @@ class Engine:
     def _execute(self, schedule: Schedule, messages: Messages, step: int, on_action: OnAction) -> None:
         """Execute this rank's list, task by task."""
         # The list alone decides the order. A receive blocks until its message is there; a result goes to another rank, or to the
-        # tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B).
-        # A task of age a works on mini-batch `step - a`. In the first calls, and while the pipeline is drained, there may be
-        # no such mini-batch: then nothing is computed, and its messages are headers alone.
+        # tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B). A task of age a works on mini-batch
+        # `step - a`. If there is none yet, or none any more, nothing is computed, and its messages are headers alone.
         processes, wire = self._processes, self._wire
         compressed, watched = wire.compression is not None, self.recorder is not None or on_action is not None
         completing, observed = schedule.completing if self._replicas else (), processes.size > 1
