@@ -94,6 +94,15 @@ def test_dropout_batch_norm_and_recomputation() -> None:
     same(pipes)
 
 
+def test_parts_that_draw_are_noted_when_they_end() -> None:
+    """A second run restores the state that its first one found: looked at later, the part before it seemed to have drawn nothing."""
+    _, pipe = pipelines(lambda: layers(lambda: nn.Dropout(0.5)), strategy="end-to-end", recompute=True)
+    train(pipe, steps=4)
+    assert pipe._capture is not None
+    (kind,) = pipe._capture._kinds.values()
+    assert kind.drawing == {("stage", 0, 0): 2, ("stage", 1, 0): 2, ("stage", 2, 0): 2, ("stage", 3, 0): 1}
+
+
 def test_ignored_targets_weight_micro_batches_on_the_device() -> None:
     def target(step: int, ignored: int = -100) -> Tensor:
         y = torch.randint(0, 4, (6,), generator=torch.Generator().manual_seed(step))

@@ -51,7 +51,6 @@ class Observed(Draws):
         self._device = torch.device("cpu")
 
     def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
-        self.end()
         self._part, self._device = (what, stage, microbatch), device
         super().begin(what, stage, microbatch, device)
 
@@ -59,7 +58,6 @@ class Observed(Draws):
         """Note whether the part that has ended has drawn."""
         if self._part is not None and has_drawn(self._device, self.seed_of(*self._part)):
             self._drawing[self._part] += 1
-        self._part = None
 
 
 class Recorded(Draws):
@@ -78,7 +76,6 @@ class Recorded(Draws):
         self._part, self._on_cpu, self._states = "", False, _states(on_cpu=False)
 
     def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
-        self.end()
         self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
         self._on_cpu = device.type != "cpu"
         self._states = _states(on_cpu=self._on_cpu)

@@ -139,10 +139,9 @@ class Pipeline(Settings):
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence, self._divergence = True, Divergence()
-        self._compared = False  # whether the mini-batches of all ranks have been compared
+        self._compared = self._input_asks = False  # whether the mini-batches of all ranks have been compared
         self._observer = None if plan is None else plan.observer(self.processes)
-        prices = () if plan is None else plan.prices(self.processes.num_ranks)
-        self._program = Program(self.processes, prices, shared)
+        self._program = Program(self.processes, plan.prices(self.processes.num_ranks) if plan else (), shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
@@ -155,7 +154,6 @@ class Pipeline(Settings):
         )
         self._engine: Engine | None = None
         self._structure: Structure | None = None
-        self._input_asks = False
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()

@@ -42,7 +42,7 @@ class Draws:
         seed_all(self.seed_of(what, stage, microbatch), device)
 
     def end(self) -> None:
-        """End the last part of a step."""
+        """End the part, after its last draw."""
 
     def seed_of(self, what: str, stage: int, microbatch: int) -> int:
         """Return the seed of a part."""

@@ -184,7 +184,13 @@ class Stage:
 
     def _outputs(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
         """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
-        self._draw("stage", tape, tape.inputs)
+        draws = tape.batch.draws
+        draws.begin("stage", self.index, tape.microbatch, tape.inputs[0].device)
+        outputs = self._computed(tape, replaced)
+        draws.end()
+        return outputs
+
+    def _computed(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
         held = holding(self.module, replaced, self._name) if replaced else _NOTHING_ELSE
         if not tape.has_graph:
             with held, torch.no_grad():
@@ -215,15 +221,11 @@ class Stage:
         self._forwards += 1  # a graph that was refused is looked through again
         return outputs
 
-    def _draw(self, what: str, tape: Tape, inputs: Tensors) -> None:
-        """Seed the random numbers of the stage or its head; `Pipeline.step` restores them once for all stages."""
-        tape.batch.draws.begin(what, self.index, tape.microbatch, inputs[0].device)
-
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
         batch, m, flow = tape.batch, tape.microbatch, tape.flow
         target, weight = batch.targets[m], batch.weights[m][self.index]
-        self._draw("head", tape, tape.outputs)
+        batch.draws.begin("head", self.index, m, tape.outputs[0].device)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         owner = f"The head or loss of stage {self.index}"
         checks = self._always or is_due(self._losses + 1)
@@ -237,6 +239,7 @@ class Stage:
             except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
                 explain(error, f"stage {self.index}", leaves, target)
                 raise
+        batch.draws.end()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(

@@ -57,7 +57,6 @@ class Step:
         restored = restored_on_error(self.structure.stateful, learns)
         with self.hooks.once(learns), restored, preserved(engine.device), looking:
             engine.run(self.schedule, self.number, batch, self.on_action)
-            draws.end()
             if self.parts.ask_gradients:
                 batch.hand_back()
         return batch.results(self.schedule.num_stages)
@@ -66,7 +65,6 @@ class Step:
         """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value."""
         batch = parts.batch(self.terms, self.schedule.num_microbatches, draws, on_device=True)
         self.engine.run(self.schedule, self.number, batch)
-        draws.end()
         with torch.no_grad():
             for norm in deferred_norms(self.structure.stateful):
                 norm.commit()
