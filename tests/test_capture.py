@@ -95,7 +95,7 @@ def test_dropout_batch_norm_and_recomputation() -> None:
 
 
 def test_parts_that_draw_are_noted_when_they_end() -> None:
-    """A second run restores the state that its first one found: looked at later, the part before it seemed to have drawn nothing."""
+    """A second run restores the state that its first one found, so a later look at the part before it saw no draws."""
     _, pipe = pipelines(lambda: layers(lambda: nn.Dropout(0.5)), strategy="end-to-end", recompute=True)
     train(pipe, steps=4)
     assert pipe._capture is not None

@@ -94,21 +94,6 @@ class HeadDict(nn.ModuleDict):
         return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
 
 
-def checks_capture(capture: bool, processes: Processes, compresses: bool, always: bool) -> bool:
-    """Return whether to capture steps; raise ValueError if another argument rules it out."""
-    others = {
-        f"{processes.size} processes; start one": processes.size > 1,
-        "`compress`, which is for several; leave it out": compresses,
-        "`checks='always'`, which reads values in every step; use `checks='first'`": always,
-    }
-    if capture and any(others.values()):
-        found = next(name for name, is_given in others.items() if is_given)
-        raise ValueError(
-            f"A captured pipeline should have one process, without compression, and few checks. Found {found}."
-        )
-    return capture
-
-
 def checked(
     mains: Sequence[ModuleOrFactory], heads: Sequence[ModuleOrFactory | None] | None, loss_fn: LossFn | Sequence[LossFn]
 ) -> tuple[list[ModuleOrFactory | None], list[LossFn]]:

@@ -148,7 +148,7 @@ class Capture:
         refuse_hooks(step.structure)
         if self._has_changed(step.structure):
             self._kinds.clear()
-            self._changes += 1
+            self._graphs, self._changes = None, self._changes + 1
             if self._changes > _LIMIT:
                 return self._give_up(
                     step, f"modules, their attributes or the memory of their tensors changed {_LIMIT} times"
@@ -241,6 +241,21 @@ class Capture:
     def __reduce__(self) -> Any:
         """Copy and pickle without the recordings."""
         return Capture, (self._losses,)
+
+
+def capture_of(losses: Sequence[Any], num_processes: int, compression: object, always: bool) -> Capture:
+    """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
+    others = {
+        f"{num_processes} processes; start one": num_processes > 1,
+        "`compress`, which is for several; leave it out": compression is not None,
+        "`checks='always'`, which reads values in every step; use `checks='first'`": always,
+    }
+    if any(others.values()):
+        found = next(name for name, is_given in others.items() if is_given)
+        raise ValueError(
+            f"A captured pipeline should have one process, without compression, and few checks. Found {found}."
+        )
+    return Capture(losses)
 
 
 def make_graphs(device: torch.device) -> CudaGraphs:

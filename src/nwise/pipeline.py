@@ -17,7 +17,7 @@ from nwise._habits import Habits
 from nwise._hooks import Hooks
 from nwise._settings import Settings
 from nwise.batchnorm import warn_of_microbatches
-from nwise.capture import Capture
+from nwise.capture import capture_of
 from nwise.cutting import Cutter
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
@@ -147,11 +147,7 @@ class Pipeline(Settings):
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
         self._hooks = Hooks()
-        self._capture = (
-            Capture(losses)
-            if arguments.checks_capture(capture, self.processes, bool(self._compression), always)
-            else None
-        )
+        self._capture = capture_of(losses, self.processes.size, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
