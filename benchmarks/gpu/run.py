@@ -147,7 +147,7 @@ def main(
         )
     end = time.monotonic() + 60 * minutes
     name = processor() if device == "cpu" else torch.cuda.get_device_name()
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "NWISE_REHEARSE": device if rehearse else ""}
     for job in (jobs if what == "all" else capture_jobs)(device, rehearse=rehearse):
         left = end - time.monotonic()

@@ -36,7 +36,8 @@ from nwise.tensors import Tensors, each
 __all__ = ["Capture"]
 
 _EAGER_STEPS = 2  # of every kind before its recording: the checks of first steps read values
-_LIMIT = 8  # recordings in use, and changes that make all of them again
+_LIMIT = 8  # recordings in use, and changes in close succession that make all of them again
+_MANY = 100  # steps of a kind after which a change was worth its recording
 _SCALARS = (bool, int, float, str, type(None), Tensor)
 _Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
 
@@ -99,7 +100,7 @@ class Kind:
     """Steps of one kind.
 
     Attributes:
-        steps: how many have run as always.
+        steps: how many have run or were replayed.
         drawing: the parts that draw random numbers, and how often in a step.
         recording: the recording; None until there is one.
         inputs: the tensors that it reads: the batch.
@@ -150,9 +151,8 @@ class Capture:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
             if self._changes > _LIMIT:
-                return self._give_up(
-                    step, f"modules, their attributes or the memory of their tensors changed {_LIMIT} times"
-                )
+                cause = f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
+                return self._give_up(step, cause)
         given = _tensors(step.parts)
         key = _key(step, given)
         if key not in self._kinds and len(self._kinds) == _LIMIT:
@@ -175,6 +175,8 @@ class Capture:
                 return self._give_up(step, str(error))
         else:
             step.engine.count(step.number)
+            kind.steps += 1
+            self._changes *= kind.steps < _MANY
         return _replay(step, kind, present)
 
     def _as_always(self, step: Step, kind: Kind) -> Results:
