@@ -332,7 +332,7 @@ class WatchedLoss:
             f"The loss of stage {k} should be a mean over the samples, or over terms that its method `count(target)` counts. "
             f"Found {float(whole):.6g} for the whole mini-batch and {float(apart):.6g} from {len(order)} micro-batches, so the "
             f"gradients are those of another loss; give it such a method, {_OTHERWISE}. This warning appears once.",
-            stacklevel=5,  # from here through `_looking`, `__exit__` and `step` to the training loop
+            stacklevel=6,  # from here through `_looking`, `__exit__`, `Step.run` and `step` to the training loop
         )
 
     def _of_all(self, outputs: Sequence[Any], batch: Batch, order: Sequence[int], seed: int) -> Tensor:

@@ -126,7 +126,7 @@ class Terms:
                 "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
                 "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
                 "how many terms the loss averages over.",
-                stacklevel=6,  # from here through `Parts.weights`, `Parts.batch` and `step` to the training loop
+                stacklevel=7,  # from here through `weights`, `batch`, `Step.run` and `step` to the training loop
             )
 
 

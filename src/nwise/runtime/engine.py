@@ -193,7 +193,7 @@ class Engine:
         if lost:  # the others would wait for messages of the lost mini-batches
             self._processes.begin("`forget_pending`")
         if lost and because:
-            warn_of_loss(lost, because, stacklevel=4)
+            warn_of_loss(lost, because, stacklevel=5)
         self._written.stop()
         self._tapes.clear()
         self._due.clear()
