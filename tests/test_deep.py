@@ -78,3 +78,5 @@ def test_at_equal_time_the_slower_arm_has_done_fewer_steps() -> None:
     effect = claims["32 stages, equal time, latency 0: end-to-end is worse than 2-wise-mean"].effect
     assert effect == pytest.approx(1.0 + (1 - 4.67 / 8.3675) - 1.1)
     assert len(claims) == 8
+    sources = tuple(result.source for result in deep.EXPERIMENT.results)
+    assert all(claim.source.startswith(sources) for claim in claims.values())

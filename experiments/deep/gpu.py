@@ -22,7 +22,7 @@ import torch
 import tyro
 
 from benchmarks.gpu.run import shared_gpu
-from experiments.deep.experiment import EXPERIMENT, Deep, Plan
+from experiments.deep.experiment import Deep, Plan
 from experiments.harness.cell import Cell
 from experiments.harness.experiment import Job
 from experiments.harness.pool import run_cells
@@ -86,7 +86,7 @@ def main(
         skip: texts; cells with one of them in their names do not run.
         device: cuda, or cpu to rehearse.
         rehearse: whether to make every cell tiny; also writes the tables. Give another folder.
-        folder: folder of all experiments.
+        folder: folder of all experiments; records are added to ``deep/medium.jsonl`` in it.
     """
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(
@@ -121,7 +121,7 @@ def main(
             print("The time is over; the same command continues.")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    experiment = Deep(plan) if rehearse else EXPERIMENT
+    experiment = Deep(plan)
     job = Job(folder=folder, size="medium", seeds=seeds)
     print("{} of {} cells have a record.".format(*experiment.progress(job)))
     if rehearse:
