@@ -744,9 +744,10 @@ def test_every_claim_is_in_a_row_of_the_index(name: str, monkeypatch: pytest.Mon
     frontier_clock._fastest.cache_clear()
     experiment, folder = EXPERIMENTS[name], Path(__file__).parents[1] / "experiments"
     sources = [result.source for result in experiment.results]
-    claims = [claim for size in experiment.sizes for claim in experiment.claims(Job(folder=folder, size=size))]
+    jobs = [Job(folder=folder, size=size) for size in experiment.sizes]
+    claims = [claim for job in jobs for claim in experiment.claims(job)]
     frontier_clock._fastest.cache_clear()
-    assert claims
+    assert claims or not any(experiment.progress(job)[0] for job in jobs), "no records, no claims yet"
     assert [claim.text for claim in claims if not claim.source.startswith(tuple(sources))] == []
 
 

@@ -68,7 +68,7 @@ class Arm:
         parts = [f"{self.optimizer} {self.strategy}"]
         parts += ["all heads"] if self.all_heads else []
         parts += ["extrapolated"] if self.extrapolate else []
-        parts += [f"{self.blocks} block"] if self.blocks != STAGES else []
+        parts += [f"{self.blocks} block{'s' * (self.blocks > 1)}"] if self.blocks != STAGES else []
         parts += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
         parts += [f"heads of {self.head_blocks}"] if self.head_blocks else []
         parts += [f"width {self.width}"] if self.width != WIDTH else []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
+from itertools import takewhile
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
@@ -23,13 +25,15 @@ _POLL_SECONDS = 0.2  # between two looks at the progress of the cells
 OnProgress = Callable[[str, int, int], None]
 
 
-def run_cells(cells: Sequence[Cell], workers: int, on_progress: OnProgress) -> Iterator[tuple[Cell, Record]]:
+def run_cells(
+    cells: Iterable[Cell | None], workers: int, on_progress: OnProgress
+) -> Generator[tuple[Cell, Record], None, None]:
     """Run cells and yield the record of each as it ends.
 
     Cells of one seed come after each other, so that an interrupted run has whole seeds.
 
     Args:
-        cells: the cells.
+        cells: the cells, each of them asked for when a process is free; None if the next one waits for a record.
         workers: number of processes; 1 runs in this one.
         on_progress: function called with a cell's name, its steps done, and all its steps.
 
@@ -38,19 +42,27 @@ def run_cells(cells: Sequence[Cell], workers: int, on_progress: OnProgress) -> I
     """
     if workers == 1:
         _set_threads()
-        for cell in cells:
+        for cell in takewhile(bool, cells):
+            assert cell is not None
             yield cell, measure(cell, _data_for(cell), partial(on_progress, cell.name))
         return
     context = _context()
     news: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, _begin, (news,))
     try:
-        waiting: dict[Future[Record], Cell] = {pool.submit(_run, i, cell): cell for i, cell in enumerate(cells)}
-        while waiting:
+        waiting: dict[Future[Record], Cell] = {}
+        names: list[str] = []
+        left = iter(cells)
+        while True:
+            while len(waiting) < workers and (cell := next(left, None)) is not None:
+                waiting[pool.submit(_run, len(names), cell)] = cell
+                names.append(cell.name)
+            if not waiting:
+                return
             done, _ = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
             while not news.empty():
                 number, steps, total = news.get()
-                on_progress(cells[number].name, steps, total)
+                on_progress(names[number], steps, total)
             for future in done:
                 yield waiting.pop(future), future.result()
     except BrokenProcessPool as error:
@@ -119,4 +131,6 @@ def _run(number: int, cell: Cell) -> Record:
         if done % max(1, total // 50) == 0 or done == total:
             _news.put((number, done, total))
 
-    return measure(cell, _data_for(cell), report)
+    record = measure(cell, _data_for(cell), report)
+    gc.collect()  # a pipeline has cycles, and the next cell needs the memory of a GPU
+    return record

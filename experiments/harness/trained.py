@@ -14,7 +14,7 @@ from experiments.harness.claims import Claim
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result, Size
 from experiments.harness.pool import run_cells
 from experiments.harness.runs import Runs
-from experiments.harness.search import RECORDS
+from experiments.harness.search import RECORDS, TRIAL_SEED
 from nwise.app.recipes import EmbeddedText, Gpt, Recipe
 
 # SHA-256 of the source code of records that do not name it.
@@ -114,7 +114,8 @@ class Trained(Experiment):
     def all_runs(self, job: Job) -> list[Runs]:
         """Return the runs of each data set: records of all cells that were run as they are configured now, of whatever seeds."""
         store = self.store(job)
-        last = max((record.get("seed", 0) for record in store.read()), default=0)
+        seeds = (record.get("seed", 0) for record in store.read())
+        last = max((seed for seed in seeds if seed < TRIAL_SEED), default=0)
         cells = self.parts.cells(job.size, max(self.parts.seeds[job.size], last + 1))
         records = [record for _, record in store.records_for(cells) if record is not None]
         sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
