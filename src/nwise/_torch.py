@@ -128,6 +128,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
+def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Return the dictionaries that hold the hooks on the forwards and backwards of modules.
+
+    >>> hooks_of([nn.ReLU()])
+    [OrderedDict(), OrderedDict(), OrderedDict(), OrderedDict()]
+    """
+    return [getattr(module, hooks) for module in modules for hooks in _MODULE_HOOKS]
+
+
 def share_hooks(module: nn.Module, other: nn.Module) -> None:
     """Let another module have a module's hooks."""
     vars(other).update({name: value for name, value in vars(module).items() if "hook" in name})

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nwise._torch import has_hooks, with_hooks
+from nwise._torch import has_hooks, hooks_of, with_hooks
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
@@ -134,6 +134,7 @@ class Capture:
         self._structure: Structure | None = None
         self._held: list[tuple[dict[str, Any], str, str]] = []
         self._values: list[Any] = []
+        self._hooks: list[dict[int, Any]] = []
         self._changes = 0
         self._failed = self._full = False
 
@@ -146,8 +147,10 @@ class Capture:
                 "A captured pipeline should have a strategy without a delay. Found gradients of age "
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
-        refuse_hooks(step.structure)
-        if self._has_changed(step.structure):
+        changed = self._has_changed(step.structure)
+        if any(self._hooks) or with_hooks(step.structure.learns):
+            refuse_hooks(step.structure)
+        if changed:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
             if self._changes > _LIMIT:
@@ -226,7 +229,7 @@ class Capture:
         """Return whether modules, their numbers, or the memory of their tensors are others than at the step before."""
         before, self._structure = self._structure, structure
         if structure is not before:
-            self._held = _held(structure.modules, self._losses)
+            self._held, self._hooks = _held(structure.modules, self._losses), hooks_of(structure.modules)
         old, self._values = self._values, _values(self._held)
         return before is not None and (structure is not before or old != self._values)
 
@@ -275,14 +278,13 @@ def make_graphs(device: torch.device) -> CudaGraphs:
 
 
 def refuse_hooks(structure: Structure) -> None:
-    """Raise ValueError if a module or parameter has hooks: their Python would not run in a replay."""
+    """Raise ValueError for the hooks of a module or parameter: their Python would not run in a replay."""
     found = [type(module).__name__ for module in structure.modules if has_hooks(module)]
     found += [f"a parameter of shape {list(p.shape)}" for p in with_hooks(structure.learns)]
-    if found:
-        raise ValueError(
-            f"A captured pipeline should have no hooks, because their Python would not run in a replay. Found one on {found[0]}; "
-            "remove it, or leave `capture` out."
-        )
+    raise ValueError(
+        f"A captured pipeline should have no hooks, because their Python would not run in a replay. Found one on {found[0]}; "
+        "remove it, or leave `capture` out."
+    )
 
 
 def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
