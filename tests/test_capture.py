@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import nwise
 from nwise import capture
+from nwise.app.recipes import recipe
+from nwise.app.training import Trainer
 from recorder import CpuGraphs
 
 
@@ -29,7 +32,7 @@ def layers(*extra: Callable[[], nn.Module]) -> list[nn.Module]:
 def pipelines(
     make: Callable[[], list[nn.Module]],
     loss: Any = nn.functional.mse_loss,
-    strategy: str = "2-wise",
+    strategy: str | nwise.Strategy = "2-wise",
     m: int = 1,
     **options: Any,
 ) -> list[nwise.Pipeline]:
@@ -82,6 +85,40 @@ def replays(pipe: nwise.Pipeline) -> int:
 @pytest.mark.parametrize("m", [1, 3])
 def test_bitwise_equal(strategy: str, m: int) -> None:
     same(pipelines(layers, strategy=strategy, m=m), steps=8)
+
+
+def test_probes_autocast_and_injected_losses() -> None:
+    same(pipelines(layers, strategy=nwise.strategy("local", heads="all"), m=2), steps=5)
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # around the whole loop, where torch keeps the bf16 weights of the first step
+        same(pipelines(layers, m=2), steps=5)
+
+    class Injecting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return nwise.inject(y, 0.1 * y.square().mean())
+
+    def target(step: int) -> Tensor:
+        return torch.tensor([0, 1, -100, -100, 2, 3])
+
+    stages = with_stage(Injecting(4, 4))
+    same(pipelines(stages, nn.functional.cross_entropy, "3-wise-mean", m=2), steps=6, target=target)
+
+
+@pytest.mark.parametrize("strategy", ["2-wise", "local@4,end-to-end"])
+def test_recipe_with_capture_trains_the_same(strategy: str) -> None:
+    config = replace(
+        recipe("digits"), max_steps=9, strategy=strategy, microbatches=2, device="cpu", defer_batchnorm=True
+    )
+    runs = []
+    for captured in (False, True):
+        trainer = Trainer(replace(config, capture=captured))
+        trainer.train()
+        runs.append(trainer.pipe)
+    for one, other in zip(runs[0].state_dict().values(), runs[1].state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert replays(runs[1])
 
 
 def test_dropout_batch_norm_and_recomputation() -> None:

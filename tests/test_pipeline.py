@@ -381,6 +381,25 @@ def test_autocast_gradients_are_close_to_float32(strategy: str, recompute: bool)
         torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.01, msg=name)
 
 
+def test_autocast_around_the_loop_casts_the_present_weights() -> None:
+    """torch keeps the bf16 weights of the first forward until the context ends: later steps trained with stale ones."""
+
+    def trained(*, around: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], [nn.Linear(4, 4)], nn.MSELoss(), "2-wise", seed=0)
+        update = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            for _ in range(4):
+                x = torch.randn(6, 4)
+                with torch.autocast("cpu", torch.bfloat16):
+                    pipe.step(x, target=x)
+                update.step()
+                update.zero_grad()
+        return list(pipe.parameters())
+
+    assert all(map(torch.equal, trained(around=False), trained(around=True)))
+
+
 def test_passes_of_a_layer_without_autocast_run_without_it() -> None:
     """A stage that turns autocast off for its forward had its gradients computed in bfloat16 if the passes ran under it."""
 

@@ -54,6 +54,8 @@ class Step:
         batch = self.parts.batch(self.terms, self.schedule.num_microbatches, draws)
         learns, engine = self.structure.learns, self.engine
         looking = self.looking(self.parts, batch, self.schedule, self.number)
+        # In a context of autocast around the whole loop, torch would use the bf16 weights of the first step in all steps.
+        torch.clear_autocast_cache()
         restored = restored_on_error(self.structure.stateful, learns)
         with self.hooks.once(learns), restored, preserved(engine.device), looking:
             engine.run(self.schedule, self.number, batch, self.on_action)
