@@ -9,7 +9,7 @@ import pickle
 import shutil
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import count, pairwise
 from typing import Any
 
@@ -388,7 +388,7 @@ def test_autocast_around_the_loop_casts_the_present_weights() -> None:
         torch.manual_seed(0)
         pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], [nn.Linear(4, 4)], nn.MSELoss(), "2-wise", seed=0)
         update = torch.optim.SGD(pipe.parameters(), lr=0.5)
-        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        with torch.autocast("cpu", torch.bfloat16) if around else nullcontext():
             for _ in range(4):
                 x = torch.randn(6, 4)
                 with torch.autocast("cpu", torch.bfloat16):
