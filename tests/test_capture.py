@@ -262,6 +262,15 @@ def test_refused_before_anything_runs() -> None:
     layer(pipe, 1).register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="no hooks.*Linear"):
         pipe.step(x, target=x)
+    pipe = make()
+    layer(pipe, 1).weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"no hooks.*parameter of shape \[4, 4\]"):
+        pipe.step(x, target=x)
+    pipe = make()
+    node = torch.autograd.graph.get_gradient_edge(layer(pipe, 1).weight).node
+    node.register_prehook(lambda gradients: gradients)
+    with pytest.raises(ValueError, match=r"no hooks.*parameter of shape \[4, 4\]"):
+        pipe.step(x, target=x)
 
 
 def test_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

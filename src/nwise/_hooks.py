@@ -36,13 +36,17 @@ class Hooks:
 
         If the body or a hook on a gradient raises, each ``.grad`` is as before.
         """
+        found = self.find(parameters)
+        return _once(found, self._of_nodes) if found else _NOTHING_ELSE
+
+    def find(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters that have hooks; one call of a step."""
         parameters, self._calls = list(parameters), self._calls + 1
         if is_due(self._calls):
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
                 found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
-        found = [*with_hooks(parameters), *self._of_nodes]
-        return _once(list(dict.fromkeys(found)), self._of_nodes) if found else _NOTHING_ELSE
+        return list(dict.fromkeys([*with_hooks(parameters), *self._of_nodes]))
 
     def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
         """Copy and pickle without the hooks, as torch copies parameters."""

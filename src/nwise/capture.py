@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nwise._torch import has_hooks, hooks_of, with_hooks
+from nwise._torch import has_hooks, hooks_of
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
@@ -148,8 +148,9 @@ class Capture:
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
         changed = self._has_changed(step.structure)
-        if any(self._hooks) or with_hooks(step.structure.learns):
-            refuse_hooks(step.structure)
+        hooked = step.hooks.find(step.structure.learns)
+        if hooked or any(self._hooks):
+            refuse_hooks(step.structure, hooked)
         if changed:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
@@ -277,10 +278,10 @@ def make_graphs(device: torch.device) -> CudaGraphs:
     return CudaGraphs(device)
 
 
-def refuse_hooks(structure: Structure) -> None:
+def refuse_hooks(structure: Structure, hooked: Sequence[Tensor]) -> None:
     """Raise ValueError for the hooks of a module or parameter: their Python would not run in a replay."""
     found = [type(module).__name__ for module in structure.modules if has_hooks(module)]
-    found += [f"a parameter of shape {list(p.shape)}" for p in with_hooks(structure.learns)]
+    found += [f"a parameter of shape {list(p.shape)}" for p in hooked]
     raise ValueError(
         f"A captured pipeline should have no hooks, because their Python would not run in a replay. Found one on {found[0]}; "
         "remove it, or leave `capture` out."
