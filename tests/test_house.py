@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import pkgutil
 import re
 import sys
@@ -109,22 +110,34 @@ def documented() -> dict[str, set[str]]:
     return {module: set(import_module(module).__all__) for module in modules}
 
 
+def code(file: Path) -> str:
+    """Return the Python of a file: a module, the cells of a notebook, or the blocks of a page."""
+    text = file.read_text()
+    if file.suffix == ".ipynb":
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        text = "\n".join("".join(line for line in lines if not line.startswith(("%", "!"))) for lines in cells)
+    elif file.suffix == ".md":
+        text = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    return text
+
+
 def imported(file: Path) -> Iterator[tuple[str, str]]:
     """Iterate over all imports of a file from nwise, also inside functions, as module and name."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(code(file))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "nwise":
             yield from ((node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.startswith("nwise."))
 
 
-@pytest.mark.parametrize("where", ["src/nwise/app", "experiments", "benchmarks", "examples"])
+@pytest.mark.parametrize("where", ["src/nwise/app", "experiments", "benchmarks", "examples", "docs", "README.md"])
 def test_outside_the_library_only_documented_names_are_used(where: str) -> None:
     """The border of the library; inside the application its own names are free."""
     known, inside = documented(), where == "src/nwise/app"
     unknown = [
         (str(file.relative_to(ROOT)), module, name)
-        for file in sorted((ROOT / where).rglob("*.py"))
+        for file in (sorted((ROOT / where).rglob("*.*")) if (ROOT / where).is_dir() else [ROOT / where])
+        if file.suffix in (".py", ".ipynb", ".md") and "_build" not in file.parts
         for module, name in imported(file)
         if name not in known.get(module, ()) and f"{module}.{name}".rstrip(".") not in known
         if not (inside and f"{module}.".startswith("nwise.app."))

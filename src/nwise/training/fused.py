@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
 
+__all__ = ["Fused"]
+
 
 @dataclass(frozen=True)
 class Fused:

@@ -18,6 +18,8 @@ from nwise._torch import COMPILED, plain_name
 from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
 
+__all__ = ["MuonWithAdam", "extrapolate", "hidden_matrices"]
+
 # Parameters of two dimensions that multiply nothing, such as the biases of all experts, or that make a matrix with others.
 _NO_MATRIX = re.compile(r"bias|embed|token|pos_|position|table|A_log|original|weight_(orig|g|v)$")
 _ADAPTER = re.compile(r"(^|\.)(lora_|lokr_|hada_)")
