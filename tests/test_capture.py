@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -204,7 +205,7 @@ def test_changes_are_recorded_again() -> None:
         for pipe in (plain, captured):
             change(what, pipe)
         one, other = (train(pipe, steps=4) for pipe in (plain, captured))
-        assert all(torch.equal(a, b) or (a.isnan() == b.isnan()).all() for a, b in zip(one, other, strict=True)), what
+        assert _equal(one, other), what
         assert replays(captured)
 
 
@@ -243,7 +244,7 @@ def test_what_cannot_be_captured_runs_as_always(stage: nn.Module, cause: str) ->
     plain = train(pipes[0])
     with pytest.warns(UserWarning, match=cause):
         captured = train(pipes[1])
-    assert all(torch.equal(a, b) or (a.isnan() == b.isnan()).all() for a, b in zip(plain, captured, strict=True))
+    assert _equal(plain, captured)
     assert not replays(pipes[1])
 
 
@@ -285,3 +286,211 @@ def test_other_shapes_have_their_own_recordings() -> None:
     for size in (3, 4, 5):
         same([plain, captured], size=size, steps=4)
     assert replays(captured) == 3
+
+
+def test_too_many_shapes_run_as_always() -> None:
+    _, pipe = pipelines(layers)
+
+    def run() -> None:
+        for size in range(2, 14):
+            train(pipe, size=size, steps=3)
+
+    with pytest.warns(UserWarning, match="at most 8 kinds of steps") as caught:
+        run()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert replays(pipe) == 8
+
+
+def test_many_changes_end_capture() -> None:
+    """A number that changes in every step would be recorded in every step."""
+    _, pipe = pipelines(lambda: layers(lambda: nn.Dropout(0.5)))
+
+    def run() -> None:
+        for step in range(12):
+            layer(pipe, 1, 2).p = 0.5 - step / 100
+            train(pipe, steps=1)
+
+    with pytest.warns(UserWarning, match="changed 8 times in close succession") as caught:
+        run()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Hidden(nn.Linear):
+    """Keeps a hidden state in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.state = (torch.zeros(6, 4),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x) + self.state[0])
+        self.state = (y.detach(),)
+        return y
+
+
+class Late(nn.Linear):
+    """Writes an attribute that only its class has, from the third call on: while the step is recorded."""
+
+    hidden: Tensor | None = None
+    calls: list[int]
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.hidden is not None:
+            y = y + 0.5 * self.hidden
+        self.calls.append(1)
+        self.hidden = y.detach()
+        return y
+
+
+class Generating(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.random = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.random.random() < 0.5 else x
+
+
+class Global(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"), [(Hidden, "state"), (Late, "hidden|calls"), (Generating, "draws"), (Global, "draws")]
+)
+def test_states_of_python_are_refused_and_left_as_they_were(kind: type[nn.Module], cause: str) -> None:
+    """A state in a container, a new attribute and a module's own generator were frozen; a failed recording left its writes."""
+    random.seed(0)
+    plain = train(pipelines(lambda: [*layers()[:2], kind(), layers()[3]])[0], steps=8)
+    random.seed(0)
+    pipe = pipelines(lambda: [*layers()[:2], kind(), layers()[3]])[1]
+    with pytest.warns(UserWarning, match=f"cannot be.*({cause})"):
+        captured = train(pipe, steps=8)
+    assert _equal(plain, captured)
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+    options = (1.0,)
+    table = torch.arange(8.0)
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.loud = [nn.Dropout(0.5)]
+        self.shift = self.table[:4]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.loud[0](super().forward(x)) + self.shift
+        return y * self.scale * self.options[0]
+
+
+CHANGES: dict[str, Callable[[nwise.Pipeline], object]] = {
+    "a new attribute": lambda pipe: setattr(pipe.stages[2], "scale", 0.5),
+    "another tuple": lambda pipe: setattr(pipe.stages[2], "options", (3.0,)),
+    "an unregistered module": lambda pipe: cast(Any, pipe.stages[2]).loud[0].eval(),
+    "another view": lambda pipe: setattr(pipe.stages[2], "shift", cast(Any, pipe.stages[2]).shift[:1]),
+    "another forward": lambda pipe: setattr(pipe.stages[2], "forward", lambda x: 2 * x),
+    "credit": lambda pipe: setattr(pipe, "strategy", nwise.Geometric(0.9)),
+    "a transposed weight": lambda pipe: setattr(layer(pipe, 0).weight, "data", layer(pipe, 0).weight.data.t()),
+    "a loss's weight": lambda pipe: setattr(pipe.loss_fns[0], "weight", torch.tensor([1.0, 5.0, 1.0, 1.0])),
+    "statistics of inference": lambda pipe: pipe(torch.ones(6, 4)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_that_keep_the_tasks_are_noticed(what: str) -> None:
+    """The coefficients of a strategy, new attributes, containers and the weights of losses changed without effect."""
+
+    def target(step: int) -> Tensor:
+        return torch.arange(6) % 4
+
+    found = []
+    for captured in (False, True):
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0, 1.0]))
+        stages = [*layers(lambda: nn.BatchNorm1d(4))[:2], Scaled(), layers()[3]]
+        heads: list[nn.Module] = [nn.Linear(4, 4) for _ in range(3)]
+        pipe = nwise.defer_batchnorm(
+            nwise.Pipeline(stages, heads, loss, nwise.Geometric(0.3), seed=0, capture=captured)
+        )
+        before = train(pipe, steps=5, target=target)
+        CHANGES[what](pipe)
+        found.append([*before, *train(pipe, steps=5, target=target)])
+    assert _equal(*found)
+    assert replays(pipe)
+
+
+def test_a_head_of_several_stages_accumulates_once() -> None:
+    """Its parameters are listed once for each stage, and each place added the gradient again."""
+    torch.manual_seed(0)
+    head = nn.Linear(4, 4)
+    pipe = nwise.Pipeline(layers(), [head] * 3, nn.MSELoss(), "2-wise", seed=0, capture=True)
+    x = torch.randn(6, 4)
+    for _ in range(4):
+        pipe.zero_grad()
+        pipe.step(x, target=x)
+    assert head.weight.grad is not None
+    once = head.weight.grad.clone()
+    head.weight.grad = head.weight.grad.view_as(head.weight)  # the same memory, another object
+    pipe.step(x, target=x)
+    torch.testing.assert_close(head.weight.grad, 2 * once)
+
+
+def test_losses_that_may_be_undefined_for_a_micro_batch_run_as_always() -> None:
+    """A class of weight 0 alone in a micro-batch: its loss is 0/0, and 0 times its gradient was nan."""
+
+    def target(step: int) -> Tensor:
+        return torch.tensor([0, 0, 1, 2, 3, 1])
+
+    pipes = pipelines(layers, nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1])), m=3)
+    plain = train(pipes[0], target=target)
+    with pytest.warns(UserWarning, match="reads a value"):
+        captured = train(pipes[1], target=target)
+    assert _equal(plain, captured)
+    _, pipe = pipelines(layers, nn.functional.cross_entropy, m=2)
+    train(pipe, steps=4, target=lambda step: torch.arange(6) % 4)
+    with pytest.warns(UserWarning, match="Found nan in step 4"):
+        pipe.step(torch.randn(6, 4), target=torch.full((6,), -100))
+    assert all(p.grad is None or not p.grad.any() for p in pipe.parameters())
+
+
+def test_names_of_inputs_and_a_step_that_failed() -> None:
+    class Two(nn.Linear):
+        def forward(self, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
+            return super().forward(a) + (b if b is not None else -cast(Tensor, c))
+
+    fails = False
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("once")
+        return nn.functional.mse_loss(output, target)
+
+    def make() -> list[nn.Module]:
+        return [*layers(lambda: nn.Dropout(0.5))[:0], Two(4, 4), *layers(lambda: nn.Dropout(0.5))[1:]]
+
+    plain, captured = pipelines(make, loss)
+    x, z = torch.randn(6, 4), torch.randn(6, 4)
+    for step in range(8):
+        for pipe in (plain, captured):
+            if fails := step == 1:
+                with pytest.raises(ValueError, match="once"):
+                    pipe.step(a=x, b=z, target=x)
+                fails = False
+            pipe.zero_grad()
+            pipe.step(**({"a": x, "b": z} if step < 6 else {"a": x, "c": z}), target=x)
+        for p, q in zip(plain.parameters(), captured.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+    assert replays(captured)
+
+
+def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(one, other, strict=True))

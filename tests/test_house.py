@@ -56,7 +56,7 @@ RANKS = [
     ["stage"],
     ["runtime"],
     ["step"],
-    ["recording", "capture"],
+    ["recording", "surroundings", "capture"],
     ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program"],
     ["checkpoint", "planning"],
     ["training"],

@@ -13,14 +13,13 @@ attribute cannot be captured; then the pipeline says which, and runs its steps a
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,71 +27,18 @@ from nwise._torch import has_hooks, hooks_of
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
-from nwise.recording import CudaGraphs, NotRecordableError, Recording, copies, has_drawn
+from nwise.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Recording, copies
+from nwise.rerun import random_states_kept
 from nwise.step import Step
 from nwise.structure import Structure
-from nwise.tensors import Tensors, each
+from nwise.surroundings import Surroundings
+from nwise.tensors import Tensors, each, names
 
 __all__ = ["Capture"]
 
 _EAGER_STEPS = 2  # of every kind before its recording: the checks of first steps read values
 _LIMIT = 8  # recordings in use, and changes in close succession that make all of them again
 _MANY = 100  # steps of a kind after which a change was worth its recording
-_SCALARS = (bool, int, float, str, type(None), Tensor)
-_Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
-
-
-class Observed(Draws):
-    """Notes which parts draw random numbers on the device."""
-
-    def __init__(self, seed: int, drawing: Counter[_Part]) -> None:
-        super().__init__(seed)
-        self._drawing = drawing
-        self._part: _Part | None = None
-        self._device = torch.device("cpu")
-
-    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
-        self._part, self._device = (what, stage, microbatch), device
-        super().begin(what, stage, microbatch, device)
-
-    def end(self) -> None:
-        """Note whether the part that has ended has drawn."""
-        if self._part is not None and has_drawn(self._device, self.seed_of(*self._part)):
-            self._drawing[self._part] += 1
-
-
-class Recorded(Draws):
-    """Lets each part draw from its own stream of a recording, and refuses parts that draw from the CPU.
-
-    Attributes:
-        parts: the part of each stream.
-    """
-
-    def __init__(self, recording: Recording, drawing: Counter[_Part]) -> None:
-        super().__init__()
-        self._recording, self._left = recording, Counter(drawing)
-        # What draws though it has not drawn before gets a stream that is the same for all.
-        self.parts: list[_Part] = [("other", 0, 0), *drawing.elements()]
-        self._streams = {part: [i for i, one in enumerate(self.parts) if one == part] for part in drawing}
-        self._part, self._on_cpu, self._states = "", False, _states(on_cpu=False)
-
-    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
-        self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
-        self._on_cpu = device.type != "cpu"
-        self._states = _states(on_cpu=self._on_cpu)
-        streams = self._streams.get((what, stage, microbatch))
-        self._recording.draw_from(streams.pop(0) if streams else 0)
-
-    def end(self) -> None:
-        """Refuse the part that has ended if it has drawn from the CPU."""
-        if self._part and self._states != _states(on_cpu=self._on_cpu):
-            raise NotRecordableError("draws random numbers on the CPU")
-        self._part = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the present part."""
-        return self._part or "The step"
 
 
 @dataclass
@@ -111,13 +57,13 @@ class Kind:
     """
 
     steps: int = 0
-    drawing: Counter[_Part] = field(default_factory=Counter)
+    drawing: Counter[Part] = field(default_factory=Counter)
     recording: Recording | None = None
     inputs: Sequence[Tensor] = ()
     gradients: Sequence[Tensor | None] = ()
     results: Results | None = None
     values: Tensor | None = None
-    parts: Sequence[_Part] = ()
+    parts: Sequence[Part] = ()
 
 
 class Capture:
@@ -132,15 +78,15 @@ class Capture:
         self._kinds: dict[Hashable, Kind] = {}
         self._graphs: CudaGraphs | None = None
         self._structure: Structure | None = None
-        self._held: list[tuple[dict[str, Any], str, str]] = []
-        self._values: list[Any] = []
+        self._surroundings: Surroundings | None = None
         self._hooks: list[dict[int, Any]] = []
         self._changes = 0
         self._failed = self._full = False
 
     def run(self, step: Step) -> Results:
         """Run a step: fill every ``.grad``, and return the rest."""
-        if self._failed or step.parts.ask_gradients or step.on_action is not None or step.engine.recorder is not None:
+        watched = step.on_action is not None or step.engine.recorder is not None
+        if self._failed or watched or step.parts.ask_gradients or torch.is_inference_mode_enabled():
             return step.run(Draws(step.seed))
         if step.schedule.oldest:
             raise ValueError(
@@ -150,7 +96,7 @@ class Capture:
         changed = self._has_changed(step.structure)
         hooked = step.hooks.find(step.structure.learns)
         if hooked or any(self._hooks):
-            refuse_hooks(step.structure, hooked)
+            refuse_hooks(self._modules, hooked)
         if changed:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
@@ -158,50 +104,60 @@ class Capture:
                 cause = f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
                 return self._give_up(step, cause)
         given = _tensors(step.parts)
-        key = _key(step, given)
-        if key not in self._kinds and len(self._kinds) == _LIMIT:
-            if not self._full:
-                warnings.warn(
-                    f"A captured pipeline should have at most {_LIMIT} kinds of steps, such as shapes of the batch. Found "
-                    "another; steps of further kinds run without capture. Pad the batches. This warning appears once.",
-                    stacklevel=4,
-                )
-            self._full = True
+        kind = self._kind(_key(step, given))
+        if kind is None:
             return step.run(Draws(step.seed))
-        kind = self._kinds.setdefault(key, Kind())
         if kind.recording is None and kind.steps < _EAGER_STEPS:
             return self._as_always(step, kind)
-        present = [x for x in given if x is not None]
         if kind.recording is None:
             try:
-                self._record(step, kind, present)
+                self._record(step, kind)
             except NotRecordableError as error:
                 return self._give_up(step, str(error))
         else:
             step.engine.count(step.number)
             kind.steps += 1
             self._changes *= kind.steps < _MANY
-        return _replay(step, kind, present)
+        return _replay(step, kind, [x for x in given if x is not None])
+
+    def _kind(self, key: Hashable) -> Kind | None:
+        """Return the kind of a step; None, with a warning the first time, if there are too many."""
+        if key in self._kinds or len(self._kinds) < _LIMIT:
+            return self._kinds.setdefault(key, Kind())
+        if not self._full:
+            self._full = True
+            warnings.warn(
+                f"A captured pipeline should have at most {_LIMIT} kinds of steps, such as shapes of the batch. Found another; "
+                "steps of further kinds run without capture. Pad the batches. This warning appears once.",
+                stacklevel=5,
+            )
+        return None
 
     def _as_always(self, step: Step, kind: Kind) -> Results:
         """Run a step without capture, and note who draws random numbers."""
         if self._graphs is None:
             self._graphs = make_graphs(step.engine.device)
-        kind.steps, kind.drawing = kind.steps + 1, Counter()
+        drawing: Counter[Part] = Counter()
         with self._graphs.beside():
-            return step.run(Observed(step.seed, kind.drawing))
+            results = step.run(Observed(step.seed, drawing))
+        kind.steps, kind.drawing = kind.steps + 1, drawing
+        # A first step may add attributes; what changes again changes in every step.
+        if self._surroundings is not None and (name := self._surroundings.changed()):
+            self._surroundings = self._look(step.structure)
+            if kind.steps == _EAGER_STEPS:
+                self._stop(f"`{name}` changes in every step")
+        return results
 
-    def _record(self, step: Step, kind: Kind, given: Sequence[Tensor]) -> None:
+    def _record(self, step: Step, kind: Kind) -> None:
         """Record a step; if it cannot be, everything is as before."""
         assert self._graphs is not None, "the first steps of a kind run as always"
-        learns = step.structure.learns
+        learns = _distinct(step)
         before = [p.grad for p in learns]
         inputs, targets = [[_static(x) for x in part] for part in (step.parts.inputs, step.parts.targets)]
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
+        surroundings = self._surroundings = self._look(step.structure)
         recording = self._graphs.new()
-        draws = Recorded(recording, kind.drawing)
-        self._held = _held(step.structure.modules, self._losses)
-        self._values = _values(self._held)
+        draws = Recorded(recording, kind.drawing, surroundings.generators)
 
         def body() -> tuple[Results, Tensor]:
             results = step.record(parts, draws)
@@ -211,38 +167,54 @@ class Capture:
             p.grad = None
         torch.clear_autocast_cache()
         try:
-            results, flat = recording.record(body, len(draws.parts))
+            with ExitStack() as stack:
+                for container in step.structure.containers:
+                    stack.enter_context(random_states_kept(container))
+                _refuse_other_devices(step, surroundings)
+                results, flat = recording.record(body, len(draws.parts))
             gradients = [p.grad for p in learns]
+            if name := surroundings.changed():
+                raise NotRecordableError(f"changes `{name}` in every step")
         except Exception as error:
+            surroundings.restore()
             raise NotRecordableError(f"{draws.name} {_cause(error)}") from error
         finally:
             torch.clear_autocast_cache()
             for p, gradient in zip(learns, before, strict=True):
                 p.grad = gradient
-        for (_, _, name), old, new in zip(self._held, self._values, _values(self._held), strict=True):
-            if old != new:
-                raise NotRecordableError(f"`{name}` changes in every step")
         kind.inputs = [x for x in _tensors(parts) if x is not None]
         kind.recording, kind.gradients, kind.results, kind.values = recording, gradients, results, flat
         kind.parts = draws.parts
 
+    def _look(self, structure: Structure) -> Surroundings:
+        return Surroundings(structure.containers, structure.modules, self._losses)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [] if self._surroundings is None else self._surroundings.modules
+
     def _has_changed(self, structure: Structure) -> bool:
-        """Return whether modules, their numbers, or the memory of their tensors are others than at the step before."""
+        """Return whether modules, their attributes, or the memory of their tensors are others than at the step before."""
         before, self._structure = self._structure, structure
-        if structure is not before:
-            self._held, self._hooks = _held(structure.modules, self._losses), hooks_of(structure.modules)
-        old, self._values = self._values, _values(self._held)
-        return before is not None and (structure is not before or old != self._values)
+        if self._surroundings is not None and structure is before and self._surroundings.changed() is None:
+            return False
+        self._surroundings = self._look(structure)
+        self._hooks = hooks_of(self._modules)
+        return before is not None
 
     def _give_up(self, step: Step, cause: str) -> Results:
         """Run this and all later steps as always, and say why."""
+        self._stop(cause)
+        return step.run(Draws(step.seed))
+
+    def _stop(self, cause: str) -> None:
+        """Run all later steps as always, and say why."""
         self._failed = True
         self._kinds.clear()
         warnings.warn(
             f"A step should be captured. Found that it cannot be: {cause}. All steps run without capture, with the same results.",
-            stacklevel=5,
+            stacklevel=6,
         )
-        return step.run(Draws(step.seed))
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the recordings."""
@@ -278,9 +250,9 @@ def make_graphs(device: torch.device) -> CudaGraphs:
     return CudaGraphs(device)
 
 
-def refuse_hooks(structure: Structure, hooked: Sequence[Tensor]) -> None:
+def refuse_hooks(modules: Iterable[nn.Module], hooked: Sequence[Tensor]) -> None:
     """Raise ValueError for the hooks of a module or parameter: their Python would not run in a replay."""
-    found = [type(module).__name__ for module in structure.modules if has_hooks(module)]
+    found = [type(module).__name__ for module in modules if has_hooks(module)]
     found += [f"a parameter of shape {list(p.shape)}" for p in hooked]
     raise ValueError(
         f"A captured pipeline should have no hooks, because their Python would not run in a replay. Found one on {found[0]}; "
@@ -293,14 +265,13 @@ def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
     assert kind.recording is not None
     assert kind.results is not None
     assert kind.values is not None
-    learns, draws = step.structure.learns, Draws(step.seed)
+    learns, draws = _distinct(step), Draws(step.seed)
     before = [p.grad for p in learns]
     with torch.no_grad():
         copies(kind.inputs, given)
         # The memory of a gradient is the same in each replay, so one that is to be added to is put aside.
-        kept = [
-            g.clone() if g is not None and g is old else None for g, old in zip(kind.gradients, before, strict=True)
-        ]
+        pairs = zip(kind.gradients, before, strict=True)
+        kept = [old.clone() if old is not None and _in_one_place(old, g) else None for g, old in pairs]
         kind.recording.replay([draws.seed_of(*part) for part in kind.parts])
         for p, old, new, own in zip(learns, before, kind.gradients, kept, strict=True):
             if new is None:
@@ -310,8 +281,27 @@ def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
             elif own is None:
                 old.add_(new)
             else:
-                new.add_(own)
+                old.add_(own)
         return _unpacked(kind.results, kind.values.clone())
+
+
+def _distinct(step: Step) -> list[Tensor]:
+    """Return the trainable parameters, each once: a head may serve several stages."""
+    return list(dict.fromkeys(step.structure.learns))
+
+
+def _in_one_place(first: Tensor, second: Tensor | None) -> bool:
+    """Return whether two gradients share their memory, as a view of one does."""
+    return second is not None and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def _refuse_other_devices(step: Step, surroundings: Surroundings) -> None:
+    """Raise NotRecordableError for tensors on another device, whose values a recording would keep."""
+    device = step.engine.device
+    if any(x is not None and x.device != device for x in _tensors(step.parts)):
+        raise NotRecordableError(f"gets a tensor of the batch that is not on the device {device}")
+    if name := surroundings.elsewhere(device):
+        raise NotRecordableError(f"has `{name}` on another device than {device}")
 
 
 def _outputs(results: Results) -> list[Tensor]:
@@ -330,8 +320,12 @@ def _unpacked(like: Results, values: Tensor) -> Results:
 
 def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     """Return what is the same for all steps that one recording serves."""
-    batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in given)
-    return step.schedule.digest, step.number % len(step.schedule.flows), batch, autocast_dtype(step.engine.device)
+    turn = step.number % len(step.schedule.flows)
+    batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
+    known = tuple(names(tensors or ()) for tensors in (*step.parts.inputs[:1], *step.parts.targets[:1]))
+    autocast = autocast_dtype(step.engine.device)
+    exact, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return step.schedule.digest, step.schedule.flows[turn], turn, batch, known, exact, precision, autocast
 
 
 def _tensors(parts: Parts) -> list[Tensor | None]:
@@ -344,31 +338,6 @@ def _tensors(parts: Parts) -> list[Tensor | None]:
 
 def _static(tensors: Tensors | None) -> Tensors | None:
     return None if tensors is None else each(tensors, lambda x: x.detach().clone())
-
-
-def _held(modules: Iterable[nn.Module], losses: Iterable[Any]) -> list[tuple[dict[str, Any], str, str]]:
-    """Return where modules and losses hold numbers and tensors: a dictionary, the name in it, and a name for errors."""
-    stores = [(type(m).__name__, store) for m in modules for store in (vars(m), m._parameters, m._buffers)]
-    stores += [(getattr(loss, "__name__", type(loss).__name__), getattr(loss, "__dict__", {})) for loss in losses]
-    return [
-        (store, name, f"{owner}.{name}")
-        for owner, store in stores
-        for name, value in store.items()
-        if isinstance(value, _SCALARS)
-    ]
-
-
-def _values(held: Iterable[tuple[dict[str, Any], str, str]]) -> list[Any]:
-    """Return the numbers, and the addresses of the tensors."""
-    found = [store.get(name) for store, name, _ in held]
-    return [x.data_ptr() if isinstance(x, Tensor) else x for x in found]
-
-
-def _states(*, on_cpu: bool) -> Any:
-    """Return the states of the generators of Python and NumPy, with `on_cpu` also of torch's on the CPU."""
-    numpy: Any = np.random.get_state()  # noqa: NPY002 - users' code draws from it
-    torchs = torch.default_generator.get_state().numpy().tobytes() if on_cpu else b""
-    return torchs, random.getstate(), numpy[1].tobytes(), numpy[2:]
 
 
 def _cause(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 A loss function ``loss_fn(head_output, target)`` returns the mean over its micro-batch. If it averages over anything but
 samples, it needs a method ``count(target)`` that returns the number of terms, by which uneven micro-batches are weighted: a
-number, or a tensor of one number, which waits for no device.
+number, or a tensor of one.
 """
 
 from __future__ import annotations

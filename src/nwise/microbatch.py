@@ -182,6 +182,8 @@ class Parts:
         totals = [sum(column) for column in zip(*counts, strict=True)]
         if not all(map(may_count, totals)):
             raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
+        # On the device a batch without terms has weights of 0, and a loss of nan.
+        totals = [total.clamp(min=1e-300) if isinstance(total, Tensor) else total for total in totals]
         return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
 
 

@@ -11,16 +11,23 @@ Random numbers come from streams: each part of a step that draws has its own gen
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nwise._torch import TorchDispatchMode
+from nwise.randomness import Draws
 
 __all__ = ["CudaGraphs", "NotRecordableError", "Recording"]
+
+
+Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
 
 
 class NotRecordableError(RuntimeError):
@@ -138,3 +145,72 @@ def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others, which a recording reads."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=True)
+
+
+class Observed(Draws):
+    """Notes which parts draw random numbers on the device."""
+
+    def __init__(self, seed: int, drawing: Counter[Part]) -> None:
+        super().__init__(seed)
+        self._drawing = drawing
+        self._part: Part | None = None
+        self._device = torch.device("cpu")
+
+    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
+        self._part, self._device = (what, stage, microbatch), device
+        super().begin(what, stage, microbatch, device)
+
+    def end(self) -> None:
+        """Note whether the part that has ended has drawn."""
+        if self._part is not None and has_drawn(self._device, self.seed_of(*self._part)):
+            self._drawing[self._part] += 1
+
+
+class Recorded(Draws):
+    """Lets each part draw from its own stream of a recording, and refuses parts that draw from the CPU.
+
+    Attributes:
+        parts: the part of each stream.
+    """
+
+    def __init__(self, recording: Recording, drawing: Counter[Part], generators: Sequence[Any]) -> None:
+        super().__init__()
+        self._recording, self._generators = recording, generators
+        # What draws though it has not drawn before gets a stream that is the same for all.
+        self.parts: list[Part] = [("other", 0, 0), *drawing.elements()]
+        self._streams = {part: [i for i, one in enumerate(self.parts) if one == part] for part in drawing}
+        self._part, self._on_cpu = "", False
+        self._states = self._present()
+
+    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
+        self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
+        self._on_cpu = device.type != "cpu"
+        self._states = self._present()
+        streams = self._streams.get((what, stage, microbatch))
+        self._recording.draw_from(streams.pop(0) if streams else 0)
+
+    def end(self) -> None:
+        """Refuse the part that has ended if it has drawn from the CPU."""
+        if self._part and self._states != self._present():
+            raise NotRecordableError("draws random numbers on the CPU")
+        self._part = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the present part."""
+        return self._part or "A module or loss"
+
+    def _present(self) -> list[str]:
+        """Return the states of all generators on the CPU."""
+        states = [random.getstate(), np.random.get_state()]  # noqa: NPY002 - users' code draws from it
+        states += [torch.default_generator.get_state().tolist()] if self._on_cpu else []
+        return [repr(state) for state in (*states, *map(_state, self._generators))]
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a random generator that a module holds."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()

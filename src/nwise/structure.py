@@ -32,14 +32,14 @@ class Structure:
         learns: the trainable parameters of this process.
 
     Attributes:
-        modules, learns: as given.
+        containers, modules, learns: as given.
         stateful: those that may have statistics of batches, which a failed step restores.
     """
 
     def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], learns: Sequence[Tensor]) -> None:
-        self.modules, self.learns = modules, learns
+        self.containers, self.modules, self.learns = list(containers), modules, learns
         self.stateful = [module for module in modules if isinstance(module, STATEFUL)]
-        held = [one._modules for one in (*containers, *modules)], [module._parameters for module in modules]
+        held = [one._modules for one in (*self.containers, *modules)], [module._parameters for module in modules]
         self._held = [(now, tuple(now.values())) for kind in held for now in kind]
         self._parameters: list[Tensor] = [p for _, values in self._held for p in values if isinstance(p, Tensor)]
         self._trainable = [p.requires_grad for p in self._parameters]
