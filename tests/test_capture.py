@@ -332,18 +332,19 @@ class Late(nn.Linear):
     """Writes an attribute that only its class has, from the third call on: while the step is recorded."""
 
     hidden: Tensor | None = None
-    calls: list[int]
+    seen = [0]  # noqa: RUF012 - of the class, which nwise does not look at
 
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.calls = []
+        self.seen[0] = 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if self.hidden is not None:
             y = y + 0.5 * self.hidden
-        self.calls.append(1)
-        self.hidden = y.detach()
+        self.seen[0] += 1
+        if self.seen[0] >= 3:
+            self.hidden = y.detach()
         return y
 
 
@@ -365,7 +366,7 @@ class Global(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [(Hidden, "state"), (Late, "hidden|calls"), (Generating, "draws"), (Global, "draws")]
+    ("kind", "cause"), [(Hidden, "state"), (Late, "hidden"), (Generating, "draws"), (Global, "draws")]
 )
 def test_states_of_python_are_refused_and_left_as_they_were(kind: type[nn.Module], cause: str) -> None:
     """A state in a container, a new attribute and a module's own generator were frozen; a failed recording left its writes."""
