@@ -69,7 +69,8 @@ class Surroundings:
             self._tensors.append((name, value, _place(value)))
         elif isinstance(value, list | tuple | set | frozenset | dict):
             items = _items(value)
-            self._containers.append((name, value, items))
+            if not isinstance(value, tuple | frozenset):  # which keep their items
+                self._containers.append((name, value, items))
             for item in items if depth and len(items) < _LONG else ():
                 self._inside(name, item, depth - 1)
         elif depth == _DEPTH and not isinstance(value, (*_CLOSED, *_SCALARS)):
