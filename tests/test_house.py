@@ -12,11 +12,13 @@ import types
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import nwise
+from benchmarks.step_cost.parts import PARTS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "nwise"
@@ -280,3 +282,10 @@ def test_effects_on_the_process_are_in_one_module() -> None:
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
     application = {"app/cli/output.py", "app/cli/training.py", "app/training/trainer.py"}
     assert offenders == {"process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `process` says"
+
+
+def test_parts_of_a_step_that_are_measured_exist() -> None:
+    """They moved, and the benchmark that leaves each out failed."""
+    for target, replacement in (pair for parts in PARTS.values() for pair in parts.items()):
+        with patch(target, replacement):
+            pass

@@ -27,9 +27,9 @@ from nwise.tensors import as_tuple
 
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "random numbers by stage and step": {"nwise.stage.seed_all": lambda *_: None, "nwise.stage.derive": lambda *_: 0},
-    "restoring after an error": {"nwise.pipeline.restored_on_error": lambda *_: nullcontext()},
-    "changes of modules and parameters between steps": {"nwise.pipeline.Pipeline._survey": lambda pipe: []},
+    "random numbers by stage and step": {"nwise.randomness.Draws.begin": lambda *_: None},
+    "restoring after an error": {"nwise.step.restored_on_error": lambda *_: nullcontext()},
+    "changes of modules and parameters between steps": {"nwise.structure.Structure.is_current": True},
     "changes in place, and what stages return": {
         "nwise.stage.unchanged": lambda *_: nullcontext(),
         "nwise.stage.run_unchanged": lambda module, inputs, what: as_tuple(module(*inputs), what),

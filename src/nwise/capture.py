@@ -143,7 +143,7 @@ class Capture:
         kind.steps, kind.drawing = kind.steps + 1, drawing
         # A first step may add attributes; what changes again changes in every step.
         if self._surroundings is not None and (name := self._surroundings.changed()):
-            self._surroundings = self._look(step.structure)
+            self._look(step.structure)
             if kind.steps == _EAGER_STEPS:
                 self._stop(f"`{name}` changes in every step")
         return results
@@ -155,7 +155,7 @@ class Capture:
         before = [p.grad for p in learns]
         inputs, targets = [[_static(x) for x in part] for part in (step.parts.inputs, step.parts.targets)]
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
-        surroundings = self._surroundings = self._look(step.structure)
+        surroundings = self._look(step.structure)
         recording = self._graphs.new()
         draws = Recorded(recording, kind.drawing, surroundings.generators)
 
@@ -187,7 +187,10 @@ class Capture:
         kind.parts = draws.parts
 
     def _look(self, structure: Structure) -> Surroundings:
-        return Surroundings(structure.containers, structure.modules, self._losses)
+        """Take the present surroundings and hooks as those that the next steps are compared with."""
+        self._surroundings = Surroundings(structure.containers, structure.modules, self._losses)
+        self._hooks = hooks_of(self._surroundings.modules)
+        return self._surroundings
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -198,8 +201,7 @@ class Capture:
         before, self._structure = self._structure, structure
         if self._surroundings is not None and structure is before and self._surroundings.changed() is None:
             return False
-        self._surroundings = self._look(structure)
-        self._hooks = hooks_of(self._modules)
+        self._look(structure)
         return before is not None
 
     def _give_up(self, step: Step, cause: str) -> Results:
