@@ -1,4 +1,4 @@
-"""Captured steps: on a CPU with a recorder in the place of the CUDA graph; `test_gpu.py` has the tests with the graph."""
+"""Captured steps on a CPU, where a recorder replaces the CUDA graph; `test_gpu.py` tests them with the graph itself."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def with_stage(stage: nn.Module) -> Callable[[], list[nn.Module]]:
         (Masking(4, 4), "Stage 2 calls `index`, whose result has a shape"),
     ],
 )
-def test_what_cannot_be_captured_runs_as_always(stage: nn.Module, cause: str) -> None:
+def test_what_cannot_be_captured_runs_eagerly(stage: nn.Module, cause: str) -> None:
     pipes = pipelines(with_stage(stage))
     plain = train(pipes[0])
     with pytest.warns(UserWarning, match=cause):
@@ -288,7 +288,7 @@ def test_other_shapes_have_their_own_recordings() -> None:
     assert replays(captured) == 3
 
 
-def test_too_many_shapes_run_as_always() -> None:
+def test_too_many_shapes_run_eagerly() -> None:
     _, pipe = pipelines(layers)
 
     def run() -> None:
@@ -445,7 +445,7 @@ def test_a_head_of_several_stages_accumulates_once() -> None:
     torch.testing.assert_close(head.weight.grad, 2 * once)
 
 
-def test_losses_that_may_be_undefined_for_a_micro_batch_run_as_always() -> None:
+def test_losses_that_may_be_undefined_for_a_micro_batch_run_eagerly() -> None:
     """A class of weight 0 alone in a micro-batch: its loss is 0/0, and 0 times its gradient was nan."""
 
     def target(step: int) -> Tensor:

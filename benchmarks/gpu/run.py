@@ -31,6 +31,7 @@ from nwise.machine import num_cores, processor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+TESTS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]  # another version of torch is a warning
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,16 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+def step_jobs(cases: Sequence[str], device: str, rounds: int, minutes: float) -> list[Job]:
+    """Return the jobs that measure what a step costs."""
+    words = ["-m", "benchmarks.step_cost", "--device", device, "--rounds", str(rounds), "--case"]
+    return [Job(f"step, {case}", [*words, *case.split()], minutes) for case in cases]
+
+
 def capture_jobs(device: str, *, rehearse: bool) -> list[Job]:
     """Return the jobs of captured steps."""
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "tests/test_gpu.py"]
-    rounds = ["--rounds", "2" if rehearse else "20"]
-    cases = ("convnet", "gpt", "overhead") if rehearse else ("convnet", "gpt", "resnet", "overhead")
-    words = ["-m", "benchmarks.step_cost", "--device", device, *rounds]
-    steps = [Job(f"step, {case}", [*words, "--case", case], 1.5) for case in cases]
-    return [Job("checks", tests, 2), *steps, Job("step, compiled", [*words, "--case", "overhead", "--compiled"], 2)]
+    cases = ["convnet", "gpt", *([] if rehearse else ["resnet"]), "overhead", "overhead --compiled"]
+    return [Job("checks", [*TESTS, "tests/test_gpu.py"], 2), *step_jobs(cases, device, 2 if rehearse else 20, 1.5)]
 
 
 def jobs(device: str, *, rehearse: bool) -> list[Job]:
@@ -65,19 +68,16 @@ def jobs(device: str, *, rehearse: bool) -> list[Job]:
     memory = ["-m", "benchmarks.memory"]
     few = ["--microbatches", "1"] if rehearse else []
     rounds = ["--rounds", "2" if rehearse else "10"]
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    jobs = [Job("checks", [*tests, "tests/test_gpu.py", "tests/test_checkpoint.py"], 6)]
+    jobs = [Job("checks", [*TESTS, "tests/test_gpu.py", "tests/test_checkpoint.py"], 6)]
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if device == "cuda" and (shared or torch.cuda.device_count() >= 4):
-        ranks = [*tests, "tests/test_runtime.py", "-k", "bitwise or replicas_match or tensor_parallel"]
+        ranks = [*TESTS, "tests/test_runtime.py", "-k", "bitwise or replicas_match or tensor_parallel"]
         jobs.append(Job("runtime, nccl", ranks, 5, {"NWISE_TEST_DEVICE": "cuda"}))
     for network in ("gpt", "convnet", "resnet"):
         options = ["--network", network, "--device", device]
         jobs.append(Job(f"memory, {network}", [*memory, "measure", *options, *few], 2))
         jobs.append(Job(f"speed, {network}", [*memory, "speed", *options, *rounds], 1))
-    for case in ("gpt", "convnet", "overhead"):
-        words = ["-m", "benchmarks.step_cost", "--case", case, "--device", device, *rounds]
-        jobs.append(Job(f"step, {case}", words, 1))
+    jobs += step_jobs(("gpt", "convnet", "overhead"), device, 2 if rehearse else 10, 1)
     if not rehearse:
         several = max(1, min(num_cores() - 2, 14))  # a GPU serves some tens of processes at most; 14 were tried
         commands = [

@@ -125,7 +125,7 @@ def gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks on its forward or backward."""
-    return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
+    return any(hooks_of([module]))
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:

@@ -1,6 +1,6 @@
 """Captured steps: what a step computes on a GPU is recorded once, and later steps replay it without Python.
 
-    step 1, 2   run as always       its checks look; which parts draw random numbers is noted
+    step 1, 2   run eagerly         its checks look; which parts draw random numbers is noted
     step 3      recorded, replayed
     step 4 ...  batch --copy--> [ replay ] --> gradients, losses
 
@@ -8,7 +8,7 @@ Each kind of step has a recording of its own: the turn of a rotating strategy, t
 change of modules, of their numbers (such as a dropout rate) or of the memory of parameters makes all recordings again.
 
 Python of modules and losses does not run in a replay. So a part that reads values, draws from the CPU or counts its calls in an
-attribute cannot be captured; then the pipeline says which, and runs its steps as always.
+attribute cannot be captured; then the pipeline says which, and runs its steps eagerly.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nwise._torch import has_hooks, hooks_of
+from nwise._torch import has_hooks
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Recording, copies
 from nwise.rerun import random_states_kept
 from nwise.step import Step
-from nwise.structure import Structure
 from nwise.surroundings import Surroundings
 from nwise.tensors import Tensors, each, names
 
@@ -67,7 +66,7 @@ class Kind:
 
 
 class Capture:
-    """Runs the steps of a pipeline, as always or by replay.
+    """Runs the steps of a pipeline eagerly or by replay.
 
     Args:
         losses: the losses, whose numbers must not change while a step is recorded.
@@ -77,9 +76,7 @@ class Capture:
         self._losses = losses
         self._kinds: dict[Hashable, Kind] = {}
         self._graphs: CudaGraphs | None = None
-        self._structure: Structure | None = None
         self._surroundings: Surroundings | None = None
-        self._hooks: list[dict[int, Any]] = []
         self._changes = 0
         self._failed = self._full = False
 
@@ -93,11 +90,13 @@ class Capture:
                 "A captured pipeline should have a strategy without a delay. Found gradients of age "
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
-        changed = self._has_changed(step.structure)
+        before = self._surroundings
+        same = before is not None and before.structure is step.structure and before.changed() is None
+        surroundings = before if before is not None and same else self._look(step)
         hooked = step.hooks.find(step.structure.learns)
-        if hooked or any(self._hooks):
-            refuse_hooks(self._modules, hooked)
-        if changed:
+        if hooked or any(surroundings.hooks):
+            refuse_hooks(surroundings.modules, hooked)
+        if before is not None and not same:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
             if self._changes > _LIMIT:
@@ -108,7 +107,7 @@ class Capture:
         if kind is None:
             return step.run(Draws(step.seed))
         if kind.recording is None and kind.steps < _EAGER_STEPS:
-            return self._as_always(step, kind)
+            return self._eagerly(step, kind)
         if kind.recording is None:
             try:
                 self._record(step, kind)
@@ -133,8 +132,8 @@ class Capture:
             )
         return None
 
-    def _as_always(self, step: Step, kind: Kind) -> Results:
-        """Run a step without capture, and note who draws random numbers."""
+    def _eagerly(self, step: Step, kind: Kind) -> Results:
+        """Run a step eagerly, and note who draws random numbers."""
         if self._graphs is None:
             self._graphs = make_graphs(step.engine.device)
         drawing: Counter[Part] = Counter()
@@ -143,19 +142,19 @@ class Capture:
         kind.steps, kind.drawing = kind.steps + 1, drawing
         # A first step may add attributes; what changes again changes in every step.
         if self._surroundings is not None and (name := self._surroundings.changed()):
-            self._look(step.structure)
+            self._look(step)
             if kind.steps == _EAGER_STEPS:
                 self._stop(f"`{name}` changes in every step")
         return results
 
     def _record(self, step: Step, kind: Kind) -> None:
         """Record a step; if it cannot be, everything is as before."""
-        assert self._graphs is not None, "the first steps of a kind run as always"
-        learns = _distinct(step)
+        assert self._graphs is not None, "the first steps of a kind run eagerly"
+        learns = step.structure.learns
         before = [p.grad for p in learns]
         inputs, targets = [[_static(x) for x in part] for part in (step.parts.inputs, step.parts.targets)]
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
-        surroundings = self._look(step.structure)
+        surroundings = self._look(step)
         recording = self._graphs.new()
         draws = Recorded(recording, kind.drawing, surroundings.generators)
 
@@ -186,31 +185,18 @@ class Capture:
         kind.recording, kind.gradients, kind.results, kind.values = recording, gradients, results, flat
         kind.parts = draws.parts
 
-    def _look(self, structure: Structure) -> Surroundings:
-        """Take the present surroundings and hooks as those that the next steps are compared with."""
-        self._surroundings = Surroundings(structure.containers, structure.modules, self._losses)
-        self._hooks = hooks_of(self._surroundings.modules)
+    def _look(self, step: Step) -> Surroundings:
+        """Take the present surroundings as those that the next steps are compared with."""
+        self._surroundings = Surroundings(step.structure, self._losses)
         return self._surroundings
 
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [] if self._surroundings is None else self._surroundings.modules
-
-    def _has_changed(self, structure: Structure) -> bool:
-        """Return whether modules, their attributes, or the memory of their tensors are others than at the step before."""
-        before, self._structure = self._structure, structure
-        if self._surroundings is not None and structure is before and self._surroundings.changed() is None:
-            return False
-        self._look(structure)
-        return before is not None
-
     def _give_up(self, step: Step, cause: str) -> Results:
-        """Run this and all later steps as always, and say why."""
+        """Run this and all later steps eagerly, and say why."""
         self._stop(cause)
         return step.run(Draws(step.seed))
 
     def _stop(self, cause: str) -> None:
-        """Run all later steps as always, and say why."""
+        """Run all later steps eagerly, and say why."""
         self._failed = True
         self._kinds.clear()
         warnings.warn(
@@ -267,7 +253,7 @@ def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
     assert kind.recording is not None
     assert kind.results is not None
     assert kind.values is not None
-    learns, draws = _distinct(step), Draws(step.seed)
+    learns, draws = step.structure.learns, Draws(step.seed)
     before = [p.grad for p in learns]
     with torch.no_grad():
         copies(kind.inputs, given)
@@ -285,11 +271,6 @@ def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
             else:
                 old.add_(own)
         return _unpacked(kind.results, kind.values.clone())
-
-
-def _distinct(step: Step) -> list[Tensor]:
-    """Return the trainable parameters, each once: a head may serve several stages."""
-    return list(dict.fromkeys(step.structure.learns))
 
 
 def _in_one_place(first: Tensor, second: Tensor | None) -> bool:

@@ -66,11 +66,10 @@ class Step:
     def record(self, parts: Parts, draws: Draws) -> Results:
         """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value."""
         batch = parts.batch(self.terms, self.schedule.num_microbatches, draws, on_device=True)
-        with torch.no_grad():
-            for norm in deferred_norms(self.structure.stateful):
-                norm.discard()  # statistics of inference in training mode
+        norms = deferred_norms(self.structure.stateful)
+        for norm in norms:
+            norm.discard()  # statistics of inference in training mode
         self.engine.run(self.schedule, self.number, batch)
-        with torch.no_grad():
-            for norm in deferred_norms(self.structure.stateful):
-                norm.commit()
+        for norm in norms:
+            norm.commit()
         return batch.results(self.schedule.num_stages)

@@ -32,12 +32,14 @@ class Structure:
         learns: the trainable parameters of this process.
 
     Attributes:
-        containers, modules, learns: as given.
+        containers, modules: as given.
+        learns: as given, each parameter once.
         stateful: those that may have statistics of batches, which a failed step restores.
     """
 
     def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], learns: Sequence[Tensor]) -> None:
-        self.containers, self.modules, self.learns = list(containers), modules, learns
+        self.containers, self.modules = list(containers), modules
+        self.learns = list(dict.fromkeys(learns))  # a head may serve several stages
         self.stateful = [module for module in modules if isinstance(module, STATEFUL)]
         held = [one._modules for one in (*self.containers, *modules)], [module._parameters for module in modules]
         self._held = [(now, tuple(now.values())) for kind in held for now in kind]

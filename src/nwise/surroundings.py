@@ -9,7 +9,7 @@ A change makes a recording stale. A part that changes any of this while it runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nwise._torch import hooks_of
 from nwise.held import held
+from nwise.structure import Structure
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _CLOSED = (type, ModuleType, FunctionType, MethodType, nn.Module, torch.Generator)
@@ -31,22 +33,25 @@ class Surroundings:
     """Attributes and memory as they were when it was made.
 
     Args:
-        containers: modules that hold the stages and the heads.
-        modules: all modules inside them.
+        structure: modules of the stages and heads.
         losses: the losses.
 
     Attributes:
+        structure: as given.
         modules: all modules, those of losses and unregistered ones included.
+        hooks: the dictionaries that hold their hooks.
         generators: random generators in plain attributes.
     """
 
-    def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], losses: Iterable[Any]) -> None:
-        inside = [held(container) for container in containers]
+    def __init__(self, structure: Structure, losses: Iterable[Any]) -> None:
+        self.structure = structure
+        inside = [held(container) for container in structure.containers]
         owners = [owner for loss in losses for owner in _owners(loss)]
         others = [module for one in inside for module in one.modules]
         others += [owner for owner in owners if isinstance(owner, nn.Module)]
         self.generators = [generator for one in inside for generator in one.generators]
-        self.modules = list(dict.fromkeys([*modules, *others]))
+        self.modules = list(dict.fromkeys([*structure.modules, *others]))
+        self.hooks = hooks_of(self.modules)
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, list[Any]]] = []
         self._tensors: list[tuple[str, Tensor, object]] = []
