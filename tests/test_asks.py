@@ -19,6 +19,7 @@ import nwise
 from launch import forked, results
 from nwise._arguments import check_same_batch
 from nwise.runtime import launch as world
+from nwise.runtime.launch import check_same
 from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
 from test_contract import assert_same, gradients
@@ -69,23 +70,25 @@ def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
     body = "x, y = data[RANK]\npipe.step(x, target=y)\nraise SystemExit('not refused')\n"
     done = forked(2, [script(tmp_path, body)], tmp_path)
     assert done.returncode != 0
-    assert "Every rank should get the same mini-batches. Found different targets on ranks 0 and 1" in done.stderr
+    assert "`target` should be the same on every rank. Found" in done.stderr
     assert "not refused" not in done.stderr
 
 
 def test_targets_of_any_layout_are_compared() -> None:
     """Regression: a column of a table could not be viewed as bytes."""
-    codes: list[dict[str, str]] = []
+    codes: list[dict[str, str | None]] = []
 
-    def gather(name: str, code: dict[str, str]) -> list[dict[str, str]]:  # every call is another process
+    def agree(**code: str | None) -> None:  # every call is another process
         codes.append(code)
-        return codes
+        check_same(codes)
 
-    joining: Any = SimpleNamespace(size=2, num_replicas=1, here=(0,), gather=gather)
+    joining: Any = SimpleNamespace(size=2, num_replicas=1, here=(0,), agree=agree)
     column = torch.arange(6).reshape(3, 2)[:, 1]
-    assert check_same_batch(joining, (), column.clone())
-    assert check_same_batch(joining, (), column)
-    with pytest.raises(ValueError, match="Found different targets on ranks 0 and 2"):
+    check_same_batch(joining, (), column.clone())
+    check_same_batch(joining, (), column)
+    with pytest.raises(
+        ValueError, match="`target` should be the same on every rank. Found '.*' on rank 0 and '.*' on rank 2"
+    ):
         check_same_batch(joining, (), column + 1)
 
 

@@ -67,7 +67,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 
 def credits(pipe: nwise.Pipeline, step: int) -> Tensor:
-    now = pipe.strategy.in_force(step)
+    now = pipe.strategy
     return torch.stack([now.credit(pipe.num_stages, now.turn(step, m)) for m in range(pipe.num_microbatches)])
 
 

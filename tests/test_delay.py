@@ -56,12 +56,11 @@ def test_names_and_refusals() -> None:
             ValueError, match="`by`, the delay in mini-batches, should be an integer from 0 to 64. Found"
         ):
             nwise.Delayed(nwise.NWise(2), by=by)  # type: ignore[arg-type]
-    for base in ("hogwild", "2-wise-delay-1", "local@3,2-wise"):
+    for base in ("hogwild", "2-wise-delay-1"):
         with pytest.raises(
             ValueError, match="`base` should be a strategy with one credit matrix or a cycle of them. Found"
         ):
             nwise.Delayed(base)  # type: ignore[arg-type]
-    assert nwise.strategy("local@3,2-wise-delay-1").in_force(3) == nwise.Delayed(nwise.NWise(2))
 
 
 @st.composite
@@ -315,9 +314,10 @@ def test_delay_works_with_clipping_recomputation_and_schedulers() -> None:
 @pytest.mark.filterwarnings("ignore:All gradients should be applied")
 def test_staleness_is_that_of_the_phase() -> None:
     net = perceptron(4)
-    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "local@2,2-wise-hogwild@4,end-to-end-delay-2")
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "local")
     ages = []
-    for _ in range(6):
+    for step in range(6):
+        pipe.strategy = ("local", "2-wise-hogwild", "end-to-end-delay-2")[step // 2]
         x, y = net.draw(4)
         pipe.step(x, target=y)
         ages.append(pipe.staleness[:, 0].tolist())

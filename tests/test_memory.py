@@ -104,7 +104,7 @@ def test_predicted_peak_is_that_of_a_step(
 ) -> None:
     config = replace(CONVNET if network == "convnet" else MLP, strategy=strategy, microbatches=m, recompute=recompute)
     data = config.load()[0]
-    pipe = make_pipeline(config, data, 1)
+    pipe = make_pipeline(config, data, config.phases(1)[0][1])
     x, y = data.batch(torch.arange(config.batch_size))
     pipe.step(x, target=y)
     pipe.zero_grad()
@@ -131,7 +131,7 @@ def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dic
     x, y = data.batch(torch.arange(config.batch_size))
 
     def compare(order: str) -> tuple[float, int]:
-        pipe = make_pipeline(config, data, 1)
+        pipe = make_pipeline(config, data, config.phases(1)[0][1])
         pipe.schedule = order
         pipe.step(x, target=y)  # the first step also runs the whole mini-batch at once
         pipe.forget_pending()

@@ -419,8 +419,9 @@ def test_heads_that_do_not_compute_samples_alone_are_refused() -> None:
     heads = [Do(lambda layer, x: layer(x - x.mean(0)))]
     with pytest.raises(ValueError, match="The head of stage 0 should compute every sample alone"):
         pipeline([plain(), plain()], heads=heads, strategy="local").step(torch.randn(4, 4), target=X)
-    pipe = pipeline([plain(), plain()], heads=heads, strategy="end-to-end@1,local")
+    pipe = pipeline([plain(), plain()], heads=heads, strategy="end-to-end")
     pipe.step(torch.randn(4, 4), target=X)  # the head does not run yet
+    pipe.strategy = "local"
     with pytest.raises(ValueError, match="The head of stage 0 should compute every sample alone"):
         pipe.step(torch.randn(4, 4), target=X)
 
@@ -737,11 +738,29 @@ def test_losses_may_change_the_output_of_a_head_in_place() -> None:
     pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
 
 
+class Half(nn.Module):
+    """Half the mean square; its attribute `weight` is no weight of classes."""
+
+    weight = 0.5
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.weight * (output - target).square().mean()
+
+
+def test_a_loss_may_have_any_attribute_weight() -> None:
+    """Regression: the count of terms took a number for a tensor, an AttributeError."""
+    pipe = pipeline([plain(), plain()], [Half()] * 2, heads=[plain()], strategy="local")
+    x = torch.randn(6, 4)
+    twin = nwise.Pipeline(copy.deepcopy([*pipe.stages]), copy.deepcopy([*pipe.heads.values()]), Half(), "local")
+    torch.testing.assert_close(pipe.step(x, target=x), twin.step(x, target=x))
+
+
 def test_heads_are_compared_under_their_own_losses() -> None:
     losses = [mse, lambda output, target: output.std(), mse]
-    pipe = pipeline([plain(), plain(), plain()], losses, heads=[plain(), plain()], strategy="end-to-end@1,local")
+    pipe = pipeline([plain(), plain(), plain()], losses, heads=[plain(), plain()], strategy="end-to-end")
     x = torch.randn(6, 4)
     pipe.step(x, target=x)  # the head of stage 1 does not run yet
+    pipe.strategy = "local"
     with pytest.warns(UserWarning, match="loss of stage 1 should be a mean"):
         pipe.step(x, target=x)
     pipe.strategy = "deep-supervision"

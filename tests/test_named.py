@@ -90,7 +90,7 @@ def test_exits_by_name() -> None:
     net.stages[-1] = copy.deepcopy(net.heads[-1])  # type: ignore[assignment] # a head
     pipe = pipe_of(net, "2-wise")
     pipe.step(x=x, target=y)
-    thresholds = dict.fromkeys(pipe.needed_heads(later=False), 0.3)
+    thresholds = dict.fromkeys(pipe.needed_heads(), 0.3)
     expected = pipe.exit(x, threshold=0.3, confidence="classes")
     assert len(set(expected.stage.tolist())) > 0
     for answers in (

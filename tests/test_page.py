@@ -445,7 +445,7 @@ def test_report_shows_duplicate_run_once(tmp_path: Path, capsys: pytest.CaptureF
         (["--stages", "10000", "--microbatches", "10000"], "should have at most 20,000 actions. Found about"),
         (
             ["--strategy", "2-wise", "local@5,end-to-end"],
-            "should each be the same at every step. Found 'local@5,end-to-end'",
+            "should be the same at every step. Found 'local@5,end-to-end'",
         ),
         (["--costs", "forward=1,head=0,input_grad=1,weight_grad=1,latency=5"], "should leave the latency to `latency`"),
         (["--costs", "forward=1:2,head=0,input_grad=1,weight_grad=1"], "forward"),

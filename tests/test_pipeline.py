@@ -109,7 +109,7 @@ def test_losses_are_nan_where_a_head_did_not_run() -> None:
 def test_losses_are_means_over_the_micro_batches_that_had_one() -> None:
     batch = Batch([], [], [[0.25]] * 4)
     batch.losses.update({(0, 0): torch.tensor(2.0), (0, 3): torch.tensor(4.0)})
-    assert batch.mean_losses(2)[0] == 3.0
+    assert batch.results(2).means[0] == 3.0
 
 
 def test_losses_record_which_heads_ran() -> None:
@@ -709,7 +709,7 @@ tied = nn.Linear(3, 3)
             "a head for stage 0, whose loss 'local' needs",
         ),
         (
-            lambda: nwise.Pipeline(linears(3, 3, 3, 3), [None, nn.Linear(3, 3)], strategy="end-to-end@3,local"),
+            lambda: nwise.Pipeline(linears(3, 3, 3, 3), [None, nn.Linear(3, 3)], strategy="local"),
             ValueError,
             "a head for stage 0",
         ),
@@ -904,7 +904,7 @@ def test_inputs_of_different_lengths_are_refused() -> None:
 
 def test_heads_that_are_needed_are_not_discarded() -> None:
     pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
-    with pytest.raises(ValueError, match=r"Found that local needs the heads of stages \[0\] from step 0 on"):
+    with pytest.raises(ValueError, match=r"Found that local needs the heads of stages \[0\]; keep them"):
         pipe.discard_heads()
 
 

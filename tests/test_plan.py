@@ -196,9 +196,7 @@ def test_plan_identifies_strategies_by_their_credit() -> None:
     assert names.count("local") == 1
     # Hogwild and local have the shortest steps, but of another kind.
     assert found.recommended.name == "zero-bubble"
-    with pytest.raises(
-        ValueError, match="`strategies` should each be the same at every step. Found 'local@5,end-to-end'"
-    ):
+    with pytest.raises(ValueError, match="`strategy` should be the same at every step. Found 'local@5,end-to-end'"):
         transformer(4, strategies=("local@5,end-to-end",))
     with pytest.raises(ValueError, match="`strategy` should be the same at every step. Found 'local@5,end-to-end'"):
         best("local@5,end-to-end", num_stages=4, num_microbatches=1, costs=TRANSFORMER)

@@ -326,7 +326,7 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
 def test_processes_that_disagree_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: processes with other arguments got other plans, and failed later with a KeyError."""
     monkeypatch.setattr(prepare, "gather", lambda facts: [facts, {**facts, "devices": [2, 1]}])
-    with pytest.raises(ValueError, match=r"the same in every process. Found \[1, 2\] in the first and \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"the same on every rank. Found \[1, 2\] on rank 0 and \[2, 1\] on rank 1"):
         prepare.agree(devices=[1, 2], strategy="local")
 
 

@@ -24,10 +24,6 @@ NAMES = [
     "hogwild",
     "2-wise-hogwild",
     "rotating-2-hogwild",
-    "local@500,end-to-end",
-    "local@5,2-wise@10,hogwild",
-    "local@3,2-wise-hogwild",
-    "2-wise-hogwild@3,end-to-end",
 ]
 
 
@@ -83,25 +79,19 @@ def test_window_beyond_stages_is_end_to_end_and_warns_once() -> None:
     assert torch.equal(pipe.credit, nwise.EndToEnd().credit(3))
     assert [w.filename for w in seen] == [__file__], "regression: the warning named the caller of the caller"
     with pytest.warns(UserWarning, match="`n = 4` is more than the number of stages, 3"):
-        pipe.strategy = nwise.Switch(2, nwise.EndToEnd(), nwise.Hogwild(nwise.NWise(4)))
+        pipe.strategy = nwise.Hogwild(nwise.NWise(4))
 
 
 def test_names_stand_for_strategies_inside_others() -> None:
     assert nwise.Hogwild("2-wise") == nwise.Hogwild(nwise.NWise(2))  # type: ignore[arg-type]
-    assert nwise.Switch(3, "local", "2-wise") == nwise.Switch(3, nwise.Local(), nwise.NWise(2))  # type: ignore[arg-type]
     assert nwise.Hogwild(nwise.NWise(2, heads="all")).heads == "all"
     third = nwise.Credit([[1 / 3]])
     assert nwise.strategy(third.name) == third
-    # Regression: the pattern of `Credit` swallowed the rest of the name.
-    switch = nwise.Switch(500, nwise.Credit([[1, 0], [1, 1]]), "2-wise")  # type: ignore[arg-type]
-    assert nwise.strategy(switch.name) == switch
 
 
 def test_options_by_keyword() -> None:
     assert nwise.strategy("2-wise", heads="all") == nwise.NWise(2, heads="all")
     assert nwise.strategy(nwise.Local(), heads="all") == nwise.Local(heads="all")
-    switch = nwise.strategy("local@3,end-to-end", heads="all")
-    assert [switch.in_force(step).heads for step in (2, 3)] == ["all", "all"]
     assert nwise.Credit([[1, 0], [0, 1]]) == nwise.Credit(torch.eye(2))
     assert hash(nwise.Credit([[1, 0], [0, 1]])) == hash(nwise.Credit(torch.eye(2)))
 
@@ -124,10 +114,11 @@ def test_options_by_keyword() -> None:
         (lambda: nwise.Credit([[1, 2], [0, 1]]), r"zero above the diagonal.*matrix\[0\]\[1\] = 2.0; set it to 0"),
         (lambda: nwise.Credit([[float("nan")]]), r"finite numbers"),
         (lambda: nwise.Credit([[1.0]]).credit(2), r"each of the 2 stages. Found 1"),
-        (lambda: nwise.Switch(0), r"`at` should be an integer of at least 1. Found 0"),
-        (lambda: nwise.Switch(3, before=nwise.Switch(2)), r"should not be a `Switch`"),
-        (lambda: nwise.Switch(3, after=nwise.Switch(2)), r"after the first at 3. Found `at = 2`"),
-        (lambda: nwise.Hogwild(nwise.Hogwild()), r"Found 'hogwild'; put `Hogwild` inside `Switch`"),
+        (
+            lambda: nwise.strategy("local@5,2-wise"),
+            r"same at every step. Found 'local@5,2-wise'; .* set `pipe.strategy`",
+        ),
+        (lambda: nwise.Hogwild(nwise.Hogwild()), r"Found 'hogwild', whose gradients are late already; pass its `base`"),
         (lambda: nwise.Blocks(1.5), r"an integer from 1 to 1024. Found `size = 1.5`"),  # type: ignore[arg-type]
         (lambda: nwise.strategy("rotating-30000000"), r"from 1 to 1024. Found `size = 30000000`"),
         (lambda: nwise.Blocks("2"), r"Found `size = '2'`"),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`Switch`, the paper's fine-tuning: by hand, and in the trainer."""
+"""Another strategy from a step on, the paper's fine-tuning: by hand, and in the trainer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import nwise
-from nwise.app.recipes import Adam, ConvNet, Sgd, recipe
-from nwise.app.training import Trainer, new_run
+from nwise.app.recipes import Adam, ConvNet, Mlp, Sgd, recipe
+from nwise.app.training import Callback, CheckpointPolicy, Trainer, new_run
 
 
 @pytest.mark.usefixtures("float64")
@@ -26,7 +26,7 @@ def test_switch_updates_by_hand() -> None:
     head = nn.Linear(1, 1, bias=False)
     for module, value in ((stages[0], 2.0), (stages[1], 2.0), (head, 3.0)):
         nn.init.constant_(module.weight, value)
-    pipe = nwise.Pipeline(stages, [head], lambda output, target: output.mean(), nwise.Switch(1))
+    pipe = nwise.Pipeline(stages, [head], lambda output, target: output.mean(), "local")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     assert torch.equal(pipe.credit, torch.eye(2))
     assert pipe.step(torch.ones(1, 1)).tolist() == [6.0, 4.0]
@@ -34,6 +34,7 @@ def test_switch_updates_by_hand() -> None:
     optimizer.zero_grad()
     assert [stages[0].weight.item(), head.weight.item(), stages[1].weight.item()] == pytest.approx([1.7, 2.8, 1.8])
 
+    pipe.strategy = "end-to-end"
     assert torch.equal(pipe.credit, nwise.EndToEnd().credit(2))
     pipe.discard_heads()
     assert list(pipe.head_parameters()) == []
@@ -66,3 +67,29 @@ def test_switch_in_trainer_resets_heads_optimizer_and_rate(tmp_path: Path) -> No
     assert steps[45]["loss"][:-1] == [None, None, None]
     assert not trainer.pipe.heads
     assert not [name for name in run.weights() if name.startswith("heads.")]
+
+
+class Notes(Callback):
+    def __init__(self) -> None:
+        self.changes = ""
+
+    def resumed(self, step: int, changes: str) -> None:
+        self.changes = f"{step}: {changes}"
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        ("local@2,end-to-end", "2: dropped the heads of the former stages 0, 1"),
+        ("local@3,end-to-end", "2: strategy local@2,end-to-end -> local@3,end-to-end"),
+    ],
+)
+def test_resume_tells_of_the_strategies_of_all_steps(then: str, told: str, tmp_path: Path) -> None:
+    """The strategy at the end of one phase is another than at the start of the next; that alone is no change."""
+    config = dataclasses.replace(
+        recipe("digits"), model=Mlp(num_stages=3, width=8), strategy="local@2,end-to-end", heads="live", max_steps=2
+    )
+    run, notes = new_run(config, tmp_path), Notes()
+    Trainer(config).train(run, policy=CheckpointPolicy())
+    Trainer(dataclasses.replace(config, strategy=then, max_steps=4)).train(run, (notes,), resume=True)
+    assert notes.changes == told

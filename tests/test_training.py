@@ -108,7 +108,7 @@ def test_saved_weights_give_the_scores_they_had(tmp_path: Path) -> None:
     from nwise.app.training import make_pipeline
 
     run, trainer, scores = train(SHORT, tmp_path)
-    fresh = make_pipeline(run.recipe, trainer.train_data, trainer.steps_per_epoch)
+    fresh = make_pipeline(run.recipe, trainer.train_data, trainer.pipe.strategy)
     run.load_weights(fresh)
     for again, score in zip(evaluate(fresh, trainer.test_data, 50).heads, scores.heads, strict=True):
         assert again is not None
@@ -470,7 +470,7 @@ def test_recipes_match_the_paper() -> None:
     drops = recipe("cifar10-resnet").optimizer
     assert isinstance(drops, Sgd)
     assert [round(share * 200) for share in drops.drops] == [91, 136, 182]
-    assert recipe("cifar10-finetune").strategy_for(390).at == 80 * 390
+    assert recipe("cifar10-finetune").phases(390)[1] == (80 * 390, nwise.EndToEnd())
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,9 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     from nwise.app.training import make_pipeline
 
     run, trainer, _ = train(dataclasses.replace(SHORT, max_steps=1), tmp_path)
-    other = make_pipeline(dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, 1)
+    other = make_pipeline(
+        dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, trainer.pipe.strategy
+    )
     with pytest.raises(ValueError, match="names of the network's parameters and buffers. Found no 'blocks.4"):
         run.load_weights(other)
 
@@ -538,7 +540,7 @@ def test_stages_with_colliding_names_cannot_be_saved() -> None:
 
 CYCLES = [
     "local", "2-wise", "3-wise-mean", "end-to-end", "deep-supervision", "geometric-0.7", "blocks-2", "rotating-2", "rotating-3",
-    "rotating-2-microbatch", "hogwild", "2-wise-hogwild", "local@2,end-to-end", "end-to-end@2,local",
+    "rotating-2-microbatch", "hogwild", "2-wise-hogwild",
 ]  # fmt: skip
 
 

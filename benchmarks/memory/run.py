@@ -206,7 +206,7 @@ def build_nwise(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
         heads="live",
         schedule=cell.order,
     )
-    pipe: Pipeline = make_pipeline(config, data, 1)
+    pipe: Pipeline = make_pipeline(config, data, config.phases(1)[0][1])
     if cell.remedy in WRAPPERS:
         for k, stage in enumerate(pipe.stages):
             assert isinstance(stage, Chain)

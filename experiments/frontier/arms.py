@@ -12,8 +12,7 @@ from typing import Literal
 
 from experiments.harness.cell import Cell
 from experiments.harness.search import TRIAL_SEED, Search
-from nwise.app.recipes import Adam, EmbeddedText, Gpt, Recipe
-from nwise.strategies import Strategy, strategy
+from nwise.app.recipes import Adam, EmbeddedText, Gpt, Phases, Recipe, parse_phases
 
 STAGES = 8
 WIDTH = 96
@@ -85,10 +84,9 @@ class Arm:
         """The name without the optimizer, the cut and the width."""
         return replace(self, num_stages=STAGES, width=WIDTH).name.removeprefix(f"{self.optimizer} ")
 
-    def strategy_for(self, steps: int) -> Strategy:
-        """Return the strategy of a run of so many steps."""
-        text = self._strategy(steps)
-        return strategy(text, heads="all") if self.all_heads else strategy(text)
+    def phases(self, steps: int) -> Phases:
+        """Return the first step of every strategy of a run of so many steps, and the strategy."""
+        return parse_phases(self._strategy(steps), heads="all" if self.all_heads else "live")
 
     def _strategy(self, steps: int) -> str:
         return self.strategy.replace("half", str(steps // 2)).replace("quarter", str(steps // 4))

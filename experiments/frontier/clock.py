@@ -8,6 +8,7 @@ from functools import cache
 
 from experiments.frontier.arms import STEPS, Arm
 from experiments.harness import clock
+from nwise.app.recipes import spans
 from nwise.schedule import TRANSFORMER, Costs, Timed, best
 from nwise.strategies import Strategy
 
@@ -47,8 +48,7 @@ def fastest(
 
 def _phases(one: Arm) -> Iterator[tuple[int, Strategy]]:
     """Yield the steps of every phase of a run, and the strategy in force."""
-    whole = one.strategy_for(STEPS)
-    return ((stop - first, whole.in_force(first)) for first, stop in whole.phases(0, STEPS))
+    return ((len(steps), rule) for steps, rule in spans(one.phases(STEPS), STEPS))
 
 
 def slots(one: Arm, latency: float = 0.0, overhead: float = TRANSFORMER.overhead) -> list[tuple[int, float, int]]:

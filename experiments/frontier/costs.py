@@ -44,7 +44,7 @@ def measure(one: Arm, rounds: int) -> Profile:
 
 def measured(one: Arm, sizes: Profile, m: int) -> Costs:
     """Return the measured costs of a micro-batch, in seconds and bytes."""
-    turns = [flows[0] for flows in flows_for(one.strategy_for(STEPS), one.num_stages, m)]
+    turns = [flows[0] for flows in flows_for(one.phases(STEPS)[0][1], one.num_stages, m)]
     return stage_costs(sizes.pieces[m], sizes.starts, turns)
 
 
@@ -65,7 +65,7 @@ def main(rounds: int = 5) -> None:
         slots = []
         for latency in clock.LATENCIES:
             found = clock.fastest(
-                one.strategy_for(STEPS),
+                one.phases(STEPS)[0][1],
                 one.num_stages,
                 one.microbatches,
                 lambda m, late=latency, known=costs: replace(known[m], latency=late * slot),  # type: ignore[misc]

@@ -49,7 +49,7 @@ def fastest(one: Arm, latency: float, sizes: Profile, limit: float | None = None
         sizes: of its network.
         limit: bytes of each accelerator; default: any.
     """
-    strategy = one.strategy_for(STEPS)
+    strategy = one.phases(STEPS)[0][1]
     result = clock.fastest(strategy, one.num_stages, one.microbatches, lambda m: _costs(one, latency, sizes, m), limit)
     return None if result is None else (result[0].period, max(result[0].peak_bytes))
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         NWise,
         Rotating,
         Strategy,
-        Switch,
         strategy,
     )
     from nwise.training.clip import clip_grad_norm_
@@ -57,7 +56,6 @@ __all__ = [
     "Pipeline",
     "Rotating",
     "Strategy",
-    "Switch",
     "carry",
     "clip_grad_norm_",
     "compile_module",

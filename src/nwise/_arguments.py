@@ -119,7 +119,7 @@ def checked(
             )
     for k, module in [*enumerate(mains), *enumerate(sides)]:
         if isinstance(module, nn.Module):
-            refuse_wrappers(module.modules(), set(), f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`")
+            refuse_wrappers(module.modules(), f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`")
     several = isinstance(loss_fn, Sequence) and not isinstance(loss_fn, str)
     losses: list[LossFn] = list(loss_fn) if several else [loss_fn] * num_stages  # type: ignore[arg-type, list-item]
     if len(losses) != num_stages:
@@ -150,31 +150,26 @@ _WRAPPERS = {
 }
 
 
-def refuse_wrappers(
-    modules: Iterable[nn.Module], known: set[type], where: str = "a stage or head", *, several: bool = False
-) -> None:
+def refuse_wrappers(modules: Iterable[nn.Module], where: str = "a stage or head", *, several: bool = False) -> None:
     """Raise ValueError for modules that exchange parameters or gradients with other processes or devices by themselves.
 
     Args:
         modules: all modules of the stages and heads.
-        known: types that have been looked at before; those of the modules are added.
         where: place of the modules, for the message; default: some stage or head.
         several: whether there are several processes, which `nn.SyncBatchNorm` would mix up; default: False.
     """
-    for kind in set(map(type, modules)) - known:
-        for name in (base.__name__ for base in kind.__mro__):
-            if name in _WRAPPERS:
-                raise ValueError(
-                    f"Stages and heads should exchange nothing with other processes; nwise sums the gradients. Found "
-                    f"{_WRAPPERS[name]} in {where}; pass the plain module. For replicas, start a multiple of the processes or "
-                    "pass a mesh with a dimension 'dp' (docs/processes.md)."
-                )
+    for kind in set(map(type, modules)):
+        if found := [_WRAPPERS[base.__name__] for base in kind.__mro__ if base.__name__ in _WRAPPERS]:
+            raise ValueError(
+                f"Stages and heads should exchange nothing with other processes; nwise sums the gradients. Found {found[0]} in "
+                f"{where}; pass the plain module. For replicas, start a multiple of the processes or pass a mesh with a "
+                "dimension 'dp' (docs/processes.md)."
+            )
         if several and issubclass(kind, nn.SyncBatchNorm):
             raise ValueError(
                 f"Stages and heads should exchange nothing with other processes. Found nn.SyncBatchNorm in {where}; use batch "
                 "norm with `nwise.defer_batchnorm`, whose statistics are those of the whole mini-batch."
             )
-        known.add(kind)
 
 
 def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
@@ -216,32 +211,23 @@ def placed(
     return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
 
 
-def check_same_batch(processes: Processes, inputs: Tensors, target: Input | Tensors | None) -> bool:
-    """Return True if all processes have the same targets, and all replicas of the first stage the same inputs, as from equal
-    loaders; otherwise raise ValueError.
+def check_same_batch(processes: Processes, inputs: Tensors, target: Input | Tensors | None) -> None:
+    """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
+    equal loaders.
     """
-    used = {
-        "inputs": inputs if processes.num_replicas > 1 and 0 in processes.here else (),
-        "targets": () if target is None else as_tuple(target, "`target`"),
-    }
-    codes = {what: "".join(map(_code, tensors)) for what, tensors in used.items() if processes.size > 1}
-    everywhere = processes.gather("mini-batch", codes)
-    for what in codes:
-        known = [(rank, other[what]) for rank, other in enumerate(everywhere) if other[what]]
-        for rank, other in known[1:]:
-            if other != known[0][1]:
-                raise ValueError(
-                    f"Every rank should get the same mini-batches. Found different {what} on ranks {known[0][0]} and {rank}; "
-                    "shuffle with one seed on all ranks. nwise shares each mini-batch out among replicas."
-                )
-    return True
+    if processes.size > 1:
+        used = inputs if processes.num_replicas > 1 and 0 in processes.here else ()
+        targets = () if target is None else as_tuple(target, "`target`")
+        processes.agree(inputs=_code(used), target=_code(targets))
 
 
-def _code(tensor: torch.Tensor) -> str:
-    """Return a text that is equal for equal tensors."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    return sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _code(tensors: Tensors) -> str | None:
+    """Return a text that is equal for equal tensors; None for no tensors."""
+    code = sha256()
+    for tensor in tensors:
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        code.update(dense.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return code.hexdigest()[:8] if tensors else None
 
 
 def _takes(module: nn.Module, inputs: Tensors) -> bool:
@@ -326,7 +312,6 @@ def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[
 
 
 def warn_of_wide_windows(strategy: Strategy, num_stages: int, stacklevel: int) -> None:
-    """Warn of a window that is wider than the network, in any phase; `stacklevel` counts from the caller of this function."""
-    for first, _ in strategy.phases():
-        if (text := strategy.in_force(first).caution(num_stages)) is not None:
-            warnings.warn(text, stacklevel=1 + stacklevel)
+    """Warn of a window that is wider than the network; `stacklevel` counts from the caller of this function."""
+    if (text := strategy.caution(num_stages)) is not None:
+        warnings.warn(text, stacklevel=1 + stacklevel)

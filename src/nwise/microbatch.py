@@ -65,20 +65,17 @@ class Batch:
 
     def results(self, num_stages: int) -> Results:
         """Return what the step has computed beside gradients."""
-        shares: dict[int, Weight] = {}
-        for k, m in self.losses:
-            shares[k] = shares.get(k, 0.0) + self.weights[m][k]
-        return Results(self.mean_losses(num_stages), self.losses, shares)
-
-    def mean_losses(self, num_stages: int) -> Tensor:
-        """Return each stage's mean loss over the micro-batches in which its head ran, ``[A]``; nan where it did not run."""
         by_stage: dict[int, list[tuple[Weight, Tensor]]] = {}
         for (k, m), loss in self.losses.items():
             by_stage.setdefault(k, []).append((self.weights[m][k], loss))
-        means = {k: _mean(losses) for k, losses in by_stage.items()}
-        means = {k: loss if loss.is_floating_point() else loss.float() for k, loss in means.items()}
+        means: dict[int, Tensor] = {}
+        shares: dict[int, Weight] = {}
+        for k, losses in by_stage.items():
+            shares[k] = sum((weight for weight, _ in losses[1:]), losses[0][0])
+            mean = _mean(losses, shares[k])
+            means[k] = mean if mean.is_floating_point() else mean.float()
         absent = torch.full_like(next(iter(means.values()), torch.zeros(())), torch.nan)
-        return torch.stack([means.get(k, absent) for k in range(num_stages)])
+        return Results(torch.stack([means.get(k, absent) for k in range(num_stages)]), self.losses, shares)
 
 
 class Results(NamedTuple):
@@ -110,12 +107,11 @@ def full_like(tensor: Tensor, weight: Weight) -> Tensor:
     return weight.to(tensor).expand_as(tensor) if isinstance(weight, Tensor) else torch.full_like(tensor, weight)
 
 
-def _mean(losses: list[tuple[Weight, Tensor]]) -> Tensor:
-    """Return the mean of losses with weights; nan if all weights are 0."""
+def _mean(losses: list[tuple[Weight, Tensor]], total: Weight) -> Tensor:
+    """Return the mean of losses with weights of this total; nan if all weights are 0."""
     weight, loss = losses[0]
     if len(losses) == 1 and not isinstance(weight, Tensor) and weight:
         return loss
-    total: Any = sum(weight for weight, _ in losses)
     weighted = [loss * full_like(loss, weight) for weight, loss in losses]
     return torch.stack(weighted).sum() / full_like(loss, total)
 

@@ -23,7 +23,7 @@ from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_thre
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
-from nwise.program import Program, check_heads, check_unneeded
+from nwise.program import Program
 from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
@@ -74,8 +74,8 @@ class Pipeline(Settings):
     freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
 
     Attributes:
-        steps: number of finished mini-batches, used by `Switch`, rotating strategies and dropout. Set it when you
-            resume, because the state dict does not contain it.
+        steps: number of finished mini-batches, used by rotating strategies and dropout. Set it when you resume,
+            because the state dict does not contain it.
         staleness: ``[A, M]``, updates between each stage's forward and update under the last step's strategy.
         microbatch_losses: losses of the last step in this process, by (stage, micro-batch).
         loss_shares: share of the mini-batch that each loss of the last step covers in this process, by stage.
@@ -154,16 +154,16 @@ class Pipeline(Settings):
         arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
         self._survey()
         self._program.measure(self.stages, self.heads)
-        check_heads(self._program.flows_from(0, rule, num_microbatches, self.heads), self.heads, rule.name)
+        self._program.check_heads(rule, num_microbatches, self.heads)
         warn_of_microbatches(self, num_microbatches, stacklevel=2)
-        self.processes.agree(strategy=rule.name, placement=list(self.processes.placement))
-        self.processes.agree(num_microbatches=num_microbatches, seed=self.seed, compress=self.compress)
+        facts = {"num_microbatches": num_microbatches, "seed": self.seed, "compress": self.compress}
+        self.processes.agree(strategy=rule.name, placement=list(self.processes.placement), **facts)
 
     @property
     def credit(self) -> Tensor:
         """The credit matrix of the next step's first micro-batch, float64 of shape ``[A, A]``."""
-        now = self.strategy.in_force(self.steps)
-        return now.credit(self.num_stages, now.turn(self.steps, 0)).detach().to("cpu", torch.float64)
+        turn = self.strategy.turn(self.steps, 0)
+        return self.strategy.credit(self.num_stages, turn).detach().to("cpu", torch.float64)
 
     def main_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the main network."""
@@ -175,8 +175,7 @@ class Pipeline(Settings):
 
     def summary(self) -> str:
         """Describe the next step: numbers of parameters, the losses of each stage, and messages."""
-        now = self.strategy.in_force(self.steps), self.strategy.name, self.steps, self.num_microbatches
-        return self._program.summary(*now, self.stages, self.heads)
+        return self._program.summary(self.strategy, self.steps, self.num_microbatches, self.stages, self.heads)
 
     def forward(self, *inputs: Input, **named: Tensor) -> Any:
         """Run the main network; all processes call it. Return its output, None in processes without the last stage."""
@@ -209,7 +208,7 @@ class Pipeline(Settings):
             confidence: a name or function (`nwise.exits.confidence_of`); default: that of the loss, ValueError if it has none.
         """
         self._cutter.check_samples_first("The input of `exit`")
-        thresholds = check_threshold(threshold, self.needed_heads(later=False))
+        thresholds = check_threshold(threshold, self.needed_heads())
         rules = confidences(self.loss_fns, thresholds, confidence)
         with evaluating(self), self.processes.watched("`exit`"):
             given = as_inputs(inputs, named, "The input of `exit`")
@@ -247,7 +246,9 @@ class Pipeline(Settings):
         processes, m = self.processes, self.num_microbatches
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        self._compared = self._compared or arguments.check_same_batch(processes, parts.all_inputs, parts.all_targets)
+        if not self._compared:
+            arguments.check_same_batch(processes, parts.all_inputs, parts.all_targets)
+            self._compared = True
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)
@@ -309,28 +310,25 @@ class Pipeline(Settings):
         """End the exchange between processes after the last step; all of them call it. A single process need not."""
         self.processes.close()
 
-    def needed_heads(self, *, later: bool = True) -> set[int]:
-        """Return the indices of the stages whose auxiliary heads run.
-
-        Args:
-            later: whether to include all later steps, after switches too (the default), or only the last step.
-        """
-        step = self.steps if later else max(0, self.steps - 1)
-        rule = self.strategy if later else self.strategy.in_force(step)
-        flows = self._program.flows_from(step, rule, self.num_microbatches, self.heads)
-        return {k for flow in flows for k in flow.heads} - {self.num_stages - 1}
+    def needed_heads(self) -> set[int]:
+        """Return the indices of the stages whose auxiliary heads run under the strategy."""
+        return self._program.needed_heads(self.strategy, self.num_microbatches, self.heads)
 
     def forget_pending(self, because: str = "") -> int:
         """Drop the mini-batches whose gradients are still due; all processes call it. Return their number; with a cause, warn."""
         return 0 if self._engine is None else self._engine.forget(because)
 
     def discard_heads(self) -> None:
-        """Drop all heads once no later step needs one, as the paper does when it switches to end-to-end.
+        """Drop all heads once the strategy needs none, as the paper does when it changes to end-to-end.
 
         Raises:
-            ValueError: a later step still needs one of them.
+            ValueError: the strategy needs one of them.
         """
-        check_unneeded(self.needed_heads(), self.strategy.name, self.steps)
+        if needed := sorted(self.needed_heads()):
+            raise ValueError(
+                f"Heads should be discarded only when the strategy needs none. Found that {self.strategy.name} needs the heads "
+                f"of stages {needed}; keep them, or set `strategy` first."
+            )
         self.heads.clear()
         self._survey()
 
@@ -356,14 +354,14 @@ class Pipeline(Settings):
         learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
         self._program.set_trainable(learn)
         allow_several_passes(modules)
-        arguments.refuse_wrappers(modules, self._program.known_types, several=self.processes.size > 1)
+        arguments.refuse_wrappers(modules, several=self.processes.size > 1)
         self._input_asks = input_asks
         self._structure = Structure((self.stages, self.heads), modules, learning(self.habits.stages))
         return self._structure
 
     def _next_schedule(self) -> Schedule:
         settings = self.strategy, self.num_microbatches, self.heads, self._order
-        return self._program.schedule(self.steps, *settings, self._structure)
+        return self._program.schedule(*settings, self._structure)
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)

@@ -5,7 +5,7 @@ strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from nwise._arguments import HeadDict
 from nwise._summary import count, describe
-from nwise.flow import Flow, flows_for
+from nwise.flow import flows_for
 from nwise.runtime.processes import Processes
 from nwise.schedule.ages import Flows, weight_ages
 from nwise.schedule.named import Order, choose
@@ -36,7 +36,6 @@ class Program:
         self._key: Any = None
         self._frozen: tuple[object, ...] = ()
         self._schedule: Schedule | None = None
-        self.known_types: set[type] = set()  # of modules that have been checked
         self._sizes: list[list[int]] = []
 
     def set_trainable(self, here: Mapping[int, bool]) -> None:
@@ -63,13 +62,11 @@ class Program:
         for k, sizes in here.items():
             self._sizes[k] = sizes
 
-    def summary(
-        self, now: Strategy, name: str, step: int, num_microbatches: int, stages: nn.ModuleList, heads: HeadDict
-    ) -> str:
-        """Describe a step of the strategy in force, whose full name is `name`."""
+    def summary(self, now: Strategy, step: int, num_microbatches: int, stages: nn.ModuleList, heads: HeadDict) -> str:
+        """Describe a step of a strategy."""
         self.measure(stages, heads)
         sizes = [(main, head if k in heads else 0) for k, (main, head) in enumerate(self._sizes)]
-        title = f"{len(sizes)} stages, {name}, {num_microbatches} micro-batch{'es' * (num_microbatches > 1)}"
+        title = f"{len(sizes)} stages, {now.name}, {num_microbatches} micro-batch{'es' * (num_microbatches > 1)}"
         flow = self.flows(now, num_microbatches, heads)[step % now.turns][0]
         return describe(title, sizes, flow, now.credit(len(sizes), now.turn(step, 0)))
 
@@ -79,16 +76,24 @@ class Program:
         present = [*(head is not None for head in heads.by_stage(size)[:-1]), True]
         return flows_for(now, size, num_microbatches, trainable=self._trainable, heads=present)
 
-    def flows_from(self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> Iterator[Flow]:
-        """Iterate over the flows of every turn of every phase from a step on."""
-        for first, _ in strategy.phases(step):
-            for flows in self.flows(strategy.in_force(first), num_microbatches, heads):
-                yield from flows
+    def needed_heads(self, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> set[int]:
+        """Return the stages whose auxiliary heads run in some mini-batch of a strategy's cycle."""
+        flows = self.flows(strategy, num_microbatches, heads)
+        return {k for turn in flows for flow in turn for k in flow.heads} - {len(self._processes.placement) - 1}
+
+    def check_heads(self, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> None:
+        """Raise ValueError unless there is a head for every loss of a strategy but the last."""
+        missing = [k for k in self.needed_heads(strategy, num_microbatches, heads) if k not in heads]
+        if missing:
+            raise ValueError(
+                f"`heads` should have a head for stage {min(missing)}, whose loss {strategy.name!r} needs. Found None; see "
+                "`nwise.heads` for builders."
+            )
 
     def schedule(
-        self, step: int, strategy: Strategy, num_microbatches: int, heads: HeadDict, order: Order, structure: object
+        self, strategy: Strategy, num_microbatches: int, heads: HeadDict, order: Order, structure: object
     ) -> Schedule:
-        """Return the schedule of the strategy that is in force at a step, that of the step before if nothing has changed.
+        """Return the schedule of a strategy's steps, that of the step before if nothing has changed.
 
         Args:
             structure: what it was made for; the same object as at the step before if no module or parameter has changed.
@@ -96,14 +101,13 @@ class Program:
         Raises:
             ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
         """
-        now = strategy.in_force(step)
-        frozen = now, num_microbatches, order, structure
+        frozen = strategy, num_microbatches, order, structure
         if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
             return self._schedule
-        flows = self.flows(now, num_microbatches, heads)
-        key = order, flows, self._processes.placement, weight_ages(now, flows)
+        flows = self.flows(strategy, num_microbatches, heads)
+        key = order, flows, self._processes.placement, weight_ages(strategy, flows)
         if self._schedule is None or self._key != (key, tuple(heads)):
-            check_heads((flow for turn in flows for flow in turn), heads, now.name)
+            self.check_heads(strategy, num_microbatches, heads)
             schedule = choose(*key, *self._prices)
             if self._shared is not None and schedule.late_stages:
                 raise ValueError(
@@ -111,29 +115,10 @@ class Program:
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
             self._key, self._schedule = (key, tuple(heads)), schedule
-            self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
+            self._processes.compare(f"{strategy.name} with M = {num_microbatches}", (schedule.digest, flows))
         self._frozen = frozen
         return self._schedule
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle; the copy chooses its schedule again."""
         return {**self.__dict__, "_key": None, "_schedule": None, "_frozen": ()}
-
-
-def check_heads(flows: Iterable[Flow], heads: HeadDict, strategy: str) -> None:
-    """Raise ValueError unless there is a head for every loss of the flows but the last."""
-    for k, last in {k: len(flow.stages) - 1 for flow in flows for k in flow.heads}.items():
-        if k < last and k not in heads:
-            raise ValueError(
-                f"`heads` should have a head for stage {k}, whose loss {strategy!r} needs. Found None; see `nwise.heads` for "
-                "builders."
-            )
-
-
-def check_unneeded(heads: Collection[int], strategy: str, step: int) -> None:
-    """Raise ValueError if a strategy needs heads, given by their stages, from a step on."""
-    if heads:
-        raise ValueError(
-            f"Heads should be discarded only when no later step needs them. Found that {strategy} needs the heads of stages "
-            f"{sorted(heads)} from step {step} on; keep them, or change the strategy."
-        )

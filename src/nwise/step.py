@@ -59,8 +59,7 @@ class Step:
         restored = restored_on_error(self.structure.stateful, learns)
         with self.hooks.once(learns), restored, preserved(engine.device), looking:
             engine.run(self.schedule, self.number, batch, self.on_action)
-            if self.parts.ask_gradients:
-                batch.hand_back()
+            batch.hand_back()
         return batch.results(self.schedule.num_stages)
 
     def record(self, parts: Parts, draws: Draws) -> Results:

@@ -53,18 +53,23 @@ class Surroundings:
         self.modules = list(dict.fromkeys([*structure.modules, *others]))
         self.hooks = hooks_of(self.modules)
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._others: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # which the structure compares
         self._containers: list[tuple[str, Any, list[Any]]] = []
         self._tensors: list[tuple[str, Tensor, object]] = []
+        known = set(structure.modules)
         for module in self.modules:
-            for store in (vars(module), module._parameters, module._buffers):
-                self._add(type(module).__name__, store)
+            owner = type(module).__name__
+            self._add(owner, vars(module))
+            self._add(owner, module._buffers)
+            # The structure compares which parameters its modules have; here only their memory counts.
+            self._add(owner, module._parameters, compared=module not in known)
         for owner in owners:
             if not isinstance(owner, nn.Module):
                 self._add(getattr(owner, "__name__", type(owner).__name__), getattr(owner, "__dict__", {}))
 
-    def _add(self, owner: str, store: Any) -> None:
+    def _add(self, owner: str, store: Any, *, compared: bool = True) -> None:
         if isinstance(store, dict):  # TorchScript has none
-            self._stores.append((owner, store, dict(store)))
+            (self._stores if compared else self._others).append((owner, store, dict(store)))
             for name, value in store.items():
                 if name not in _OF_TORCH:
                     self._inside(f"{owner}.{name}", value, _DEPTH)
@@ -97,7 +102,7 @@ class Surroundings:
 
     def restore(self) -> None:
         """Put all attributes back, and what lists, sets and dictionaries held."""
-        for _, store, before in self._stores:
+        for _, store, before in (*self._stores, *self._others):
             store.clear()
             store.update(before)
         for _, container, items in self._containers:

@@ -73,7 +73,9 @@ class Terms:
         self.known = not decorated and reduction == "mean" and getattr(owner, "__module__", "") in _KNOWN
         self._over_elements = self.known and owner in _OVER_ELEMENTS
         ignores = self._count is None and "ignore_index" in self._options
-        self._positive = True
+        weight = self._options.get("weight")
+        # Classes without weight may be alone in a micro-batch, whose loss is then 0/0.
+        self._may_be_empty = isinstance(weight, Tensor) and not bool((weight > 0).all())
         # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
         assumed = not (self.known or ignores or self._count is not None)
         self._warns_of_ignored = self._warns_of_lengths = assumed
@@ -82,15 +84,13 @@ class Terms:
         """Count the terms of a micro-batch's target, which has so many samples."""
         for tensor in target if self._warns_of_ignored and not self._over_elements else ():
             self._warn_of_ignored(tensor)
-        weight = self._options.get("weight")
-        self._positive = weight is None or bool((weight > 0).all())  # or the loss may be 0/0
         count = float(self.on_device(target, samples))
         if not 0 <= count < math.inf:
             raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
         return count
 
     def on_device(self, target: Tensors, samples: int) -> float | Tensor:
-        """Return the number of terms, as a tensor on the device if it depends on values."""
+        """Return the number of terms, as a tensor on the device if it depends on values and a loss of no terms is harmless."""
         if self._count is not None:
             count = self._count(as_argument(target))
             # A loss of the user's may be 0/0 for a micro-batch without terms, so its count has to be known before.
@@ -106,7 +106,7 @@ class Terms:
         weight = self._options.get("weight")
         weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
         count = weights.sum(dtype=torch.float64)
-        return count if self._positive else float(count)
+        return float(count) if self._may_be_empty else count
 
     def warn_of_lengths(self) -> None:
         """Warn once that an unknown loss may average over parts of samples, because these differ in length."""

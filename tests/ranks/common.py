@@ -77,11 +77,15 @@ def make_optimizer(name: str, pipe: nwise.Pipeline) -> torch.optim.Optimizer:
     return torch.optim.Adam(pipe.parameters(), lr=0.01)
 
 
-def trained(pipe: nwise.Pipeline, optimizer: str, data: Sequence[tuple[Tensor, Tensor]]) -> list[list[float]]:
-    """Train; the losses of every step."""
+def trained(
+    pipe: nwise.Pipeline, optimizer: str, data: Sequence[tuple[Tensor, Tensor]], then: tuple[int, str] | None = None
+) -> list[list[float]]:
+    """Train, from a step on by another strategy; the losses of every step."""
     update = make_optimizer(optimizer, pipe)
     losses = []
-    for x, y in data:
+    for step, (x, y) in enumerate(data):
+        if then is not None and step == then[0]:
+            pipe.strategy = then[1]
         losses.append(pipe.step(x, target=y).tolist())
         update.step()
         update.zero_grad()

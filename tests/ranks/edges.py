@@ -139,10 +139,11 @@ def clipped_and_left_out() -> Any:
 
 def switched() -> Any:
     """Local first, then end-to-end without heads, with a new optimizer."""
-    pipe = pipeline(A, "local@4,end-to-end", 2)
+    pipe = pipeline(A, "local", 2)
     update = make_optimizer("adam", pipe)
     for step, (x, y) in enumerate(batches(8)):
         if step == 4:
+            pipe.strategy = "end-to-end"
             pipe.discard_heads()
             update = make_optimizer("sgd", pipe)
         pipe.step(x, target=y)

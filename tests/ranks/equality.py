@@ -18,7 +18,7 @@ STRATEGIES = (
     "end-to-end",
     "rotating-2",
     "rotating-2-microbatch",
-    "local@4,2-wise",
+    "local, then 2-wise",
 )
 CASES = [(name, *((1, "sgd"), (4, "adam"))[i % 2], "best") for i, name in enumerate(STRATEGIES)]
 CASES += [
@@ -28,8 +28,9 @@ CASES += [
 
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: Any) -> Any:
     """Digests after eight steps, some of whose batches are ragged."""
-    pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order)
-    trained(pipe, optimizer, batches(8, sizes=(8, 8, 7, 8, 9, 9)))
+    first, _, then = strategy.partition(", then ")
+    pipe = pipeline(num_stages, first, num_microbatches, schedule=order)
+    trained(pipe, optimizer, batches(8, sizes=(8, 8, 7, 8, 9, 9)), (4, then) if then else None)
     return closed(pipe, digests(pipe))
 
 

@@ -28,11 +28,14 @@ def trained(strategy: str) -> dict[str, Any]:
     """The last of four stages breaks."""
     torch.manual_seed(0)
     stages = [Breaks(6, 6) if k == 3 else nn.Linear(6, 6) for k in range(4)]
-    pipe = nwise.Pipeline(stages, [nn.Linear(6, 4) for _ in range(3)], strategy=strategy, seed=1)
+    first, _, then = strategy.partition(", then ")
+    pipe = nwise.Pipeline(stages, [nn.Linear(6, 4) for _ in range(3)], strategy=first, seed=1)
     update = torch.optim.SGD(pipe.parameters(), lr=0.1)
     finite = NonFiniteGuard(pipe, "skip")
     left_out = []
-    for x, y in batches(3):
+    for step, (x, y) in enumerate(batches(3)):
+        if then and step == 1:
+            pipe.strategy = then
         finite.remember()
         pipe.step(x, target=y)
         left_out.append(finite())

@@ -92,7 +92,9 @@ def texts(lengths: Sequence[int], size: int = 5) -> list[tuple[Tensor, Tensor]]:
 LENGTHS = (3, 5, 4, 4, 4, 2, 3, 3, 6, 1, 1, 1, 7, 8)
 
 
-def changing(num_stages: int, strategy: str, num_microbatches: int = 1, **options: Any) -> Any:
+def changing(
+    num_stages: int, strategy: str, num_microbatches: int = 1, then: tuple[int, str] | None = None, **options: Any
+) -> Any:
     """Another length in almost every step, forwards of others in between, and gradients that are asked for at once."""
     pipe = homemade(num_stages, strategy, num_microbatches, **options)
     update = torch.optim.SGD(pipe.parameters(), lr=0.5)
@@ -103,6 +105,8 @@ def changing(num_stages: int, strategy: str, num_microbatches: int = 1, **option
         update.zero_grad()
 
     for i, (x, y) in enumerate(texts(LENGTHS)):
+        if then is not None and i == then[0]:
+            pipe.strategy = then[1]
         pipe.step(x, target=y)
         finish()
         if i in (2, 7, 9):
@@ -191,7 +195,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "lengths, rotating": lambda: changing(3, "rotating-2", 2),
     "lengths, rotating with delay": lambda: changing(3, "rotating-2-delay-1"),
     "lengths, local": lambda: changing(3, "local"),
-    "lengths, switch": lambda: changing(3, "local@6,3-wise-delay-1"),
+    "lengths, switch": lambda: changing(3, "local", then=(6, "3-wise-delay-1")),
     "lengths, int8": lambda: changing(3, "2-wise-delay-1", 2, compress="int8"),
     "lengths, largest": lambda: changing(3, "2-wise-mean", compress="top-20%"),
     "lengths, recompute": lambda: changing(3, "2-wise-mean", 2, recompute=True),

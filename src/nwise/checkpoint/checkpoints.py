@@ -127,7 +127,7 @@ class Checkpoints:
 
         Args:
             facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
-                ``last_strategy``, ``num_microbatches``, ``ends``, ``optimizer``, ``optimizer_state``, ``compress``, ``due``).
+                ``num_microbatches``, ``ends``, ``optimizer``, ``optimizer_state``, ``compress``, ``due``).
 
         Returns:
             Its folder, which exists at once unless it is written in the background.
@@ -137,7 +137,7 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        if reserved := sorted(set(facts) & {*state.FACTS, "last_strategy", "optimizer_state", "compress", "due"}):
+        if reserved := sorted(set(facts) & {*state.FACTS, "optimizer_state", "compress", "due"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()

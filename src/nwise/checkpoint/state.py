@@ -30,8 +30,8 @@ from nwise.checkpoint.weights import local_weights, loss_buffers, main_state, pl
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
-# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", "due" and
-# "last_strategy".
+# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and
+# "due".
 FACTS = {
     "step": int,
     "seed": int,
@@ -97,7 +97,7 @@ def _present(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[d
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Return the facts `FACTS` of a pipeline, and the strategy of its last step; all processes call it."""
+    """Return the facts `FACTS` of a pipeline, and its compression; all processes call it."""
     # A stage's end is the last name of the main network's state in it. So stages of two cuts that end at one place compare
     # equal, and the head of the one fits the other.
     last = {k: next(reversed(plain_state(pipe.stages[k])), "") for k in pipe.processes.here}
@@ -108,7 +108,6 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
         "step": pipe.steps,
         "seed": pipe.seed,
         "strategy": pipe.strategy.name,
-        "last_strategy": pipe.strategy.in_force(max(0, pipe.steps - 1)).name,
         "num_microbatches": pipe.num_microbatches,
         "ends": ends,
         "optimizer": optimizer_kind(optimizer),
@@ -254,7 +253,7 @@ def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str
 
     There are none if the next step has another strategy than the last one, for which they would come too late or too early.
     """
-    if facts.get("last_strategy") != pipe.strategy.in_force(int(facts["step"])).name:
+    if facts["strategy"] != pipe.strategy.name:
         return []
     parameters = parameter_names(pipe)
     return [

@@ -115,7 +115,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
 
 
 def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
-    """Discard all heads if no later step needs one and the saved names contain none."""
+    """Discard all heads if the strategy needs none and the saved names contain none."""
     if not any(name.startswith("heads.") for name in saved) and not pipe.needed_heads():
         pipe.discard_heads()
 

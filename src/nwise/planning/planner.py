@@ -38,7 +38,7 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.partitions import check_enough
 from nwise.stage import LossFn
-from nwise.strategies import Strategy, Switch
+from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_tuple
 
@@ -108,8 +108,6 @@ def plan(
     (2, 1)
     """
     rule = parse(strategy)
-    if isinstance(rule, Switch):
-        raise ValueError(f"`strategy` should be the same at every step. Found {rule.name!r}; pass one of its parts.")
     check_functions(model, loss_fn=loss_fn, heads=heads, optimizer=optimizer, report=report)
     check_at_least(1, rounds=rounds)
     links = {"latency": latency or 0.0, "bandwidth": bandwidth}

@@ -21,7 +21,7 @@ from nwise.microbatch import Batch
 from nwise.network.chain import Chain
 from nwise.network.splitting import cut_points, split
 from nwise.planning.profiling import Network
-from nwise.runtime.launch import default_store, exchange, start
+from nwise.runtime.launch import check_same, default_store, exchange, start
 from nwise.schedule.actions import Action, Kind
 from nwise.stage import LossFn, Stage
 from nwise.strategies import EndToEnd
@@ -215,11 +215,4 @@ def gather(value: Any) -> list[Any]:
 
 def agree(**values: Any) -> None:
     """Raise ValueError unless all processes have the same values; all of them call it together."""
-    first, *others = gather(values)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other[name] != value:
-                raise ValueError(
-                    f"`{name}` should be the same in every process. Found {value!r} in the first and {other[name]!r} in "
-                    f"process {rank}."
-                )
+    check_same(gather(values))

@@ -31,7 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -85,13 +85,13 @@ class Sender:
     """The end that sends.
 
     Attributes:
-        num_bytes: number of bytes sent so far without headers, by kind of the receive.
+        num_bytes: number of bytes sent in the present call without headers, by kind of the receive.
     """
 
     def __init__(self, link: Link) -> None:
         self._link, self._ledger = link, Ledger()
         self._next: Iterator[Message] = iter(())
-        self.num_bytes = dict.fromkeys(SENDS.values(), 0)
+        self.num_bytes: dict[Kind, int] = {}
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
         self._last: tuple[Key, Tensors, list[int]] | None = None  # the message before, with the version of each tensor
 
@@ -100,6 +100,7 @@ class Sender:
         if self._ledger.breaks(plan, window, call):
             self.flush()
         self._next = iter(self._ledger.begin(plan, window, call))
+        self.num_bytes = dict.fromkeys(SENDS.values(), 0)
 
     def send(self, key: Key, tensors: Sequence[Tensor], parts: Tensors) -> Form:
         """Send the next message of the plan, and wait for the same one of an earlier cycle.
@@ -122,14 +123,12 @@ class Sender:
         if message is None or message.key != key:
             raise RuntimeError(f"A channel should send {message and message.key} next. Found {key}.")
         form = message.form or self._ledger.form(message)
-        if form is not None:
-            _check(key, form, tensors, parts)
-            self._send(parts, _tag(message))
-        else:
-            tag = _tag(message)
+        tag, header = _tag(message), cast(Tensors, ())
+        if form is None:
             form = self._ledger.enter(message, make_specs(tensors))
-            _check(key, form, tensors, parts)
-            self._send((*self._header(message, form.specs), *parts), tag)
+            header = self._header(message, form.specs)
+        _check(key, form, tensors, parts)
+        self._send((*header, *parts), tag)
         self.num_bytes[key.kind] += form.num_bytes
         self._last = key, parts, versions(parts)
         return form

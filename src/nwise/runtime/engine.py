@@ -266,7 +266,6 @@ class Engine:
                 messages = self._messages[schedule.digest]
                 batches = (self._exchanged.get(step - age) for age in range(schedule.oldest + 1))
                 self._start(messages, turn, inputs, tuple(None if one is None else one.labels for one in batches))
-                before = self._sent()
                 for replicas in self._replicas.values():
                     replicas.start()
                 self._execute(schedule, messages, step, on_action)
@@ -279,7 +278,7 @@ class Engine:
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
             self._tapes.pop(number), self._exchanged.pop(number, None)
-        self.sent = [now - then for now, then in zip(self._sent(), before, strict=True)]
+        self.sent = [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
 
     def _start(self, messages: Messages, turn: int, inputs: Sequence[Tensors], window: Window) -> None:
         """Begin a call on all channels."""
@@ -308,10 +307,6 @@ class Engine:
         # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
         plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in self._owned for t in tensors]
         return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
-
-    def _sent(self) -> list[int]:
-        """Return the bytes sent so far, as activations and as gradients."""
-        return [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
 
     def _execute(self, schedule: Schedule, messages: Messages, step: int, on_action: OnAction) -> None:
         """Execute this rank's list, task by task."""

@@ -6,7 +6,7 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -120,6 +120,23 @@ def exchange(
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
     return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
+
+
+def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError unless all ranks have the same values.
+
+    Args:
+        everywhere: the values of every rank, by name; one that is None does not count.
+        remedies: what to change, by name; default: to give all ranks the same.
+    """
+    for name in everywhere[0]:
+        given = [(rank, values[name]) for rank, values in enumerate(everywhere) if values[name] is not None]
+        for rank, value in given[1:]:
+            if value != given[0][1]:
+                raise ValueError(
+                    f"`{name}` should be the same on every rank. Found {given[0][1]!r} on rank {given[0][0]} and {value!r} on "
+                    f"rank {rank}; {(remedies or {}).get(name, f'give all ranks the same `{name}`')}."
+                )
 
 
 def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nwise.flow import Flow
-from nwise.runtime.shapes import Form, Specs, carrying, describe, from_json, make_specs, to_json
+from nwise.runtime.shapes import Form, Specs, describe, from_json, make_specs, to_json, with_gradients
 from nwise.schedule.actions import Action, Kind
 from nwise.tensors import Tensors
 
@@ -228,7 +228,7 @@ class Exchanged:
             if k - 1 in here:
                 total[0] += form.num_bytes
             else:
-                gradient = Form((), parts(carrying(form.specs)))
+                gradient = Form((), parts(with_gradients(form.specs)))
                 total[1] += len(self.flows[m].stages[k].messages) * gradient.num_bytes
         return total
 

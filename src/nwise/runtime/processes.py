@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, cast
+from functools import cached_property
+from typing import Any, NoReturn, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,30 @@ from torch.distributed import ProcessGroup
 from nwise.randomness import derive, seeded
 from nwise.runtime.absent import Progress, watch_absent
 from nwise.runtime.channel import Receiver, Sender
+from nwise.runtime.launch import check_same
 from nwise.runtime.watch import Doing
 from nwise.schedule.placement import Placement
 from nwise.tensors import Tensors
 
 __all__ = ["Processes"]
 
-_REMEDIES = {"seed": "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`"}
+_SHUFFLE = "shuffle with one seed on all ranks. nwise shares each mini-batch out among replicas"
+_REMEDIES = {
+    "seed": "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`",
+    "inputs": _SHUFFLE,
+    "target": _SHUFFLE,
+}
+
+
+# The attributes of `Processes` that say which process this is.
+FACTS = ("placement", "place", "rank", "size", "replica", "num_replicas", "ranks")
 
 
 class Processes:
-    """The processes of a pipeline: one process with all stages, unless a subclass says otherwise.
+    """The processes of a pipeline: one process with all stages, unless it is a `World`.
+
+    What all of them share is final. The rest are exchanges: one process gets back what it gives, and a `World` has all of them
+    anew.
 
     Args:
         num_stages: number of stages, A.
@@ -54,16 +68,18 @@ class Processes:
         self.progress = Progress()
 
     @property
+    @final
     def num_ranks(self) -> int:
         """Number of ranks that share the stages of a replica."""
         return 1 + max(self.placement)
 
-    @property
+    @cached_property
     def here(self) -> tuple[int, ...]:
         """Indices of the stages that this process holds."""
         return tuple(k for k, place in enumerate(self.placement) if place == self.place)
 
     @property
+    @final
     def is_first(self) -> bool:
         """Whether this is the process that writes for all."""
         return self.rank == 0
@@ -87,35 +103,39 @@ class Processes:
         """Return the values that all ranks have posted, in order of the ranks; None if one has not yet."""
         return None
 
+    @final
     def agree(self, **values: Any) -> None:
-        """Raise ValueError unless all ranks have the same values."""
-        for name, value in values.items():
-            [first, *others] = self.gather(name, value)
-            for rank, other in enumerate(others, 1):
-                if other != first:
-                    raise ValueError(
-                        f"`{name}` should be the same on every rank. Found {first!r} on rank 0 and {other!r} on rank {rank}; "
-                        f"{_REMEDIES.get(name, f'give all ranks the same `{name}`')}."
-                    )
+        """Raise ValueError unless all ranks have the same values, serialisable as JSON; None does not count."""
+        check_same(self.gather("settings", values), _REMEDIES)
 
+    @final
     def by_place(self, name: str, value: Any) -> list[Any]:
         """Exchange a value between the ranks of this replica; return the values in order of their places."""
         values = self.gather(name, value)
         return [values[rank] for rank in self.ranks]
 
+    @final
     def by_stage(self, values: Mapping[int, Any]) -> list[Any]:
         """Exchange a value of every stage; return them in order of the stages."""
         parts = self.gather("stages", sorted(values.items()))
         all_values = {k: value for part in parts for k, value in part}
         return [all_values[k] for k in range(len(self.placement))]
 
+    @final
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
         """Gather the values of all stages, ``[A, ...]``; all ranks call it together and wait for each other.
 
         Args:
-            rows: values of this rank's stages, on the CPU; the replicas' values are averaged.
+            rows: values of this rank's stages, on the CPU, of one dtype; the replicas' values are averaged.
         """
-        return torch.stack([rows[k] for k in self.here])
+        parts = self.gather("table", [[k, rows[k].tolist()] for k in self.here])
+        dtype = rows[self.here[0]].dtype  # a number of Python's has every bit of a float
+        return torch.stack(
+            [
+                torch.tensor([values for part in parts for j, values in part if j == k], dtype=dtype).mean(0)
+                for k in range(len(self.placement))
+            ]
+        )
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         """Prepare `sums` over sets of stages, in the same order on all ranks.
@@ -148,6 +168,7 @@ class Processes:
         """
         return tensors
 
+    @final
     def stage_rank(self, stage: int) -> int:
         """Return the rank of the process of this replica that holds a stage."""
         return self.ranks[self.placement[stage]]
@@ -184,12 +205,13 @@ class Processes:
         """
         return nullcontext()
 
-    def telling(self) -> AbstractContextManager[None]:
-        """Fail on all ranks if the body raises RuntimeError."""
-        return nullcontext()
+    def telling(self, name: str | None = None) -> AbstractContextManager[None]:
+        """Raise the first error of another rank, if there has been one; fail on all ranks if the body raises RuntimeError.
 
-    def check(self) -> None:
-        """Raise the first error of another rank, if there has been one."""
+        Args:
+            name: name of the call, if all ranks make one that is to be announced (`begin`); default: none.
+        """
+        return nullcontext()
 
     def compare(self, name: str, facts: Any) -> None:
         """Check that all ranks train alike from the next call on; wait for none, and end all soon if they differ.
@@ -218,24 +240,18 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class Copied(Processes):
-    """The processes of a copy of a pipeline: it holds the stages of its process, but has no connections to run them."""
+    """The processes of a copy of a pipeline: it holds the stages of its process, but has no connections to run them.
 
-    def __init__(
-        self,
-        placement: Placement,
-        place: int,
-        rank: int,
-        size: int,
-        replica: int,
-        num_replicas: int,
-        ranks: Sequence[int],
-    ) -> None:
-        super().__init__(len(placement))
-        self.placement, self.place, self.rank, self.size = placement, place, rank, size
-        self.replica, self.num_replicas, self.ranks = replica, num_replicas, ranks
+    Args:
+        facts: the attributes `FACTS` of the processes that it is a copy of.
+    """
 
-    gather = post = hand_on = table = sums = collect = send = receive = connect = cast(Any, _refuse)
-    begin = watched = telling = compare = channels = new_group = replicas_group = cast(Any, _refuse)
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        super().__init__(len(facts["placement"]))
+        vars(self).update(facts)
+
+    gather = post = posted = connect = sums = collect = send = receive = channels = cast(Any, _refuse)
+    new_group = replicas_group = begin = watched = telling = compare = set_beat = before_close = cast(Any, _refuse)
 
 
 class RemoteModule(nn.Module):

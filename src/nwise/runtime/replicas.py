@@ -114,8 +114,8 @@ class Replicas:
 
     def sum_statistics(self) -> None:
         """Sum what deferred batch norms have collected over the replicas, each of which has a part of the mini-batch."""
-        for part in (self._stage.module, self._stage.head):
-            for module in () if part is None else part.modules():
+        for _, part in _parts(self._stage):
+            for module in part.modules():
                 if isinstance(module, DeferredBatchNorm):
                     module.sum_over(self._group)
 
@@ -169,9 +169,15 @@ class Replicas:
                 parameter.grad = reduce(torch.add, present).to(parameter.device)
 
 
+def _parts(stage: Stage) -> list[tuple[str, nn.Module]]:
+    """Return the main part of a stage and its head, if it has one, with their names."""
+    head = () if stage.head is None else (("head", stage.head),)
+    return [("stage", stage.module), *head]
+
+
 def _flags(stage: Stage) -> list[float]:
     """Return 16 bits of a digest of what the caller may change, each with its opposite."""
-    parts = [part for part in (stage.module, stage.head) if part is not None]
+    parts = [part for _, part in _parts(stage)]
     trainable = [p.requires_grad for part in parts for p in part.parameters()]
     digest = derive(repr((trainable, [module.training for part in parts for module in part.modules()])))
     return [float(bit) for i in range(16) for bit in (digest >> i & 1, ~digest >> i & 1)]
@@ -186,8 +192,8 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     facts = {}
     tensors: dict[str, Tensor] = {}
     buffers = {}
-    for owner, part in (("stage", stage.module), ("head", stage.head)):
-        for name, p in () if part is None else part.named_parameters():
+    for owner, part in _parts(stage):
+        for name, p in part.named_parameters():
             tensors[f"{owner}.{name}"] = p
             facts[f"parameter {owner}.{name}"] = (
                 f"{list(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
@@ -197,10 +203,10 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
                     f"Parameters should be whole in every replica. Found {owner}.{name} of stage {stage.index} split over the "
                     "mesh's dimension 'dp'; split it over 'tp' only."
                 )
-        for name, module in () if part is None else part.named_modules():
+        for name, module in part.named_modules():
             facts[f"mode of {owner}.{name}"] = "training" if module.training else "evaluation"
             facts[f"options of {owner}.{name}"] = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
-        for name, b in () if part is None else part.named_buffers():
+        for name, b in part.named_buffers():
             tensors[f"{owner}.{name}"] = b
             buffers[f"{owner}.{name}"] = f"{list(b.shape)}, {b.dtype}"
     facts["loss"] = _options(stage.loss_fn)
@@ -230,8 +236,8 @@ def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     """Raise ValueError if the replicas of a stage have other parameters: all make the same updates from the same values."""
     named = [
         (f"{owner}.{name}", _local(p.detach()))
-        for owner, part in (("stage", stage.module), ("head", stage.head))
-        for name, p in (() if part is None else part.named_parameters())
+        for owner, part in _parts(stage)
+        for name, p in part.named_parameters()
         if p.numel()
     ]
     if not named:

@@ -35,7 +35,7 @@ class Spec:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def carries(self) -> bool:
+    def has_gradient(self) -> bool:
         """Whether a gradient can travel through the tensor."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
@@ -170,20 +170,20 @@ def from_json(value: Any) -> Specs:
     return tuple(Spec(tuple(shape), getattr(torch, dtype), name) for shape, dtype, name in value)
 
 
-def carrying(specs: Specs) -> Specs:
+def with_gradients(specs: Specs) -> Specs:
     """Select the tensors of an activation that can have a gradient; a message back has exactly these."""
-    return tuple(s for s in specs if s.carries)
+    return tuple(s for s in specs if s.has_gradient)
 
 
 def packed(message: Cotangents, inputs: Specs, device: torch.device) -> tuple[Tensors, list[int]]:
     """Return the tensors to send back, with zeros where there is no gradient, and the indices of these zeros."""
-    gradients = [g for g, s in zip(message, inputs, strict=True) if s.carries]
+    gradients = [g for g, s in zip(message, inputs, strict=True) if s.has_gradient]
     absent = [i for i, g in enumerate(gradients) if g is None]
-    pairs = zip(gradients, carrying(inputs), strict=True)
+    pairs = zip(gradients, with_gradients(inputs), strict=True)
     return tuple(torch.zeros(s.shape, dtype=s.dtype, device=device) if g is None else g for g, s in pairs), absent
 
 
 def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:
     """Return the received gradient of each output, None for outputs that carry none."""
     parts = iter(tensors)
-    return tuple(next(parts) if spec.carries else None for spec in outputs)
+    return tuple(next(parts) if spec.has_gradient else None for spec in outputs)

@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property
@@ -37,7 +37,7 @@ from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 from nwise.runtime.launch import backend_for, default_store, exchange, launched, make_mesh, start, time_limit
-from nwise.runtime.processes import Copied, Processes
+from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
@@ -136,7 +136,7 @@ class World(Processes):
         return self.new_group()
 
     def new_group(self) -> dist.ProcessGroup:
-        with self._together("the making of a group"):
+        with self.telling("the making of a group"):
             return self._new_group(backend="gloo")
 
     def _new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
@@ -201,7 +201,7 @@ class World(Processes):
         return tuple(sorted({self.placement[k] for k in stages}))
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        with self._together(f"the exchange of {name!r}"):
+        with self.telling(f"the exchange of {name!r}"):
             return self._exchange(name, value)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
@@ -219,13 +219,6 @@ class World(Processes):
         self._shared[name] = self._shared.get(name, -1) + 1
         return f"{name}/{self._shared[name]}"
 
-    def table(self, rows: Mapping[int, Tensor]) -> Tensor:
-        parts: list[Any] = [None] * self.size
-        with self._together("the collection of a table"):
-            dist.all_gather_object(parts, {k: rows[k].detach().cpu() for k in self.here}, group=self.control)
-        of_stage = [[part[k] for part in parts if k in part] for k in range(len(self.placement))]
-        return torch.stack([torch.stack(copies).mean(0) for copies in of_stage])
-
     def sums(self, rows: Sequence[tuple[tuple[int, ...], Tensor]], *, replicas: bool = False) -> list[Tensor]:
         with self.telling():
             works = [
@@ -238,7 +231,7 @@ class World(Processes):
         return [values for _, values in rows]
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        with self._together("the collection of tensors"):
+        with self.telling("the collection of tensors"):
             whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
             assert self.control  # also on ranks that send nothing: all ranks make the group
             if self.rank:
@@ -291,22 +284,14 @@ class World(Processes):
             self.doing = None
 
     @contextmanager
-    def _together(self, name: str) -> Iterator[None]:
-        """Announce a call that all ranks make outside a step."""
-        self.begin(name)
-        with self.telling():
-            yield
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self, name: str | None = None) -> Iterator[None]:
+        if name is not None:
+            self.begin(name)
         self.watch.check()
         try:
             yield
         except RuntimeError as error:
             raise self.watch.failed(error) from error
-
-    def check(self) -> None:
-        self.watch.check()
 
     def compare(self, name: str, facts: Any) -> None:
         self._settings = name, derive(repr(facts))
@@ -322,7 +307,7 @@ class World(Processes):
             return
         _open.remove(self)
         # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
-        with self._together("the end (`close`)"):
+        with self.telling("the end (`close`)"):
             calls = self._exchange("calls", _calls.count)
         if len(set(calls)) > 1:
             raise self.watch.failed(ValueError(f"All ranks should make the same calls of nwise. Found {calls} calls."))
@@ -336,7 +321,7 @@ class World(Processes):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy or a pickle of a pipeline keep its stages without connections."""
-        return Copied, (self.placement, self.place, self.rank, self.size, self.replica, self.num_replicas, self.ranks)
+        return Copied, ({name: getattr(self, name) for name in FACTS},)
 
     def _close_at_exit(self) -> None:
         """Close, and exit with 1 after an error: exceptions raised in exit handlers do not change the exit code."""

@@ -20,7 +20,7 @@ from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import Deadlock
 from nwise.schedule.timing import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
-from nwise.strategies import Strategy, Switch
+from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 
 # Name of an order, its rule, and the cap of list scheduling.
@@ -79,7 +79,7 @@ def best(
         num_ranks: number of ranks; default: one for each stage, or those of the placement.
 
     Raises:
-        ValueError, TypeError: an argument is invalid, or the strategy is a `Switch`.
+        ValueError, TypeError: an argument is invalid.
         DoesNotFit: no order that it tries fits the memory; a ValueError too.
 
     >>> result = best("2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1))
@@ -103,11 +103,6 @@ def arrange(
     if not isinstance(costs, Costs):
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
     rule = parse(strategy)
-    if isinstance(rule, Switch):
-        raise ValueError(
-            f"`strategy` should be the same at every step. Found {rule.name!r}, which switches; pass one of its parts, or "
-            "`strategy.in_force(step)`."
-        )
     flows = flows_for(rule, num_stages, num_microbatches)
     return flows, place(placement, num_ranks, flows, costs), weight_ages(rule, flows)
 

@@ -18,7 +18,7 @@ from nwise.schedule.find import DoesNotFit
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
 from nwise.schedule.timing import CLOSE, Timed, rounded
-from nwise.strategies import EndToEnd, Local, Strategy, Switch
+from nwise.strategies import EndToEnd, Local, Strategy
 from nwise.strategies import strategy as parse
 
 __all__ = ["STRATEGIES", "Methods", "Option", "is_late", "ratio", "same_gradients", "time_methods"]
@@ -130,7 +130,7 @@ def time_methods(
         progress: wrapper of the list of tasks, such as a progress bar; default: none.
 
     Raises:
-        ValueError: a number is out of range, or a strategy is unknown or a `Switch`.
+        ValueError: a number is out of range, or a strategy is unknown.
         DoesNotFit: no method fits the memory; a ValueError too.
 
     >>> costs = Costs(1, 0.5, 1, 1, overhead=0.02)
@@ -187,13 +187,8 @@ def same_gradients(rule: Strategy, other: Strategy, num_stages: int) -> bool:
     """Tell whether a strategy computes the same gradients as another one at this number of stages, and none of them late.
 
     Raises:
-        ValueError: the strategy is a `Switch`, or its credit has another size.
+        ValueError: the strategy's credit has another size.
     """
-    if isinstance(rule, Switch):
-        raise ValueError(
-            f"`strategies` should each be the same at every step. Found {rule.name!r}, which switches; pass its parts one by "
-            "one."
-        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # windows longer than the network
         credits = [rule.credit(num_stages, turn) for turn in range(rule.turns)]

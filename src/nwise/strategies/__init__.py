@@ -9,7 +9,7 @@ from functools import partial
 from nwise.lazy import submodule
 from nwise.strategies.base import Heads, Strategy, strategy
 from nwise.strategies.matrices import Blocks, Credit, DeepSupervision, EndToEnd, Geometric, Local, NWise, Rotating
-from nwise.strategies.over_time import Delayed, Hogwild, Switch
+from nwise.strategies.over_time import Delayed, Hogwild
 
 __all__ = [
     "Blocks",
@@ -24,7 +24,6 @@ __all__ = [
     "NWise",
     "Rotating",
     "Strategy",
-    "Switch",
     "strategy",
 ]
 

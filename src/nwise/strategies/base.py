@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,15 +70,6 @@ class Strategy(ABC):
         """Return the index of the credit matrix in the cycle for a step and micro-batch."""
         return 0
 
-    def in_force(self, step: int) -> Strategy:
-        """Return the strategy in force at a step; it differs from this one only for a `Switch`."""
-        return self
-
-    def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
-        """Iterate over the phases between two steps: the first step of each, and the step after its last."""
-        if first < stop:
-            yield first, stop
-
     def caution(self, num_stages: int) -> str | None:
         """Return a warning about the use of the strategy with this number of stages, or None."""
         return None
@@ -100,17 +90,15 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
 
     Args:
         text: a `Strategy`, or a name that matches the `pattern` of a strategy's class; `example_names` lists at
-            least one of each. Numbers may differ: ``3-wise``, ``geometric-0.9``, ``local@20,2-wise``.
+            least one of each. Numbers may differ: ``3-wise``, ``geometric-0.9``.
         options: keyword options of the class, such as ``heads="all"``.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or has strategies that follow each other.
         TypeError: the argument is neither a text nor a strategy.
 
     >>> strategy("2-wise")
     NWise(heads='live', n=2, reduce='last')
-    >>> strategy("local@500,end-to-end").name
-    'local@500,end-to-end'
     """
     if isinstance(text, Strategy):
         return replace(text, **options) if options else text
@@ -123,6 +111,11 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
         match = re.fullmatch(kind.pattern, text)
         if match:
             return kind.from_match(match, **options)
+    if "@" in text:
+        raise ValueError(
+            f"`strategy` should be the same at every step. Found {text!r}; pass one of its parts, and set `pipe.strategy` to the "
+            "next one between two steps. Recipes and `nwise train` take them all at once."
+        )
     examples = example_names()
     numbers = re.findall(r"\d+(?:\.\d+)?", text)
     close = hint(text, [_with_numbers(example, numbers) for example in examples])

@@ -1,18 +1,15 @@
-"""Strategies over time: with late gradients (`Delayed`, `Hogwild`), and changing at a step (`Switch`)."""
+"""Strategies with late gradients (`Delayed`, `Hogwild`)."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from nwise.checks import check_at_least
 from nwise.strategies.base import Strategy, strategy
-from nwise.strategies.matrices import EndToEnd, Local
+from nwise.strategies.matrices import EndToEnd
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,10 @@ class _Late(Strategy):
         object.__setattr__(self, "base", strategy(self.base))
         if self.base.heads == "all":
             object.__setattr__(self, "heads", "all")
-        if isinstance(self.base, _Late | Switch):
+        if isinstance(self.base, _Late):
             raise ValueError(
-                f"`base` should be a strategy with one credit matrix or a cycle of them. Found {self.base.name!r}; "
-                f"put `{type(self).__name__}` inside `Switch` instead."
+                f"`base` should be a strategy with one credit matrix or a cycle of them. Found {self.base.name!r}, whose "
+                "gradients are late already; pass its `base`."
             )
 
     @property
@@ -117,62 +114,3 @@ class Delayed(_Late):
     @property
     def delay(self) -> int:
         return self.by
-
-
-@dataclass(frozen=True)
-class Switch(Strategy):
-    """One strategy up to a step and another one after it (the paper's fine-tuning, section 4.2).
-
-    At that step the paper also discards the heads, resets the optimizer and sets the learning rate. `nwise.app.training.Trainer`
-    does the same; a custom loop should too, with `Pipeline.discard_heads`, because it owns the optimizer.
-
-    Args:
-        at: first step of the second strategy, counted from 0.
-        before: the first strategy or its name; default: local.
-        after: the second strategy or its name; default: end-to-end.
-
-    >>> Switch(10).in_force(9).name, Switch(10).in_force(10).name
-    ('local', 'end-to-end')
-    """
-
-    pattern = r"([^@]+)@(\d+),(.+)"
-    examples = ("local@500,end-to-end",)
-
-    at: int
-    before: Strategy = field(default_factory=Local)
-    after: Strategy = field(default_factory=EndToEnd)
-
-    def _check(self) -> None:
-        object.__setattr__(self, "before", strategy(self.before))
-        object.__setattr__(self, "after", strategy(self.after))
-        check_at_least(1, at=self.at)
-        if isinstance(self.before, Switch):
-            raise ValueError(
-                f"`before` should not be a `Switch`. Found {self.before.name!r}; nest the second switch in `after`, with a "
-                "later step."
-            )
-        if isinstance(self.after, Switch) and self.after.at <= self.at:
-            raise ValueError(f"A second switch should come after the first at {self.at}. Found `at = {self.after.at}`.")
-
-    @classmethod
-    def from_match(cls, match: re.Match[str], **options: Any) -> Switch:
-        return cls(int(match[2]), strategy(match[1]), strategy(match[3]), **options)
-
-    @property
-    def name(self) -> str:
-        return f"{self.before.name}@{self.at},{self.after.name}"
-
-    @property
-    def turns(self) -> int:
-        return self.before.turns
-
-    def in_force(self, step: int) -> Strategy:
-        inner = self.before if step < self.at else self.after.in_force(step)
-        return replace(inner, heads="all") if self.heads == "all" else inner
-
-    def phases(self, first: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int]]:
-        yield from self.before.phases(first, min(self.at, stop))
-        yield from self.after.phases(max(self.at, first), stop)
-
-    def credit(self, num_stages: int, turn: int = 0) -> Tensor:
-        return self.before.credit(num_stages, turn)

@@ -39,7 +39,7 @@ def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) ->
     parts = [(k, False) for k in range(pipe.num_stages)] + [
         (k, True) for k in range(pipe.num_stages) if k in pipe.heads
     ]
-    credit = cycle_credit(strategy or pipe.strategy.in_force(pipe.steps), pipe.num_stages)
+    credit = cycle_credit(strategy or pipe.strategy, pipe.num_stages)
     groups: dict[object, list[Part]] = defaultdict(list)
     for stage, is_head in parts:
         losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
@@ -50,11 +50,6 @@ def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) ->
 def cycle_credit(strategy: Strategy, num_stages: int) -> Tensor:
     """Return the absolute credit summed over a cycle of a strategy, ``[A, A]``."""
     return torch.stack([strategy.credit(num_stages, turn) for turn in range(strategy.turns)]).double().abs().sum(0)
-
-
-def last_strategy(pipe: Pipeline) -> Strategy:
-    """Return the strategy of the last step, or of the first if there has been none."""
-    return pipe.strategy.in_force(max(pipe.steps - 1, 0))
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -75,7 +70,7 @@ class Clip:
     All processes of a pipeline make it and call it, at the same steps.
 
     Args:
-        pipe: the pipeline; its strategy decides the groups, and a switch changes them.
+        pipe: the pipeline; its strategy decides the groups, and another strategy changes them.
         max_norm: the largest norm of a group.
         by: ``"global"`` (default), ``"stage"`` or ``"loss"``.
 
@@ -87,7 +82,7 @@ class Clip:
         if not max_norm > 0:
             raise ValueError(f"`max_norm` should be above 0. Found {max_norm}.")
         self._pipe, self._max_norm, self._by = pipe, max_norm, by
-        self._follow(pipe.strategy.in_force(pipe.steps))
+        self._follow(pipe.strategy)
 
     def _follow(self, strategy: Strategy) -> None:
         """Make the groups of a strategy."""
@@ -97,8 +92,8 @@ class Clip:
 
     def __call__(self) -> Tensor:
         """Clip the gradients of the last step; return the norms before, of the groups with stages in this process."""
-        if (last := last_strategy(self._pipe)) != self._strategy:
-            self._follow(last)
+        if self._pipe.strategy != self._strategy:
+            self._follow(self._pipe.strategy)
         if any(len(_stages(group)) > 1 for group in self._groups):
             self._pipe.processes.begin("clipping")
         mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]

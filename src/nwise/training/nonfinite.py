@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nwise._torch import plain_name
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
-from nwise.training.clip import cycle_credit, last_strategy, squared_norm
+from nwise.training.clip import cycle_credit, squared_norm
 
 Policy = Literal["stop", "skip", "ignore"]
 
@@ -28,7 +28,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class NonFiniteGuard:
-    """Checks losses and gradients after each step; a switch of the strategy changes which updates are skipped together.
+    """Checks losses and gradients after each step; another strategy changes which updates are skipped together.
 
     All processes of a pipeline make it and call it, at the same steps. Under ``skip`` the processes whose stages share a loss
     wait for each other after every step; the others do not.
@@ -48,7 +48,7 @@ class NonFiniteGuard:
         if policy not in ("stop", "skip", "ignore"):
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
         self._pipe, self._policy, self._report = pipe, policy, report
-        self._follow(pipe.strategy.in_force(pipe.steps))
+        self._follow(pipe.strategy)
         pipe.warns_of_divergence = False  # this guard reports it
         self._buffers: dict[Tensor, Tensor] = {}
 
@@ -84,8 +84,8 @@ class NonFiniteGuard:
         """
         if self._policy == "ignore":
             return []
-        if (last := last_strategy(self._pipe)) != self._strategy:
-            self._follow(last)
+        if self._pipe.strategy != self._strategy:
+            self._follow(self._pipe.strategy)
         bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in self._pipe.processes.here}
         if self._policy == "stop":
             wrong = [k for k, flags in bad.items() if any(flags)]

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import tyro
 from rich.text import Text
 
-import nwise
 from nwise.app.cli.costs import parse_costs, read_file
 from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.recipes import parse_phases
 from nwise.app.records import json_line
 from nwise.app.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.app.report.figures import check_format, flow_figure
@@ -54,7 +54,7 @@ class FlowCommand:
             raise ValueError("`strategy` should name at least one. Found none.")
         if not 1 <= self.stages <= 32:
             raise ValueError(f"`stages` should be from 1 to 32, for the figure to be legible. Found {self.stages}.")
-        strategies = [nwise.strategy(name) for name in self.strategy]
+        strategies = [rule for name in self.strategy for _, rule in parse_phases(name)]
         for strategy in strategies:
             strategy.credit(self.stages)  # raises if a matrix has another size
         self.out.parent.mkdir(parents=True, exist_ok=True)

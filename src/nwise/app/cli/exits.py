@@ -69,7 +69,7 @@ class ExitsCommand:
                 raise ValueError(
                     f"{run.folder} should have at least two test images, one for each half. Found {len(data)}."
                 )
-            if not pipe.needed_heads(later=False):
+            if not pipe.needed_heads():
                 raise ValueError(
                     f"{run.folder} should have trained heads. Found none; train with `--strategy 2-wise`, `local` or "
                     "`deep-supervision`, or with `--heads all`."

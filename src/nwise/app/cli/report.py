@@ -83,7 +83,7 @@ def _numbers(run: Summary) -> dict[str, Any]:
     scores = {name: last[name] for name in ("step", "samples", "seconds", "loss", "accuracy")}
     return {
         "run": run.name,
-        "strategy": run.strategy.name,
+        "strategy": run.strategy,
         "status": run.run.status,
         "last_test": scores,
         "timeline": None if run.measured is None else _timeline(run.measured, _trace_file(run)),

@@ -17,6 +17,7 @@ from nwise.app.recipes.config import (
     to_json,
 )
 from nwise.app.recipes.optimizers import Adam, Sgd
+from nwise.app.recipes.phases import Phases, in_force, joined, parse_phases, spans
 from nwise.lazy import submodule
 
 __all__ = [
@@ -28,12 +29,17 @@ __all__ = [
     "Gpt",
     "ImageSource",
     "Mlp",
+    "Phases",
     "Recipe",
     "ResNet",
     "Sgd",
     "TextSource",
     "from_json",
+    "in_force",
+    "joined",
+    "parse_phases",
     "recipe",
+    "spans",
     "to_json",
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -17,11 +16,12 @@ from nwise.app.data.images import Augmentation, Images
 from nwise.app.data.text import Tokenizer, Tokens
 from nwise.app.models import StagedModel
 from nwise.app.recipes.optimizers import Adam, Sgd
+from nwise.app.recipes.phases import Phases, parse_phases
 from nwise.checks import check_at_least, check_limits, check_range
 from nwise.runtime.compression import parse_compression
 from nwise.schedule.named import ORDERS, check_order
 from nwise.schedule.placement import check_name, parse_placement
-from nwise.strategies import Heads, strategy
+from nwise.strategies import Heads
 from nwise.strategies.base import example_names
 
 __all__ = ["FLAT"]
@@ -186,7 +186,7 @@ FLAT = tyro.conf.arg(name="")
 
 _STRATEGY_HELP = (
     f"Which loss trains which stage: {', '.join(example_names())}. credit- has the rows of a custom matrix. "
-    "local@500,end-to-end switches after step 500, local@3epochs,end-to-end after epoch 3."
+    "local@500,end-to-end changes after step 500, local@3epochs,end-to-end after epoch 3."
 )
 
 
@@ -283,10 +283,10 @@ class Recipe:
             check_name(placement)
         parse_compression(self.compress)
         try:
-            self.strategy_for(1)
+            self.phases(1)
         except ValueError as error:
-            try:  # switches within an epoch are in order if it has enough steps
-                self.strategy_for(10**6)
+            try:  # changes within an epoch are in order if it has enough steps
+                self.phases(10**6)
             except ValueError:
                 raise error from None
 
@@ -295,24 +295,9 @@ class Recipe:
         """Name of the heads' score besides the loss."""
         return "perplexity" if isinstance(self.data, Text) else "accuracy"
 
-    def strategy_for(self, steps_per_epoch: int) -> Any:
-        """Build the strategy, with epochs in its name turned into steps."""
-        if not isinstance(self.strategy, str):
-            raise TypeError(f"`strategy` should be a text. Found {type(self.strategy).__name__}.")
-
-        def steps(match: re.Match[str]) -> str:
-            try:
-                epochs = float(match[1])
-                if epochs <= 0:
-                    raise ValueError("no number of epochs")
-                return f"@{max(1, round(epochs * steps_per_epoch))},"
-            except (ValueError, OverflowError) as error:
-                raise ValueError(
-                    f"`strategy` should give a number of epochs above 0 after '@'. Found {self.strategy!r}."
-                ) from error
-
-        text = re.sub(r"@([^@,]*)epochs,", steps, self.strategy)
-        return strategy(text, heads=self.heads)
+    def phases(self, steps_per_epoch: int) -> Phases:
+        """Return the first step of every strategy of a run, and the strategy."""
+        return parse_phases(self.strategy, steps_per_epoch, self.heads)
 
     def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:
         """Load the training and the test data.

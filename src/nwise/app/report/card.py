@@ -115,7 +115,7 @@ def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
         template_str=_TEMPLATE,
         recipe=recipe,
         stages=summary.num_stages,
-        strategy=summary.strategy.name,
+        strategy=summary.strategy,
         weights=weights,
         tokenizer=tokenizer,
         last=summary.tests[-1],

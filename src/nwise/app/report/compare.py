@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from nwise.app.data import Images, Tokens
-from nwise.app.recipes import Recipe
+from nwise.app.recipes import Recipe, spans
 from nwise.app.report.figures import Curve, compare_figure
 from nwise.app.training import Callback, Run, Trainer, new_run
-from nwise.pipeline import Pipeline
 from nwise.schedule import PAPER, best
 
 __all__ = ["Result", "check", "compare", "draw"]
@@ -92,7 +91,7 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
         )
     kind = recipe.quality
     steps, values, seconds = _tests(run, kind)
-    return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer.pipe, steps)), seconds)
+    return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer, steps)), seconds)
 
 
 def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
@@ -107,14 +106,14 @@ def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
     return [record["step"] for record in tests], values, records[-1]["seconds"]
 
 
-def _slots(pipe: Pipeline, steps: Sequence[int]) -> list[float]:
+def _slots(trainer: Trainer, steps: Sequence[int]) -> list[float]:
     """Model the slots until each of the steps, on one accelerator per stage."""
     rates = []
-    for first, last in pipe.strategy.phases(stop=steps[-1]):
-        now = pipe.strategy.in_force(first)
-        timed = best(now, num_stages=pipe.num_stages, num_microbatches=pipe.num_microbatches, costs=PAPER)
-        rates.append((first, last, timed.period))
-    return [sum(rate * (min(step, last) - first) for first, last, rate in rates if first < step) for step in steps]
+    for made, rule in spans(trainer.recipe.phases(trainer.steps_per_epoch), steps[-1]):
+        m = trainer.recipe.microbatches
+        timed = best(rule, num_stages=trainer.pipe.num_stages, num_microbatches=m, costs=PAPER)
+        rates.append((made, timed.period))
+    return [sum(rate * len(range(made.start, min(step, made.stop))) for made, rate in rates) for step in steps]
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:

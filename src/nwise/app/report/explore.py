@@ -89,7 +89,7 @@ class Choices:
         """Return all combinations except strategies that are end-to-end under another name.
 
         Raises:
-            ValueError: a strategy is unknown, or a `Switch`.
+            ValueError: a strategy is unknown.
         """
         drawn = {
             (i, j)

@@ -118,8 +118,7 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
     head and loss if those run. Black arrows are activations; coloured ones are gradients, in the colour of the farthest loss
     that they carry.
     """
-    phases = [strategy.in_force(first) for strategy in strategies for first, _ in strategy.phases()]
-    turns = [(strategy, turn) for strategy in phases for turn in range(strategy.turns)]
+    turns = [(strategy, turn) for strategy in strategies for turn in range(strategy.turns)]
     columns = min(len(turns), max(1, 12 // num_stages))
     if len(turns) == columns + 1 and columns > 1:
         columns = -(-len(turns) // 2)  # two even rows, not one panel alone in the second

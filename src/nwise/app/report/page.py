@@ -109,13 +109,11 @@ def _timeline(index: int, run: Summary, charts: dict[str, Any]) -> str:
         "each loss's pass through a stage one, heads none. There are no measured times, because this run had one process, or "
         "no <code>--timeline</code>.</p>"
     )
-    phases = list(run.strategy.phases())
-    for i, (first, _) in enumerate(phases):
-        strategy = run.strategy.in_force(first)
+    for i, (first, strategy) in enumerate(run.phases):
         timed = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
         picture, suffix = Picture("", timed, _BATCHES), f"{index}-{i}" if i else str(index)
         chart = gantt(picture.events, "time, slots", _BATCHES)
-        since = f", from step {first} on" if len(phases) > 1 else ""
+        since = f", from step {first} on" if len(run.phases) > 1 else ""
         text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
         text += _chart(charts, f"predicted-{suffix}", f"{run.name}: predicted timeline of {strategy.name}", chart)
         shares = {"predicted": picture.timeline.utilisation}
@@ -140,12 +138,11 @@ def _credit(runs: Sequence[Summary]) -> str:
     text = "<p>Row j, column k: the weight of loss j's gradient in the update of stage k.</p>"
     groups: dict[tuple[str, int], list[Summary]] = {}
     for run in runs:
-        groups.setdefault((run.strategy.name, run.num_stages), []).append(run)
+        groups.setdefault((run.strategy, run.num_stages), []).append(run)
     for (strategy_name, num_stages), group in groups.items():
         run, names = group[0], ", ".join(each.name for each in group)
         text += f"<h3>{html.escape(strategy_name)} <span class='note'>({html.escape(names)})</span></h3>"
-        for first, _ in run.strategy.phases():
-            strategy = run.strategy.in_force(first)
+        for _, strategy in run.phases:
             for turn in range(strategy.turns):
                 caption = f"{strategy.name}, turn {turn}" if strategy.turns > 1 else strategy.name
                 text += _matrix(caption, strategy.credit(num_stages, turn).tolist())
@@ -167,9 +164,9 @@ def _matrix(caption: str, credit: list[list[float]]) -> str:
 def _flow_picture(run: Summary) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "flow.svg"
-        flow_figure([run.strategy], run.num_stages, path)
+        flow_figure([rule for _, rule in run.phases], run.num_stages, path)
         code = base64.b64encode(path.read_bytes()).decode()
-    title = f"Flow of activations and gradients under {run.strategy.name}"
+    title = f"Flow of activations and gradients under {run.strategy}"
     return f'<img alt="{html.escape(title)}" style="max-width:100%" src="data:image/svg+xml;base64,{code}">'
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import nwise
-from nwise.app.recipes import Recipe, to_json
+from nwise.app.recipes import Phases, Recipe, joined, to_json
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Run
 from nwise.app.training.timeline import load
 from nwise.flow import flows_for
 from nwise.schedule.ages import weight_ages
 from nwise.schedule.named import choose
-from nwise.strategies import Strategy
 
 AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}
 
@@ -119,16 +118,21 @@ class Summary:
         return json.loads((self.run.folder / "run.json").read_text())
 
     @cached_property
-    def strategy(self) -> Strategy:
-        """The recipe's strategy, with epochs turned into steps by means of the records."""
+    def phases(self) -> Phases:
+        """The first step of every strategy, and the strategy; epochs are turned into steps by means of the records."""
         last = self.tests[-1]
         per_epoch = round(last["step"] / last["epoch"]) if last.get("epoch") else 1
-        return self.recipe.strategy_for(max(1, per_epoch))
+        return self.recipe.phases(max(1, per_epoch))
+
+    @property
+    def strategy(self) -> str:
+        """The name of the recipe's strategy, or of all that follow each other, with their steps."""
+        return joined(self.phases)
 
     @property
     def title(self) -> str:
         """Recipe, strategy, A and M in one line."""
-        return f"{self.recipe.name}, {self.strategy.name}, A = {self.num_stages}, M = {self.recipe.microbatches}"
+        return f"{self.recipe.name}, {self.strategy}, A = {self.num_stages}, M = {self.recipe.microbatches}"
 
     def series(self, kind: str, name: str) -> list[Series]:
         """Return the numbers of every head that has any.

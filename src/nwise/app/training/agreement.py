@@ -45,8 +45,8 @@ class Agreement:
             return self._asked.pop(0) if self._asked else None
         with self._changed:
             while self._limit is not None and self._agreed is None and self._begun >= self._limit:
-                self._changed.wait(0.1)
-                self._processes.check()
+                with self._processes.telling():  # raises the error of a rank that has ended
+                    self._changed.wait(0.1)
             if self._agreed is not None and self._begun >= self._agreed[0]:
                 _, what = self._agreed
                 self._round, self._limit, self._agreed = self._round + 1, None, None

@@ -25,6 +25,7 @@ from nwise.process import choose_gpu
 from nwise.runtime.launch import launched, local_gpu
 from nwise.schedule.placement import parse_placement
 from nwise.stage import LossFn
+from nwise.strategies import Strategy
 from nwise.tensors import Tensors
 
 
@@ -52,7 +53,7 @@ def make_loss(data: Images | Tokens) -> LossFn:
     return TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
 
 
-def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -> Pipeline:
+def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> Pipeline:
     """Build the recipe's network as a pipeline, on the CPU; each of several processes builds only its own stages.
 
     Raises:
@@ -75,7 +76,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, steps_per_epoch: int) -
         [partial(build, stage) for stage in model.stages],
         [partial(build, head, f"heads.{k}") for k, head in enumerate(model.heads)],
         make_loss(data),
-        recipe.strategy_for(steps_per_epoch),
+        strategy,
         recipe.microbatches,
         schedule=None if recipe.schedule == "best" else recipe.schedule,
         recompute=recipe.recompute,

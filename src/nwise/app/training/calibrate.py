@@ -90,7 +90,7 @@ def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidenc
     Raises:
         ValueError: the loss has no default confidence, or an output is not ``[B, classes]``.
     """
-    exits = (*sorted(pipe.needed_heads(later=False)), pipe.num_stages - 1)
+    exits = (*sorted(pipe.needed_heads()), pipe.num_stages - 1)
     rules = confidences(pipe.loss_fns, exits, confidence)
     sure, right = [], []
     with evaluating(pipe):

@@ -67,7 +67,7 @@ def evaluate(
         raise ValueError(
             "Ensembles should be scored in one process, which has all heads' outputs. Found several; use `nwise evaluate RUN`."
         )
-    scored = pipe.needed_heads(later=False) | {pipe.num_stages - 1}
+    scored = pipe.needed_heads() | {pipe.num_stages - 1}
     # For every head, and for the top n heads: the sum of the losses, the number of right answers, and that of all answers.
     heads, tops = torch.zeros(2, pipe.num_stages, 3, dtype=torch.float64, device=_device(pipe))
     with evaluating(pipe):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nwise.app.recipes import Adam, Recipe
 from nwise.app.training.optimizers import LearningRate, make_optimizer, parameter_groups
 from nwise.pipeline import Pipeline
+from nwise.strategies import Strategy
 from nwise.training import Clip, NonFiniteGuard, hidden_matrices
 
 
@@ -44,11 +45,14 @@ class Phase:
             self.update()
 
 
-def check_phases(recipe: Recipe, pipe: Pipeline, num_steps: int) -> None:
-    """Raise ValueError before the first step if a later phase cannot clip, or skip updates, as the recipe says."""
-    for first, _ in pipe.strategy.phases(stop=num_steps):
-        pipe.steps = first
+def check_phases(recipe: Recipe, pipe: Pipeline, rules: Sequence[Strategy]) -> list[set[int]]:
+    """Return the heads that each phase needs; ValueError if one cannot clip, or skip updates, as the recipe says."""
+    needed = []
+    for rule in reversed(rules):  # so the first one is in force in the end
+        if rule != pipe.strategy:
+            pipe.strategy = rule
         if recipe.clip is not None:
             Clip(pipe, recipe.clip, recipe.clip_by)
         NonFiniteGuard(pipe, recipe.on_nan)
-    pipe.steps = 0
+        needed.append(pipe.needed_heads())
+    return needed[::-1]

@@ -34,7 +34,7 @@ from torch import Tensor
 import nwise
 from nwise.app.data import Images, Tokens, steps_per_epoch
 from nwise.app.data.text import Bpe, Bytes, Tokenizer
-from nwise.app.recipes import Recipe, from_json, to_json
+from nwise.app.recipes import Recipe, from_json, in_force, to_json
 from nwise.app.records import append_text, json_line, read_lines, write_text
 from nwise.app.training.build import make_pipeline, pick_device
 from nwise.checkpoint import FolderLock, discard_unsaved_heads, load_main_state, save_tensors, under
@@ -234,9 +234,9 @@ class Run:
         except Exception as error:
             raise ValueError(f"{path} should be a safetensors file. Found: {error}; train again.") from error
 
-    def load_weights(self, pipe: Pipeline) -> None:
-        """Load the weights into a pipeline of the same configuration."""
-        weights = self.weights()
+    def load_weights(self, pipe: Pipeline, weights: dict[str, Tensor] | None = None) -> None:
+        """Load the weights, or those that `weights` has returned, into a pipeline of the same configuration."""
+        weights = weights or self.weights()
         load_main_state(pipe, under(weights, "model."))
         pipe.steps = self.weights_step
         discard_unsaved_heads(pipe, weights)
@@ -250,10 +250,12 @@ class Run:
         config = dataclasses.replace(self.recipe, device=device)
         place = pick_device(config)
         train_data, test_data = config.load(self.tokenizer())
+        weights = self.weights()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about training
-            pipe = make_pipeline(config, train_data, steps_per_epoch(len(train_data), config.batch_size))
-        self.load_weights(pipe)
+            phases = config.phases(steps_per_epoch(len(train_data), config.batch_size))
+            pipe = make_pipeline(config, train_data, in_force(phases, self.weights_step - 1))
+        self.load_weights(pipe, weights)
         return pipe.to(place), test_data.to(place)
 
     def save_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from nwise.app.training.phase import Phase
-from nwise.checkpoint import CheckpointInfo, Checkpoints, check_facts, discard_unsaved_heads, read_layout
+from nwise.checkpoint import CheckpointInfo, Checkpoints, check_facts
 from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
 
-_RUN_FACTS = {"rate": dict[str, float], "seconds": float, "best": float}
+_RUN_FACTS = {"rate": dict[str, float], "seconds": float, "best": float, "config": dict[str, object]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,6 @@ class Saver:
             check_facts(info.facts, info.folder, _RUN_FACTS)
             self._best = info.facts["best"]
             self._pipe.steps = info.facts["step"]
-            discard_unsaved_heads(self._pipe, read_layout(info.folder))
         return info
 
     def restore(self, info: CheckpointInfo, done: int) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nwise.app.data import Images, Tokens, batch_indices, steps_per_epoch
-from nwise.app.recipes import Recipe, to_json
+from nwise.app.recipes import Recipe, in_force, spans, to_json
 from nwise.app.records import write_text
 from nwise.app.training.agreement import Agreement
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
@@ -24,9 +24,10 @@ from nwise.app.training.phase import Phase, check_phases
 from nwise.app.training.run import Run, versions
 from nwise.app.training.saver import CheckpointPolicy, Saver
 from nwise.app.training.timeline import TimelineRecorder
-from nwise.checkpoint import CheckpointInfo, gather_weights
+from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
 from nwise.microbatch import check_parts
 from nwise.randomness import generator
+from nwise.strategies import Strategy
 
 
 class StoppedError(Exception):
@@ -57,7 +58,8 @@ class Trainer:
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
-        self.pipe = make_pipeline(recipe, self.train_data, self.steps_per_epoch).to(self.device)
+        self._phases = recipe.phases(self.steps_per_epoch)
+        self.pipe = make_pipeline(recipe, self.train_data, self._phases[0][1]).to(self.device)
         check_parts(recipe.batch_size, recipe.microbatches, self.pipe.processes.num_replicas)
         self._layout = torch.channels_last if recipe.channels_last else torch.preserve_format
         if recipe.channels_last:
@@ -65,7 +67,8 @@ class Trainer:
             self.pipe.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
         if recipe.compile:
             compile_blocks(self.pipe)
-        check_phases(recipe, self.pipe, self.num_steps)
+        rules = [rule for _, rule in spans(self._phases, self.num_steps)]
+        self._needed_heads = check_phases(recipe, self.pipe, rules)
         here = [sum(p.numel() for p in part) for part in (self.pipe.main_parameters(), self.pipe.head_parameters())]
         counts = self.pipe.processes.by_place("parameters", here)
         self.num_parameters = tuple(map(sum, zip(*counts, strict=True)))  # main network, heads
@@ -160,8 +163,7 @@ class Trainer:
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
                 f"Found {steps}."
             )
-        now = self.pipe.strategy.in_force(first)
-        self._timeline = TimelineRecorder(self.pipe, now.name, first, first + steps)
+        self._timeline = TimelineRecorder(self.pipe, in_force(self._phases, first).name, first, first + steps)
 
     @property
     def unwritten(self) -> dict[str, str]:
@@ -208,14 +210,12 @@ class Trainer:
         if checkpoint is None:
             self._ready(-1)
         scores = None
-        for number, (first, last) in enumerate(self.pipe.strategy.phases(stop=self.num_steps)):
-            begin = max(first, self.pipe.steps)
+        for number, (steps, rule) in enumerate(spans(self._phases, self.num_steps)):
+            first, last, begin = steps.start, steps.stop, max(steps.start, self.pipe.steps)
+            self._follow(number, rule, checkpoint)
             if begin >= last:
                 continue
-            if number and not self.pipe.needed_heads():
-                self.pipe.discard_heads()
-            self.pipe.steps = begin
-            self._phase = Phase(self.recipe, self.pipe, number, range(first, last), self._post_mortem)
+            self._phase = Phase(self.recipe, self.pipe, number, steps, self._post_mortem)
             if self._saver is not None:
                 self._saver.phase = self._phase
             is_untested = checkpoint is None and begin == 0
@@ -236,6 +236,17 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores
+
+    def _follow(self, number: int, rule: Strategy, checkpoint: CheckpointInfo | None) -> None:
+        """Begin a phase: set its strategy, and discard the heads if neither it nor a later one needs any."""
+        if number:
+            self.pipe.strategy = rule
+        if any(self._needed_heads[number:]):
+            return
+        if number:
+            self.pipe.discard_heads()
+        elif checkpoint is not None:
+            discard_unsaved_heads(self.pipe, read_layout(checkpoint.folder))
 
     def _test(self, step: int, first: int, last: int) -> Scores:
         """Evaluate after a step of a phase (the steps from `first` to `last`), and tell its learning rate and the saver."""
@@ -304,7 +315,11 @@ class Trainer:
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
         """Load a checkpoint; return whether its state has to be tested, because a stop broke off the test."""
         assert self._saver is not None
-        changes = self._saver.restore(checkpoint, done)
+        parts = self._saver.restore(checkpoint, done).split("; ")
+        before, now = checkpoint.facts["config"].get("strategy"), self.recipe.strategy
+        # A checkpoint knows the strategy of its step; a run has those of all steps.
+        rest = [part for part in parts if part and not part.startswith("strategy ")]
+        changes = "; ".join([f"strategy {before} -> {now}"] * (before != now) + rest)
         is_untested = bool(checkpoint.facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
         self._notify("resumed", self.pipe.steps, changes)

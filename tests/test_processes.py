@@ -1,0 +1,51 @@
+"""The processes of a pipeline, where one process and several share a method or have one each."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from nwise.runtime.launch import check_same
+from nwise.runtime.processes import Copied, Processes
+from nwise.runtime.world import World
+
+
+def exchanges(kind: type[Any]) -> set[str]:
+    """The public functions that a class defines itself and that are not final."""
+    functions = {name for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name for name in functions if not getattr(vars(kind)[name], "__final__", False)}
+
+
+def test_a_world_has_every_exchange_and_a_copy_refuses_it() -> None:
+    """Regression: a copy refused a list of names, one of which no longer existed, and `posted` was not among them."""
+    own = exchanges(World) & set(vars(Processes))
+    assert own == exchanges(Processes)
+    refused = {name for name in vars(Copied) if name[0] != "_"}
+    assert own - refused == {"close"}  # which closes what a copy does not have
+    copied = Copied({"placement": (0, 1), "size": 2, "ranks": (0, 1)})
+    with pytest.raises(RuntimeError, match="A copy of a pipeline under several processes should only be read"):
+        copied.posted("factor")
+
+
+def test_a_table_has_every_bit_and_the_mean_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    third, rows = torch.tensor(1 / 3), {0: torch.tensor([1 / 3, torch.nan]), 1: torch.tensor([-0.0, 1e-45])}
+    one = Processes(2)
+    found = one.table(rows)
+    assert found.dtype == torch.float32
+    assert torch.equal(found[0, :1], third[None])
+    assert found.isnan().tolist() == [[False, True], [False, False]]
+    assert found[1].tolist() == rows[1].tolist()
+    parts = [[[0, [1.0]]], [[0, [2.0]]], [[1, [5.0]]], [[1, [7.0]]]]
+    monkeypatch.setattr(Processes, "gather", lambda self, name, value: parts)
+    assert one.table({0: torch.zeros(1), 1: torch.zeros(1)}).tolist() == [[1.5], [6.0]]
+
+
+def test_ranks_without_a_value_are_not_compared() -> None:
+    check_same([{"inputs": None}, {"inputs": "a"}, {"inputs": "a"}])
+    with pytest.raises(
+        ValueError, match="`inputs` should be the same on every rank. Found 'a' on rank 1 and 'b' on rank 3; x."
+    ):
+        check_same([{"inputs": one} for one in (None, "a", None, "b")], {"inputs": "x"})
