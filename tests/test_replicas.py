@@ -30,4 +30,4 @@ def test_replicas_match_plain_training_and_differences_are_found(tmp_path: Path)
         assert found["refusals"].keys() == REFUSALS.keys()
         for name, text in REFUSALS.items():
             assert text in found["refusals"][name], name
-        assert "Found different inputs on ranks 0 and 1" in found["inputs"]
+        assert "`inputs` should be the same on every rank. Found" in found["inputs"]

@@ -36,7 +36,7 @@ def test_multi_process_matches_single_process_bitwise(tmp_path: Path) -> None:
     for number, (strategy, m, optimizer, order) in enumerate(CASES):
         # Where micro-batches are unlike, orders add their gradients up in different orders.
         same_sums = strategy != "rotating-2-microbatch"
-        flows = flows_for(nwise.strategy(strategy.partition("@")[0]), num_stages, m)
+        flows = flows_for(nwise.strategy(strategy.partition(", ")[0]), num_stages, m)
         expected = case(num_stages, strategy, m, optimizer, "depth-first" if same_sums else choose(order, flows))
         together: dict[str, str] = {}
         for rank in range(num_stages):
