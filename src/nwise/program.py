@@ -91,7 +91,7 @@ class Program:
             )
 
     def schedule(
-        self, strategy: Strategy, num_microbatches: int, heads: HeadDict, order: Order, structure: object
+        self, now: Strategy, num_microbatches: int, heads: HeadDict, order: Order, structure: object
     ) -> Schedule:
         """Return the schedule of a strategy's steps, that of the step before if nothing has changed.
 
@@ -101,13 +101,13 @@ class Program:
         Raises:
             ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
         """
-        frozen = strategy, num_microbatches, order, structure
+        frozen = now, num_microbatches, order, structure
         if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
             return self._schedule
-        flows = self.flows(strategy, num_microbatches, heads)
-        key = order, flows, self._processes.placement, weight_ages(strategy, flows)
+        flows = self.flows(now, num_microbatches, heads)
+        key = order, flows, self._processes.placement, weight_ages(now, flows)
         if self._schedule is None or self._key != (key, tuple(heads)):
-            self.check_heads(strategy, num_microbatches, heads)
+            self.check_heads(now, num_microbatches, heads)
             schedule = choose(*key, *self._prices)
             if self._shared is not None and schedule.late_stages:
                 raise ValueError(
@@ -115,7 +115,7 @@ class Program:
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
             self._key, self._schedule = (key, tuple(heads)), schedule
-            self._processes.compare(f"{strategy.name} with M = {num_microbatches}", (schedule.digest, flows))
+            self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
         self._frozen = frozen
         return self._schedule
 
