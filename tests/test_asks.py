@@ -18,6 +18,7 @@ from torch.nn import functional
 import nwise
 from launch import forked, results
 from nwise._arguments import check_same_batch
+from nwise.microbatch import Parts
 from nwise.runtime import launch as world
 from nwise.runtime.launch import check_same
 from ranks.asks import CASES, first_place, second_of, skipping
@@ -82,14 +83,17 @@ def test_targets_of_any_layout_are_compared() -> None:
         codes.append(code)
         check_same(codes)
 
+    def batch(target: torch.Tensor) -> Parts:
+        return Parts([()], [(target,)], [3], (), (), None)
+
     joining: Any = SimpleNamespace(size=2, num_replicas=1, here=(0,), agree=agree)
     column = torch.arange(6).reshape(3, 2)[:, 1]
-    check_same_batch(joining, (), column.clone())
-    check_same_batch(joining, (), column)
+    check_same_batch(joining, batch(column.clone()))
+    check_same_batch(joining, batch(column))
     with pytest.raises(
         ValueError, match="`target` should be the same on every rank. Found '.*' on rank 0 and '.*' on rank 2"
     ):
-        check_same_batch(joining, (), column + 1)
+        check_same_batch(joining, batch(column + 1))
 
 
 def test_rank_without_loss_accepts_target_none(tmp_path: Path) -> None:

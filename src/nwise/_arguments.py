@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from nwise.checks import check_at_least
+from nwise.microbatch import Parts
 from nwise.network.chain import Chain
 from nwise.network.unsaved import emptied_buffers, refuse_buffers
 from nwise.runtime.engine import Recorder
 from nwise.runtime.processes import Processes
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
-from nwise.tensors import Input, Tensors, as_tuple, call, names
+from nwise.tensors import Tensors, call, names
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -211,19 +212,18 @@ def placed(
     return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
 
 
-def check_same_batch(processes: Processes, inputs: Tensors, target: Input | Tensors | None) -> None:
+def check_same_batch(processes: Processes, parts: Parts) -> None:
     """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
     equal loaders.
     """
     if processes.size > 1:
-        used = inputs if processes.num_replicas > 1 and 0 in processes.here else ()
-        targets = () if target is None else as_tuple(target, "`target`")
-        processes.agree(inputs=_code(used), target=_code(targets))
+        used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
+        processes.agree(inputs=_code(used), target=_code(parts.targets))
 
 
-def _code(tensors: Tensors) -> str | None:
+def _code(parts: Sequence[Tensors | None]) -> str | None:
     """Return a text that is equal for equal tensors; None for no tensors."""
-    code = sha256()
+    code, tensors = sha256(), [tensor for part in parts for tensor in part or ()]
     for tensor in tensors:
         dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
         code.update(dense.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -136,19 +136,9 @@ class Parts:
     whole: Tensors | None
 
     @property
-    def all_inputs(self) -> Tensors:
-        """All tensors of the inputs."""
-        return tuple(tensor for inputs in self.inputs for tensor in inputs)
-
-    @property
     def ask_gradients(self) -> bool:
         """Whether an input requires a gradient."""
-        return any(tensor.requires_grad for tensor in self.all_inputs)
-
-    @property
-    def all_targets(self) -> Tensors | None:
-        """All tensors of the targets; None without any."""
-        return tuple(tensor for target in self.targets for tensor in target or ()) or None
+        return any(tensor.requires_grad for inputs in self.inputs for tensor in inputs)
 
     def batch(self, terms: Sequence[Terms], num_microbatches: int, draws: Draws, *, on_device: bool = False) -> Batch:
         """Return the part of a replica, weighted.

@@ -247,7 +247,7 @@ class Pipeline(Settings):
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
         if not self._compared:
-            arguments.check_same_batch(processes, parts.all_inputs, parts.all_targets)
+            arguments.check_same_batch(processes, parts)
             self._compared = True
         self.habits.before_step()
         asked = parts.ask_gradients
