@@ -409,7 +409,7 @@ def test_full_size_settings_match_the_paper() -> None:
 def test_equal_time_epochs_match_the_paper(source: str, budget: int, plain: tuple[int, int, int]) -> None:
     setting = e4.SETTINGS["full", source]
     cells = {c.method: c.recipe for c in e4.cells("full", 1) if c.recipe.data == setting.base.data and not c.part}
-    assert list(cells) == list(e4.METHODS)
+    assert list(cells) == [*e4.METHODS, e4.SCALED]
     assert tuple(cells[m].epochs for m in ("end-to-end", "2-wise", "1-wise")) == plain
     for method in ("end-to-end", "2-wise", "1-wise"):
         epochs = cells[method].epochs
@@ -425,6 +425,34 @@ def test_equal_time_epochs_match_the_paper(source: str, budget: int, plain: tupl
         assert [drop * second for drop in recipe.then.drops] == pytest.approx(list(drops))
         # In slots of the timing model, M = 1: 2 a step 1-wise, 8 end-to-end, 4 for 2-wise.
         assert 2 * first + 8 * second == 4 * budget
+
+
+@pytest.mark.parametrize(("source", "rows"), [("cifar10", 5), ("cifar100", 6)])
+def test_cut_schedule_explains_the_second_rates_of_the_grid(source: str, rows: int) -> None:
+    """The first phase had drops scaled to T1, which fit no choice of the second rate, and no test pinned them."""
+    setting = e4.SETTINGS["full", source]
+    own = [share * 2 * setting.budget for share in (0.7, 0.85, 0.95)]  # 1-wise's epochs of a drop: 112, 136, 152 of CIFAR-10
+    firsts = sorted({first for first, _ in setting.grid})
+    assert len(firsts) == rows
+    for first in firsts:
+        recipe = setting.fine_tuning((first, next(rate for t1, rate in setting.grid if t1 == first)))
+        assert isinstance(recipe.optimizer, Sgd)
+        assert [share * first for share in recipe.optimizer.drops] == pytest.approx([x for x in own if x < first])
+        last = 0.1 / 10 ** len(recipe.optimizer.drops)  # the rate with which 1-wise gets to T1
+        near = {rate for rate in (0.1, 0.01, 0.001) if 0.09 < rate / last < 11}
+        assert {rate for t1, rate in setting.grid if t1 == first} == near
+    scaled = setting.fine_tuning(setting.best, scaled=True)
+    assert scaled == dataclasses.replace(setting.fine_tuning(setting.best), optimizer=scaled.optimizer)
+    assert scaled.optimizer == Sgd(drops=(0.7, 0.85, 0.95))
+
+
+@pytest.mark.parametrize("source", ["cifar10", "cifar100"])
+def test_full_grid_has_four_seeds(source: str) -> None:
+    """Regression: a full run had one seed of the grid, where table 5 has four."""
+    setting = e4.SETTINGS["full", source]
+    cells = [cell for cell in e4.cells("full", 4) if cell.part and getattr(cell.recipe.data, "source", "") == source]
+    assert len(cells) == 4 * len(setting.grid)
+    assert {cell.recipe.seed for cell in cells} == {0, 1, 2, 3}
 
 
 def test_experiments_reusing_runs_share_their_cells() -> None:
@@ -559,7 +587,7 @@ def test_checks_of_e2_differ_in_one_setting() -> None:
 
 
 def test_e4_of_made_up_records(tmp_path: Path) -> None:
-    order = {"end-to-end": 4.0, "1-wise": 4.2, "2-wise": 4.3, "fine-tuning": 4.35}
+    order = {"end-to-end": 4.0, "1-wise": 4.2, "2-wise": 4.3, "fine-tuning": 4.35, e4.SCALED: 4.34}
 
     def of(cell: Cell) -> float:
         return 4.5 if cell.part == "grid T1 = 4, rate 0.1" else 4.4 if "rate 0.1" in cell.part else order[cell.method]
@@ -570,6 +598,7 @@ def test_e4_of_made_up_records(tmp_path: Path) -> None:
     text = (tmp_path / "e4" / "small.md").read_text()
     assert "| 4 | 45.0" in text
     assert "| paper: cifar10 | 92.86 (0.15) | 94.06 (0.12) |" in text
+    assert "| less the same with drops scaled to T1 | +0.10 (+0.10 to +0.10) |" in text
     claim = EXPERIMENTS["e4"].claims(Job(folder=tmp_path))[6]
     assert claim.seeds == 2, "three T1 of one seed are not three seeds"
     assert claim.effect == pytest.approx((0.5 + 0.5 + 1.5) / 3, abs=0.1)

@@ -53,12 +53,12 @@ class Result(NamedTuple):
     """A row of the index.
 
     Args:
-        number: of the paper's figure or table among the sixteen; empty for claims of the text and for questions of our own.
+        place: the paper's figure or table, such as ``"figure 5"``; empty for claims of the text and for questions of our own.
         what: the row's text.
         source: what the sources of its claims begin with, see `Claim`.
     """
 
-    number: int | str
+    place: str
     what: str
     source: str
 
@@ -67,12 +67,12 @@ class Waiting(NamedTuple):
     """A row of the index for which other data are needed than the small size has.
 
     Args:
-        numbers: of the paper's figures and tables.
+        place: the paper's figures and tables.
         what: the row's text.
         sources: names of the data sets.
     """
 
-    numbers: str
+    place: str
     what: str
     sources: tuple[str, ...]
 
