@@ -31,7 +31,9 @@ from experiments.__main__ import main as reproduce
 from experiments.e1 import experiment as e1
 from experiments.e2 import experiment as e2
 from experiments.e4 import experiment as e4
+from experiments.e5 import experiment as e5
 from experiments.e6 import experiment as e6
+from experiments.e7 import experiment as e7
 from experiments.frontier import clock as frontier_clock
 from experiments.harness import pool
 from experiments.harness.cell import Cell, Record, measure, read_cell
@@ -453,6 +455,29 @@ def test_full_grid_has_four_seeds(source: str) -> None:
     cells = [cell for cell in e4.cells("full", 4) if cell.part and getattr(cell.recipe.data, "source", "") == source]
     assert len(cells) == 4 * len(setting.grid)
     assert {cell.recipe.seed for cell in cells} == {0, 1, 2, 3}
+
+
+def test_printed_tables_are_the_papers() -> None:
+    """The numbers that pages show as the paper's, copied from it a second time."""
+    first = "95.20 (0.11) 94.20 (0.09) 95.05 (0.09) 95.42 (0.06) 76.71 (0.14) 75.02 (0.09) 78.09 (0.13) 77.84 (0.04)"
+    assert " ".join(value for _, row in e2.PRINTED.values() for value in row) == f"{first} 75.60 72.05 74.45 76.27"
+    second = "92.86 (0.15) 94.06 (0.12) 93.98 (0.07) 94.21 (0.07) 73.98 (0.13) 76.85 (0.14) 74.33 (0.09) 76.40 (0.16)"
+    settings = [e4.SETTINGS["full", source] for source in ("cifar10", "cifar100")]
+    assert " ".join(value for setting in settings for value in setting.printed) == second
+    assert e5.PRINTED == {
+        "imagenet": {"2-wise": ("74.45", "73.46", "72.46", "71.75"), "1-wise": ("72.05", "71.70", "71.34", "70.92")},
+        "cifar10": {"2-wise": ("95.12", "95.10", "95.18", "95.26"), "1-wise": ("94.78", "94.89", "94.76", "94.82")},
+    }
+    assert e7.PRINTED == {3: "82.682", 4: "100.183", 5: "110.278"}
+    rows = [
+        "93.78 93.31 93.86 93.40 93.70 93.56 93.53 93.45 93.46 93.26 93.34",
+        "77.00 75.66 76.71 75.46 76.78 75.42 76.10 75.24 76.16 75.32 74.57 74.72 74.50",
+    ]
+    for setting, row in zip(settings, rows, strict=True):
+        assert " ".join(f"{value:.2f}" for _, value in setting.grid.values()) == row
+        assert setting.best == max(setting.grid, key=lambda point: setting.grid[point][1]) == (80, 0.1)
+    seeds = {name: EXPERIMENTS[name].parts.seeds["full"] for name in ("e1", "e2", "e4", "e6")}  # type: ignore[attr-defined]
+    assert seeds == {"e1": 4, "e2": 3, "e4": 4, "e6": 1}
 
 
 def test_experiments_reusing_runs_share_their_cells() -> None:
