@@ -433,7 +433,9 @@ def test_equal_time_epochs_match_the_paper(source: str, budget: int, plain: tupl
 def test_cut_schedule_explains_the_second_rates_of_the_grid(source: str, rows: int) -> None:
     """The first phase had drops scaled to T1, which fit no choice of the second rate, and no test pinned them."""
     setting = e4.SETTINGS["full", source]
-    own = [share * 2 * setting.budget for share in (0.7, 0.85, 0.95)]  # 1-wise's epochs of a drop: 112, 136, 152 of CIFAR-10
+    own = [
+        share * 2 * setting.budget for share in (0.7, 0.85, 0.95)
+    ]  # 1-wise's epochs of a drop: 112, 136, 152 of CIFAR-10
     firsts = sorted({first for first, _ in setting.grid})
     assert len(firsts) == rows
     for first in firsts:

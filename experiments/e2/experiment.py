@@ -78,7 +78,7 @@ def _methods(size: Size) -> tuple[str, ...]:
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: methods by seeds; ImageNet, as printed, has one seed.
+    """Return the cells: methods by seeds; ImageNet has one seed, as in the paper.
 
     In medium size every method has its own rate, and one that has not been tried with all rates has no cells.
     """

@@ -193,7 +193,9 @@ def _grid_claims(setting: Setting, grid: Mapping[Point, Mapping[int, float]]) ->
     both = sorted({first for first, rate in grid if rate == high} & {first for first, rate in grid if rate == low})
     text = f"after 1-wise, end-to-end at rate {high:g} is above {low:g} (mean over T1)"
     claims = [
-        greater(text, "table 5, read", mean_by_seed([difference(grid[first, high], grid[first, low]) for first in both]))
+        greater(
+            text, "table 5, read", mean_by_seed([difference(grid[first, high], grid[first, low]) for first in both])
+        )
     ]
     others = [point for point in grid if point != setting.best]
     if others:

@@ -23,7 +23,7 @@ class Job:
 
     Args:
         folder: of all experiments, each of which has a folder of its own in it.
-        size: small, an hour of two cores for all; medium, some evenings of them for each; or full, as printed.
+        size: small, an hour of two cores for all; medium, some evenings of them for each; or full, on a GPU.
         seeds: number of seeds; None for the experiment's own number.
         only: texts of which a cell's name should contain one; none for all cells.
         redraw: run nothing, only write tables and figures from the records.
