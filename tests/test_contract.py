@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -213,7 +213,7 @@ def test_last_loss_reaches_the_first_stage_over_steps(num_stages: int, n: int, s
     pipes = []
     for other in (y, (y + 1) % 4):
         last = partial(lambda output, target, other: nn.functional.cross_entropy(output, other), other=other)
-        losses = [*[nn.functional.cross_entropy] * (num_stages - 1), last]
+        losses: list[Callable[..., Tensor]] = [*[nn.functional.cross_entropy] * (num_stages - 1), last]
         stages, heads = copy.deepcopy((net.stages, net.heads))
         pipes.append(nwise.Pipeline(stages, heads, losses, f"{n}-wise", seed=0))
     for step in range(1, 9):
