@@ -1,4 +1,4 @@
-"""The laboratory: every figure and table of the paper, run again; `python -m experiments` or `python -m experiments`."""
+"""The laboratory: the paper's figures and tables, run again; `python -m experiments` or `python -m experiments`."""
 
 from importlib.util import find_spec
 

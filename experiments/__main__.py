@@ -56,7 +56,7 @@ class Reproduce:
     ] = ""
     size: Size = "small"
     """small: two cores, an hour for all with two seeds each; medium: two cores, up to 20 hours for each experiment that has
-    it; full: as printed, for a GPU."""
+    it; full: the paper's length and network, for a GPU."""
     folder: Path = Path("experiments")
     """Folder of the records, tables and figures; another one leaves those of the repository as they are."""
     seeds: int | None = None

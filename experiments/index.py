@@ -1,4 +1,4 @@
-"""The experiments by name, and the index of the paper's sixteen results."""
+"""The experiments by name, and the index of the paper's results: ten figures, six tables."""
 
 from __future__ import annotations
 
@@ -85,13 +85,19 @@ def write_index(folder: Path) -> None:
     write_text(path, f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
 
 
+def _order(place: str) -> tuple[bool, str, int]:
+    """Return a key that puts the paper's figures first, then its tables, each by number."""
+    kind, _, number = place.partition(" ")
+    return not place, kind, int(number or 0)
+
+
 def table(folder: Path) -> str:
     """Return a table in Markdown: every result, its status, its verdict."""
     jobs = [(one, Job(folder=folder, size=size)) for one in EXPERIMENTS.values() for size in one.sizes]
     states = {(one.name, job.size): (one.progress(job), one.claims(job)) for one, job in jobs}
     rows: list[tuple[object, ...]] = []
     results = [(result, one.name) for one in EXPERIMENTS.values() for result in one.results]
-    for result, name in sorted(results, key=lambda pair: pair[0].number or 99):
+    for result, name in sorted(results, key=lambda pair: _order(pair[0].place)):
         status, verdicts = [], []
         for size in EXPERIMENTS[name].sizes:
             (done, total), claims = states[name, size]
@@ -99,11 +105,11 @@ def table(folder: Path) -> str:
                 status.append(size if done == total else f"{size} ({done} of {total} runs)")
                 verdicts.append(f"{size}: {verdict([c for c in claims if c.source.startswith(result.source)])}")
         where = f"[{name}]({name}/)"
-        rows.append((result.number, result.what, where, ", ".join(status) or "not run", "; ".join(verdicts) or "–"))
+        rows.append((result.place, result.what, where, ", ".join(status) or "not run", "; ".join(verdicts) or "–"))
     for one in EXPERIMENTS.values():
         for waiting in one.waiting:
             records = Store(folder / one.name / "full.jsonl").read()
             runs = sum(record.get("config", {}).get("data", {}).get("source") in waiting.sources for record in records)
             outcome = (f"full: {runs} runs", "see full") if runs else ("not run: no data", "–")
-            rows.append((waiting.numbers, waiting.what, f"[{one.name}]({one.name}/)", *outcome))
-    return markdown.table(("", "result", "experiment", "status", "verdict"), rows)
+            rows.append((waiting.place, waiting.what, f"[{one.name}]({one.name}/)", *outcome))
+    return markdown.table(("in the paper", "result", "experiment", "status", "verdict"), rows)

@@ -107,28 +107,28 @@ def _microbatch_grids() -> list[Claim]:
 STALE = Drawn(
     "stale-gradients",
     "Stale gradients of Hogwild",
-    Result(1, "figure: stale gradients of Hogwild", "figure 1"),
+    Result("figure 1", "stale gradients of Hogwild", "figure 1"),
     lambda path: schedule_figure([_picture("hogwild", 4, 1, batches=6)], path),
     _stale,
 )
 FLOW = Drawn(
     "flow",
     "Flow of activations and gradients",
-    Result(2, "figure: flow of activations and gradients", "figure 2"),
+    Result("figure 2", "flow of activations and gradients", "figure 2"),
     lambda path: flow_figure([EndToEnd(), Local(), NWise(2), NWise(3)], 4, path),
     _flows,
 )
 GRID = Drawn(
     "timing-grid",
     "Timing grid of four steps",
-    Result(3, "figure: timing grid of four steps, time per batch", "figure 3"),
+    Result("figure 3", "timing grid of four steps, time per batch", "figure 3"),
     lambda path: schedule_figure([_picture(name, 4, 1, batches=4) for name in _SLOTS], path),
     _grid,
 )
 MICROBATCH_GRID = Drawn(
     "microbatch-grid",
     "Timing grids with micro-batches",
-    Result(9, "figure: micro-batch grids", "figure 9"),
+    Result("figure 9", "micro-batch grids", "figure 9"),
     lambda path: schedule_figure([_picture(name, 6, 4, batches=2) for name in ("gpipe", "3-wise")], path),
     _microbatch_grids,
 )

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -199,6 +199,34 @@ def test_two_wise_gradients_by_hand() -> None:
     assert heads[0].weight.grad is None
     assert heads[1].weight.grad is not None
     assert heads[1].weight.grad.item() == 4.0
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("num_stages", "n", "steps"), [(5, 2, 4), (7, 3, 3), (8, 4, 3), (5, 5, 1), (3, 1, None)])
+def test_last_loss_reaches_the_first_stage_over_steps(num_stages: int, n: int, steps: int | None) -> None:
+    """Section 3.2: the last loss trains stages from A - N on, and those before through them: N - 1 more with every step.
+
+    So stage 0 differs after ceil((A - 1) / (N - 1)) steps: for 2-wise A - N steps after the last stages do. 1-wise never.
+    """
+    net, arrived = perceptron(num_stages), []
+    x, y = net.draw(6)
+    pipes = []
+    for other in (y, (y + 1) % 4):
+        last = partial(lambda output, target, other: nn.functional.cross_entropy(output, other), other=other)
+        losses: list[Callable[..., Tensor]] = [*[nn.functional.cross_entropy] * (num_stages - 1), last]
+        stages, heads = copy.deepcopy((net.stages, net.heads))
+        pipes.append(nwise.Pipeline(stages, heads, losses, f"{n}-wise", seed=0))
+    for step in range(1, 9):
+        for pipe in pipes:
+            pipe.step(x, target=y)
+            for p in pipe.parameters():
+                if p.grad is not None:
+                    p.data -= 0.1 * p.grad
+                    p.grad = None
+        first = [next(pipe.stages[0].parameters()) for pipe in pipes]
+        if not torch.equal(*first):
+            arrived.append(step)
+    assert arrived[:1] == ([] if steps is None else [steps])
 
 
 @pytest.mark.usefixtures("float64")

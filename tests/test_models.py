@@ -73,6 +73,15 @@ def test_resnet_parameter_counts_and_shapes(
     ]
 
 
+def test_bottlenecks_have_their_stride_in_the_3x3_convolution() -> None:
+    """As in the authors' code; He's table has it in the first 1x1."""
+    with torch.device("meta"):
+        model = models.resnet("50")
+    convolutions = [m for stage in model.stages for m in stage.modules() if isinstance(m, nn.Conv2d)]
+    strided = [m.kernel_size for m in convolutions if m.stride == (2, 2)]
+    assert strided == [(7, 7), *[(3, 3), (1, 1)] * 3], "the stem, then the body and the shortcut of three blocks"
+
+
 def test_gpt_stage_with_head_has_152_million_parameters() -> None:
     with torch.device("meta"):
         model = models.gpt()

@@ -122,5 +122,5 @@ EXPERIMENT = Trained(
     "e1",
     "E1, accuracy against the number of stages",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "medium": 3, "full": 4}),
-    [Result(5, "figure: accuracy against stages, double size (E1)", "figure 5")],
+    [Result("figure 5", "accuracy against stages, double size (E1)", "figure 5")],
 )

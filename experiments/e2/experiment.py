@@ -1,4 +1,4 @@
-"""E2: residual networks in four stages (table 11); the runs of E3 and E5 too."""
+"""E2: residual networks in four stages (table 1); the runs of E3 and E5 too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
-from experiments.harness.claims import Claim, differences, equal, exact, greater
+from experiments.harness.claims import Claim, differences, equal, exact, greater, no_greater
 from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work, work_table
 from experiments.harness.experiment import Result, Size, Waiting
 from experiments.harness.plots import accuracy_and_step_time
@@ -78,7 +78,7 @@ def _methods(size: Size) -> tuple[str, ...]:
 
 
 def cells(size: Size, seeds: int) -> list[Cell]:
-    """Return the cells: methods by seeds; ImageNet, as printed, has one seed.
+    """Return the cells: methods by seeds; ImageNet has one seed, as in the paper.
 
     In medium size every method has its own rate, and one that has not been tried with all rates has no cells.
     """
@@ -97,24 +97,31 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 
 
 def claims(runs: Runs) -> list[Claim]:
-    """Test the claims of table 11 and those about more strategies."""
+    """Test the claims of table 1 and those about more strategies; "read": what the table shows and the text does not say."""
 
     def scores(method: str) -> dict[int, float]:
         return runs.scores(accuracy, method)
 
     claims = [
-        greater("end-to-end above 1-wise", "table 11", scores("end-to-end"), scores("1-wise")),
-        greater("2-wise above 1-wise", "table 11", scores("2-wise"), scores("1-wise")),
-        greater("3-wise above 1-wise", "table 11", scores("3-wise"), scores("1-wise")),
-        greater("3-wise above end-to-end", "table 11", scores("3-wise"), scores("end-to-end")),
+        greater("end-to-end above 1-wise", "table 1", scores("end-to-end"), scores("1-wise")),
+        greater("2-wise above 1-wise", "table 1", scores("2-wise"), scores("1-wise")),
+        greater("3-wise above 1-wise", "table 1", scores("3-wise"), scores("1-wise")),
     ]
-    if runs.source == "cifar10":  # on CIFAR-100 it is above, on ImageNet below, by more than a point
-        claims.append(equal("2-wise equals end-to-end", "table 11", scores("2-wise"), scores("end-to-end"), within=1))
+    # The text has 3-wise above end-to-end on CIFAR-10, 2-wise too on CIFAR-100, and neither on ImageNet.
+    above = "table 1, read" if runs.source == "imagenet" else "table 1"
+    claims.append(greater("3-wise above end-to-end", above, scores("3-wise"), scores("end-to-end")))
+    if runs.source == "cifar100":
+        claims.append(greater("2-wise above end-to-end", "table 1", scores("2-wise"), scores("end-to-end")))
+    if runs.source == "cifar10":
+        claims.append(equal("2-wise equals end-to-end", "table 1", scores("2-wise"), scores("end-to-end"), within=1))
+    if runs.source != "imagenet":  # there the table has 3-wise 1.82 points above, so the text says "consistently"
+        text = "3-wise is not above 2-wise by half a point, four stages"
+        claims.append(no_greater(text, "table 1", scores("3-wise"), scores("2-wise"), by=0.5))
     claims += [greater(f"{method} above 2-wise", "ours", scores(method), scores("2-wise")) for method in BEYOND]
     for method in ("2-wise", "3-wise"):
         more = 100 * (work(method, 4, costs(runs)) / work("end-to-end", 4, costs(runs)) - 1)
         text = f"{method} computes more in total than end-to-end, four stages, by what is multiplied"
-        claims.append(exact(text, "section T", more, holds=more > 0, wanted="> 0", unit="%"))
+        claims.append(exact(text, "section 3", more, holds=more > 0, wanted="> 0", unit="%"))
     return claims
 
 
@@ -177,12 +184,12 @@ EXPERIMENT = Trained(
     "E2, residual networks in four stages",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "medium": 3, "full": 3}),
     [
-        Result(11, "table: residual networks (E2)", "table 11"),
-        Result("", "text: work in total, residual networks", "section T"),
+        Result("table 1", "residual networks (E2)", "table 1"),
+        Result("", "text: work in total, residual networks", "section 3"),
         Result("", "ours: other strategies for residual networks", "ours"),
     ],
     waiting=[
-        Waiting("11", "table: residual networks on CIFAR-100 and ImageNet", ("cifar100", "imagenet")),
-        Waiting("6, 13", "every head, and ensembles, on ImageNet", ("imagenet",)),
+        Waiting("table 1", "residual networks on CIFAR-100 and ImageNet", ("cifar100", "imagenet")),
+        Waiting("figure 6, table 3", "every head, and ensembles, on ImageNet", ("imagenet",)),
     ],
 )

@@ -63,6 +63,6 @@ EXPERIMENT = Trained(
     "e3",
     "E3, the accuracy of every head",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
-    [Result(6, "figure: accuracy of every head (E3)", "figure 6")],
+    [Result("figure 6", "accuracy of every head (E3)", "figure 6")],
     owner="e2",
 )

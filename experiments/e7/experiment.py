@@ -1,4 +1,4 @@
-"""E7: Hogwild on the Transformers (table 14), from the runs of E6."""
+"""E7: Hogwild on the Transformers (table 4), from the runs of E6."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def claims(runs: Runs) -> list[Claim]:
     for stages in e6.HOGWILD:
         for other in ("end-to-end", "1-wise"):
             text = f"Hogwild is worse than {other} at equal steps, {stages} stages"
-            claims.append(greater(text, "table 14", at("hogwild", stages), at(other, stages), unit="nats"))
+            claims.append(greater(text, "table 4", at("hogwild", stages), at(other, stages), unit="nats"))
     for fewer, more in pairwise(e6.HOGWILD):
         text = f"Hogwild is worse with {more} stages than with {fewer}"
-        claims.append(greater(text, "table 14", at("hogwild", more), at("hogwild", fewer), unit="nats"))
+        claims.append(greater(text, "table 4", at("hogwild", more), at("hogwild", fewer), unit="nats"))
     return claims
 
 
@@ -60,6 +60,6 @@ EXPERIMENT = Trained(
     "e7",
     "E7, Hogwild on Transformers",
     Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.EXPERIMENT.parts.seeds),
-    [Result(14, "table: Hogwild (E7)", "table 14")],
+    [Result("table 4", "Hogwild (E7)", "table 4")],
     owner="e6",
 )

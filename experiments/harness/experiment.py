@@ -23,7 +23,7 @@ class Job:
 
     Args:
         folder: of all experiments, each of which has a folder of its own in it.
-        size: small, an hour of two cores for all; medium, some evenings of them for each; or full, as printed.
+        size: small, an hour of two cores for all; medium, some evenings of them for each; or full, on a GPU.
         seeds: number of seeds; None for the experiment's own number.
         only: texts of which a cell's name should contain one; none for all cells.
         redraw: run nothing, only write tables and figures from the records.
@@ -53,12 +53,12 @@ class Result(NamedTuple):
     """A row of the index.
 
     Args:
-        number: of the paper's figure or table among the sixteen; empty for claims of the text and for questions of our own.
+        place: the paper's figure or table, such as ``"figure 5"``; empty for claims of the text and for questions of our own.
         what: the row's text.
         source: what the sources of its claims begin with, see `Claim`.
     """
 
-    number: int | str
+    place: str
     what: str
     source: str
 
@@ -67,12 +67,12 @@ class Waiting(NamedTuple):
     """A row of the index for which other data are needed than the small size has.
 
     Args:
-        numbers: of the paper's figures and tables.
+        place: the paper's figures and tables.
         what: the row's text.
         sources: names of the data sets.
     """
 
-    numbers: str
+    place: str
     what: str
     sources: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""The timing model's rows (section T): predicted with schedules that were built and validated, and measured."""
+"""The timing model's rows (section 3.1 and appendix C): predicted with schedules that were built and validated, and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's timing model (section T): T(A, M, N) slots of c(M) = c0 + c1 / M seconds.
+"""The paper's timing model (section 3.1 and appendix C): T(A, M, N) slots of c(M) = c0 + c1 / M seconds.
 
 A forward takes one slot, and so does each loss's pass through a stage; heads and messages are free.
 """
