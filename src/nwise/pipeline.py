@@ -141,7 +141,8 @@ class Pipeline(Settings):
         self.warns_of_divergence, self._divergence = True, Divergence()
         self._compared = self._input_asks = False  # whether the mini-batches of all ranks have been compared
         self._observer = None if plan is None else plan.observer(self.processes)
-        self._program = Program(self.processes, plan.prices(self.processes.num_ranks) if plan else (), shared)
+        prices = plan.prices(self.processes.num_ranks) if plan else ()
+        self._program = Program(self.processes, prices, shared, recompute)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
