@@ -146,8 +146,7 @@ class Pipeline(Settings):
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
-        self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
-        self._hooks = Hooks()
+        self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim), Hooks()
         self._capture = capture_of(losses, self.processes.size, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None

@@ -1,0 +1,166 @@
+"""Hogwild as figure 1 of the paper describes it: greedy ages, and passes with the weights in memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import nwise
+from nets import perceptron
+from nwise.flow import flows_for
+from nwise.reference import Call, in_memory_grads
+from nwise.schedule import PAPER, TRANSFORMER, best
+from nwise.schedule.ages import fixed_ages, greedy_ages, weight_ages
+from test_delay import check
+
+RATE, STEPS, WIDTH = 0.5, 12, 4
+Layer = tuple[Tensor, Tensor]  # two weights of a stage, [WIDTH, WIDTH] each
+
+
+def accelerators(stages: list[Layer], batches: list[tuple[Tensor, Tensor]]) -> tuple[list[list[Layer]], list[int]]:
+    """Simulate figure 1 with the formulas of ``h -> tanh(B tanh(A h))``, and no word of nwise or autograd.
+
+    In every slot each accelerator takes the gradient that has arrived, if any, makes its pass with the weights that it holds, and
+    updates them at once; otherwise it runs the forward of the next mini-batch that has arrived. The loss is the mean square.
+
+    Returns:
+        For each stage its weights before each update, and the number of forwards before its first update.
+    """
+    size = len(stages)
+    held = list(stages)
+    history: list[list[Layer]] = [[layer] for layer in stages]
+    inputs: list[list[Tensor]] = [[x for x, _ in batches], *([] for _ in range(1, size))]
+    kept: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(size)]  # input, hidden, output of each forward
+    gradients: list[list[Tensor]] = [[] for _ in range(size)]  # with respect to each output
+    begun = [-1] * size
+    while min(map(len, history)) <= STEPS:
+        arrived = [(len(one), len(two)) for one, two in zip(inputs, gradients, strict=True)]
+        for k in range(size):
+            first, second = held[k]
+            done = len(history[k]) - 1
+            if done < arrived[k][1]:
+                x, hidden, out = kept[k][done]
+                below = gradients[k][done] * (1 - out**2)  # at the activations of the forward
+                inner = (below @ second) * (1 - hidden**2)  # through the weights of now
+                if k:
+                    gradients[k - 1].append(inner @ first)
+                held[k] = first - RATE * inner.T @ x, second - RATE * below.T @ hidden
+                begun[k] = len(kept[k]) if begun[k] < 0 else begun[k]
+                history[k].append(held[k])
+            elif len(kept[k]) < arrived[k][0]:
+                x = inputs[k][len(kept[k])]
+                hidden = torch.tanh(x @ first.T)
+                out = torch.tanh(hidden @ second.T)
+                kept[k].append((x, hidden, out))
+                if k < size - 1:
+                    inputs[k + 1].append(out)
+                else:
+                    y = batches[len(kept[k]) - 1][1]
+                    gradients[k].append(2 * (out - y) / y.numel())
+    return history, begun
+
+
+def layers(num_stages: int) -> list[nn.Module]:
+    """Return stages ``h -> tanh(B tanh(A h))``."""
+    linear = [[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)] for _ in range(num_stages)]
+    return [nn.Sequential(a, nn.Tanh(), b, nn.Tanh()) for a, b in linear]
+
+
+def weights(stages: list[nn.Module]) -> list[Layer]:
+    return [tuple(p.detach().clone() for p in stage.parameters()) for stage in stages]  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_hogwild_is_figure_1(num_stages: int) -> None:
+    """Twelve updates of every stage, the first of which have smaller ages, equal those of accelerators that never wait."""
+    torch.manual_seed(0)
+    stages = layers(num_stages)
+    batches = [(torch.randn(5, WIDTH), torch.rand(5, WIDTH)) for _ in range(3 * STEPS)]
+    expected, begun = accelerators(weights(stages), batches)
+    assert begun == [2 * (num_stages - 1 - k) + 1 for k in range(num_stages)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    for step in range(STEPS + begun[0]):
+        x, y = batches[step]
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+        for k, found in enumerate(weights(stages)):
+            updates = max(0, step + 2 - begun[k])
+            if updates <= STEPS:
+                for one, other in zip(found, expected[k][updates], strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"{step} {k}")
+    assert pipe.staleness[:, 0].tolist() == [count - 1 for count in begun]
+
+
+def test_greedy_ages_by_hand() -> None:
+    """2-wise, 4 stages: stage 0 begins mini-batches 0, 1 and 2 in slots 0 to 2 and has W(0) in slot 3. Stage k between has F(0),
+    I(0), F(1), W(0), because loss k is at hand, and loss k + 1 two slots later."""
+    ages = greedy_ages(flows_for(nwise.NWise(2), 4, 1))
+    assert (ages.weights, ages.messages) == ((2, 1, 1, 0), ((), (0,), (0,), (0,)))
+    # With two micro-batches stage 0 of two runs F(0) F(1) F(2) W(0) F(3) W(1): its second mini-batch has begun.
+    assert greedy_ages(flows_for(nwise.EndToEnd(), 2, 2)).weights == (1, 0)
+    assert weight_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 4, 1)) == (3, 2, 1, 0)
+    assert fixed_ages(nwise.Hogwild(weights="forward"), flows_for(nwise.EndToEnd(), 4, 1)) is None
+
+
+@pytest.mark.parametrize("strategy", ["end-to-end", "2-wise", "3-wise", "3-wise-mean", "deep-supervision", "blocks-2"])
+@pytest.mark.parametrize("num_stages", [3, 5])
+def test_greedy_ages_let_no_stage_wait(strategy: str, num_stages: int) -> None:
+    """The busiest stage works all the time, and with other costs a step takes no longer than with the least ages."""
+    found = best(f"{strategy}-hogwild", num_stages=num_stages, num_microbatches=1, costs=PAPER)
+    flows = found.schedule.flows
+    busiest = max(
+        sum(1 + flow.stages[k].passes for batch in flows for flow in batch) / len(flows) for k in range(num_stages)
+    )
+    assert found.period == pytest.approx(busiest)
+    periods = [
+        best(f"{strategy}-hogwild{form}", num_stages=num_stages, num_microbatches=1, costs=TRANSFORMER).period
+        for form in ("", "-least", "-forward-least")
+    ]
+    assert periods[0] <= min(periods[1:]) + 1e-9
+
+
+CASES = [(base, form, m) for form in ("", "-least") for base, m in (("2-wise", 1), ("3-wise", 2), ("3-wise-mean", 1),
+         ("end-to-end", 3), ("deep-supervision", 1), ("rotating-2", 1))]  # fmt: skip
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("base", "form", "m"), CASES)
+def test_gradients_with_weights_in_memory_match_the_definition(base: str, form: str, m: int) -> None:
+    """Any base, any order, micro-batches, momentum, ragged batches, and the calls of `drain`."""
+    torch.manual_seed(0)
+    net = perceptron(4)
+    order = "depth-first" if m == 1 else "zb-h1"
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, f"{base}-hogwild{form}", m, schedule=order)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
+    flows = flows_for(pipe.strategy, 4, m)
+    ages = fixed_ages(pipe.strategy, flows)
+    assert ages is not None
+    # The age of loss j at stage i: of the message that holds it, which is one of several only for N-wise.
+    passing = [
+        [0 if not ages.messages[i] else ages.messages[i][min(max(j - i, 0), len(ages.messages[i]) - 1)] for i in range(4)]
+        for j in range(4)
+    ]
+    calls: list[Call] = []
+    for i in range(8):
+        x, y = net.draw(6 if i % 2 else 5)
+        credit = torch.stack([pipe.strategy.credit(4, pipe.strategy.turn(i, part)) for part in range(m)])
+        calls.append(Call(copy.deepcopy(net.stages), copy.deepcopy(net.heads), x, y, credit))
+        pipe.step(x, target=y)
+        check(pipe, in_memory_grads(calls, net.loss_fn, ages.weights, passing, m), i)
+        optimizer.step()
+        optimizer.zero_grad()
+    while pipe.drain():
+        calls.append(Call(copy.deepcopy(net.stages), copy.deepcopy(net.heads), None, None, credit))
+        check(pipe, in_memory_grads(calls, net.loss_fn, ages.weights, passing, m), "drain")
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(calls) == 8 + max(ages.weights)
+    assert all(p.grad is None for p in pipe.parameters())
