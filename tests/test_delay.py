@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from nets import perceptron
 from nwise.flow import Flow, find_flow
 from nwise.reference import late_grads, reference_grads
 from nwise.schedule import Costs, best
-from nwise.schedule.ages import When, message_ages, weight_ages
+from nwise.schedule.ages import When, greedy_ages, message_ages, weight_ages
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
 
@@ -74,16 +74,21 @@ def flows(draw: st.DrawFn, num_stages: int) -> Flow:
 
 
 @given(
-    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", "late"]),
+    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", "late", "greedy"]),
     st.sampled_from([None, 0, 1, 3]),
 )  # fmt: skip
 def test_no_result_is_older_than_its_use(
-    data: st.DataObject, num_stages: int, num_turns: int, num_microbatches: int, when: When, delay: int | None
+    data: st.DataObject,
+    num_stages: int,
+    num_turns: int,
+    num_microbatches: int,
+    when: When | Literal["greedy"],
+    delay: int | None,
 ) -> None:
     """Messages are at least as old as what they are made of, at most as old as what is made of them."""
     cycle = tuple((data.draw(flows(num_stages)),) * num_microbatches for _ in range(num_turns))
     strategy = nwise.Hogwild() if delay is None else nwise.Delayed(by=delay)
-    ages = message_ages(cycle, weight_ages(strategy, cycle), when)
+    ages = greedy_ages(cycle) if when == "greedy" else message_ages(cycle, weight_ages(strategy, cycle), when)
     for flow in {flow for batch in cycle for flow in batch}:
         for k, stage in enumerate(flow.stages):
             uses = [(ages.messages[k][q], message) for q, message in enumerate(stage.messages)]
@@ -92,6 +97,8 @@ def test_no_result_is_older_than_its_use(
                 assert all(0 <= ages.messages[k + 1][p] <= age for p in cotangent.needed)
             if stage.fused is not None:  # W starts from what its message has kept
                 assert ages.messages[k][stage.fused] <= ages.weights[k]
+                # What an I has kept of one call's weights serves no W of a later one.
+                assert when != "greedy" or ages.fuses(k, stage)
 
 
 @pytest.mark.usefixtures("float64")

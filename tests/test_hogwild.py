@@ -15,7 +15,9 @@ from nets import perceptron
 from nwise.flow import flows_for
 from nwise.reference import Call, in_memory_grads
 from nwise.schedule import PAPER, TRANSFORMER, best
-from nwise.schedule.ages import fixed_ages, greedy_ages, weight_ages
+from nwise.schedule.ages import fixed_ages, greedy_ages, message_ages, weight_ages
+from nwise.schedule.orders import depth_first, make_schedule
+from nwise.versions import InMemory
 from test_delay import check
 
 RATE, STEPS, WIDTH = 0.5, 12, 4
@@ -164,3 +166,180 @@ def test_gradients_with_weights_in_memory_match_the_definition(base: str, form: 
         optimizer.zero_grad()
     assert len(calls) == 8 + max(ages.weights)
     assert all(p.grad is None for p in pipe.parameters())
+
+
+def scales(derived: bool) -> list[nn.Module]:
+    """Return three stages ``h -> w h``, the second with the weight itself or with a value that is computed from it."""
+
+    class Scale(nn.Module):
+        def __init__(self, *, derived: bool) -> None:
+            super().__init__()
+            self.weight, self.derived = nn.Parameter(torch.full((1, 1), 2.0)), derived
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight.to(torch.float32).to(torch.float64) if self.derived else self.weight.t())
+
+    return [Scale(derived=derived and k == 1) for k in range(3)]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("derived", [False, True])
+def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool) -> None:
+    """y = w2 w1 w0, loss = y, all weights 2, rate 1/8. Ages 4, 2, 0.
+
+    Stage 1 updates first at the end of call 2, by w2 w0 = 4, to 1.5. The message of mini-batch 0 passes it in call 2 (w1 = 2),
+    that of mini-batch 1 in call 3: with w1 = 1.5 in memory, or with the cast of its forward, 2. Stage 2 has made one update
+    before mini-batch 1, by w1 w0 = 4, and w2 = 1.5.
+    """
+    stages = scales(derived)
+    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
+    first = []
+    for _ in range(6):
+        pipe.step(torch.ones(1, 1))
+        first.append(None if stages[0].weight.grad is None else stages[0].weight.grad.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first == [None, None, None, None, 2 * 2, 1.5 * (2 if derived else 1.5)]
+
+
+def test_forms_have_names() -> None:
+    for base in ("", "2-wise-", "credit-1,0;1,1-"):
+        for form in ("", "-forward", "-least", "-forward-least"):
+            name = f"{base}hogwild{form}"
+            found = nwise.strategy(name)
+            assert isinstance(found, nwise.Hogwild)
+            assert found.name == name
+            assert nwise.strategy(found.name, heads="all") == nwise.strategy(name, heads="all")
+            assert (found.weights, found.ages) == (
+                "forward" if "forward" in form else "memory",
+                "least" if "least" in form else "greedy",
+            )
+    assert nwise.strategy("hogwild", weights="forward") == nwise.strategy("hogwild-forward")
+    with pytest.raises(ValueError, match="`weights` should be 'memory' or 'forward'. Found 'stash'"):
+        nwise.Hogwild(weights="stash")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`ages` should be 'greedy' or 'least'. Found 'most'"):
+        nwise.Hogwild(ages="most")  # type: ignore[arg-type]
+
+
+def steps(pipe: nwise.Pipeline, count: int, rate: float = 0.1) -> None:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=rate)
+    for step in range(count):
+        torch.manual_seed(step)
+        pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Again(nn.Module):
+    """A layer that runs again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = checkpoint(self.inner, x, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def test_a_second_forward_is_refused() -> None:
+    """It would compute other activations than the first, with newer weights."""
+    pipe = nwise.Pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(3)], None, nn.functional.mse_loss, "hogwild", recompute=True)
+    with pytest.raises(ValueError, match="`recompute` should be False under 'hogwild': .* Found True; use"):
+        steps(pipe, 1)
+    pipe.strategy = nwise.strategy("hogwild-forward")
+    steps(pipe, 2)
+    pipe = nwise.Pipeline([Again(), Again(), Again()], None, nn.functional.mse_loss, "hogwild")
+    message = "Stage 0 should have no hooks on saved tensors inside under Hogwild .* Found `_checkpoint_hook`, as of"
+    with pytest.raises(ValueError, match=message):
+        steps(pipe, 1)
+    pipe.strategy = nwise.strategy("hogwild-forward")
+    steps(pipe, 6)
+
+
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
+def test_a_change_of_form_drops_what_is_due() -> None:
+    pipe = nwise.Pipeline(layers(3), None, nn.functional.mse_loss, "hogwild")
+    steps(pipe, 3)
+    pipe.strategy = nwise.strategy("hogwild-forward")
+    steps(pipe, 1)
+    assert pipe.forget_pending() == 1
+
+
+def test_a_schedule_with_other_ages_of_messages_is_refused() -> None:
+    """Gradients with the weights in memory depend on them, those with the weights of the forward do not."""
+    flows = flows_for(nwise.EndToEnd(), 4, 2)
+    early = message_ages(flows, greedy_ages(flows).weights, "early")
+    schedule = make_schedule("early", flows, lambda f, t: depth_first(f, t, fuse=False), ages=early)
+    for name in ("hogwild-forward", "hogwild"):
+        pipe = nwise.Pipeline(layers(4), None, nn.functional.mse_loss, name, 2, schedule=schedule)
+        if name == "hogwild":
+            with pytest.raises(ValueError, match="`schedule` should give every message the age that the strategy gives it"):
+                steps(pipe, 1)
+        else:
+            steps(pipe, 1)
+
+
+def test_statistics_and_masks_are_those_of_the_forward() -> None:
+    """Without updates the weights in memory are those of the forward, so both forms are equal bit for bit."""
+    found = []
+    for name in ("hogwild", "hogwild-forward"):
+        torch.manual_seed(0)
+        parts = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.3)]
+        stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
+        pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, name, seed=0)
+        sums: list[Tensor] = []
+        for step in range(9):
+            torch.manual_seed(step)
+            pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
+            sums += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+            pipe.zero_grad()
+        found.append([*sums, *pipe.buffers()])
+    assert len(found[0]) > 50
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("float64")
+def test_normalised_gradients_match_the_definition() -> None:
+    """Batch norm: the weights of its scale are in memory too, its statistics those of the mini-batch."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()]
+    stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3)
+    calls: list[Call] = []
+    for _ in range(8):
+        x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+        calls.append(Call(copy.deepcopy(stages), [], x, y, pipe.credit))
+        pipe.step(x, target=y)
+        check(pipe, in_memory_grads(calls, nn.functional.mse_loss, (4, 2, 0), [[4, 2, 0]] * 3))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backward_of(module: nn.Module, change: Any) -> Tensor:
+    """Return the gradient of the input after a change between forward and backward, with the weights in memory."""
+    versions = InMemory(module, "stage 0")
+    x = torch.ones(1, 2, requires_grad=True)
+    with versions.computing({}, checked=True):
+        y = module(x)
+    change(y)
+    with versions.passing():
+        y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    return x.grad
+
+
+def test_updates_by_any_write_are_seen_and_other_writes_refused() -> None:
+    """Optimizers write in place or replace ``.data``; a write to an activation stays an error, as without hooks."""
+    layer = nn.Linear(2, 2)
+    assert backward_of(layer, lambda _: nn.init.constant_(layer.weight, 3.0)).tolist() == [[6, 6]]
+    assert backward_of(layer, lambda _: setattr(layer.weight, "data", torch.full((2, 2), 4.0))).tolist() == [[8, 8]]
+    with pytest.raises(RuntimeError, match=r"Stage 0 should leave .* Found a tensor of shape \[1, 2\] that was modified"):
+        backward_of(nn.Sequential(layer, nn.Tanh()), lambda y: y.detach().zero_())
+    layer.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    conjugate = nn.Module()
+    conjugate.weight, conjugate.forward = layer.weight, lambda x: (x.to(torch.complex64) @ conjugate.weight.mH).real
+    assert backward_of(conjugate, lambda _: nn.init.constant_(layer.weight, 2.0)).tolist() == [[4, 4]]

@@ -654,7 +654,9 @@ def test_network_costs_include_head_work() -> None:
 
 
 def test_picture_claims_hold(tmp_path: Path) -> None:
-    assert drawn.staleness(5) == [4, 3, 2, 1, 0]
+    reads, ages = stale.trained(5, 16)
+    assert reads[:7] == [(0, b) for b in range(7)]
+    assert ages == [8, 6, 4, 2, 0]
     for experiment in (drawn.STALE, drawn.FLOW, drawn.GRID, drawn.MICROBATCH_GRID):
         job = Job(folder=tmp_path)
         assert experiment.claims(job) == []

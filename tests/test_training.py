@@ -150,8 +150,7 @@ def test_every_option_trains(change: dict[str, Any], tmp_path: Path) -> None:
     assert last is not None
     assert last.accuracy > 0.6
     if change.get("strategy") == "hogwild":
-        # The steady grid of four stages: 3, 2, 1, 0 updates old.
-        assert next(r["staleness"] for r in run.metrics() if r["kind"] == "train") == [[3], [2], [1], [0]]
+        assert next(r["staleness"] for r in run.metrics() if r["kind"] == "train") == [[6], [4], [2], [0]]
 
 
 def test_training_augments_and_testing_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
