@@ -108,7 +108,9 @@ def draw(path: Path) -> None:
         axes.set_yticklabels(names)
         axes.tick_params(length=2)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("slots; in a cell the mini-batch, and the parameters in memory of which a backward makes the next")
+        axes.set_xlabel(
+            "slots; a cell shows the mini-batch and the parameters in memory, which a backward pass then updates"
+        )
         kinds = {"forward": KIND_COLOURS[Kind.FORWARD], "backward and update": KIND_COLOURS[Kind.BOTH]}
         patches = [Patch(facecolor=colour, label=name) for name, colour in kinds.items()]
         figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False)

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import experiments
-from experiments import index
+from experiments import index, stale
 from experiments import pictures as drawn
 from experiments.__main__ import main as reproduce
 from experiments.e1 import experiment as e1

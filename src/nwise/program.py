@@ -28,11 +28,15 @@ class Program:
         processes: the processes.
         prices: costs by which orders are compared, and the memory of every rank; empty for typical costs and no limit.
         shared: two names of a parameter that is in two places, or None.
-        recompute: whether stages run their forward again before their passes.
+        recompute: whether stages run their forward again before their passes; default: no.
     """
 
     def __init__(
-        self, processes: Processes, prices: tuple[Any, ...], shared: tuple[str, str] | None, recompute: bool
+        self,
+        processes: Processes,
+        prices: tuple[Any, ...],
+        shared: tuple[str, str] | None,
+        recompute: bool = False,
     ) -> None:
         self._processes, self._prices, self._shared, self._recompute = processes, prices, shared, recompute
         self._trainable: tuple[bool, ...] = ()
@@ -97,8 +101,8 @@ class Program:
             structure: what it was made for; the same object as at the step before if no module or parameter has changed.
 
         Raises:
-            ValueError: a head is missing, the order does not fit, a parameter in two places would have gradients of two ages, or a
-                forward would run again with newer weights.
+            ValueError: a head is missing, the order does not fit, a parameter in two places would have gradients of two ages, or
+                a forward would run again with newer weights.
         """
         now = strategy.in_force(step)
         frozen = now, num_microbatches, order, structure
@@ -117,8 +121,8 @@ class Program:
                 )
             if self._recompute and schedule.late_stages and not schedule.stash:
                 raise ValueError(
-                    f"`recompute` should be False under {now.name!r}: passes use the weights in memory, and a second forward would "
-                    "compute other activations than the first. Found True; use `nwise.Hogwild(weights='forward')`."
+                    f"`recompute` should be False under {now.name!r}: passes use the weights in memory, with which a second "
+                    "forward would compute other activations. Found True; use `nwise.Hogwild(weights='forward')`."
                 )
             self._key, self._schedule = (key, fixed, tuple(heads)), schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))

@@ -42,9 +42,7 @@ Flows = tuple[tuple[Flow, ...], ...]
 When = Literal["early", "late"]
 
 
-def staleness(
-    flow: Flow, num_microbatches: int = 1, *, ages: Literal["greedy", "least"] = "greedy"
-) -> list[list[int]]:
+def staleness(flow: Flow, num_microbatches: int = 1, *, ages: Literal["greedy", "least"] = "greedy") -> list[list[int]]:
     """Count the updates between each forward and its own update under Hogwild.
 
     Args:
