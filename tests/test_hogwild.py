@@ -368,3 +368,38 @@ def test_updates_by_any_write_are_seen_and_other_writes_refused() -> None:
     assert backward_of(Conjugate(), lambda _: None).tolist() == [[2, 2]]
     conjugate = Conjugate()
     assert backward_of(conjugate, lambda _: nn.init.constant_(conjugate.weight, 2.0)).tolist() == [[4, 4]]
+
+
+def test_distributed_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their local parts cannot be told among the saved tensors."""
+    monkeypatch.setattr("nwise.versions.is_dtensor", lambda _: True)
+    pipe = nwise.Pipeline(layers(2), None, nn.functional.mse_loss, "hogwild")
+    with pytest.raises(
+        ValueError, match="Stage 0 should have plain parameters under Hogwild .* Found a distributed one"
+    ):
+        steps(pipe, 1)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_checkpoint_makes_due_passes_with_the_weights_of_its_moment() -> None:
+    """Scale network, all weights 2, rate 1/8, ages 4, 2, 0, and `pending_gradients` after call 2, which updates w1 to 1.5.
+
+    The message of mini-batch 1 would pass stage 1 in call 3 with w1 = 1.5, and then reads the same; the pass of stage 1 for
+    mini-batch 2 would come in call 4, after another update of w1, and reads 1.5. The gradients are still left in calls 4 to 6.
+    """
+    found = []
+    for saves in (False, True):
+        stages = [Scale(derived=False) for _ in range(3)]
+        pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild")
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
+        first = []
+        for step in range(7):
+            pipe.step(torch.ones(1, 1))
+            first.append(None if stages[0].weight.grad is None else stages[0].weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if saves and step == 2:
+                pipe.pending_gradients()
+        found.append(first)
+    # w2 is 2, 1.5, 1 in mini-batches 0 to 2; w1 in calls 2 to 4 is 2, 1.5, 1.5 - 1.5 * 2 / 8 = 1.125.
+    assert found == [[None] * 4 + [4, 1.5 * 1.5, 1 * w1] for w1 in (1.125, 1.5)]

@@ -281,6 +281,8 @@ class Pipeline(Settings):
     def pending_gradients(self) -> list[Gradients]:
         """Compute now the gradients that are due later under a delay, for a checkpoint; the next steps still add them.
 
+        Passes with the weights in memory (`nwise.Hogwild`) use those of now.
+
         Returns:
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
         """

@@ -58,8 +58,9 @@ class Hogwild(_Late):
     is ``2 (A - 1 - k)`` updates. The first steps leave none, and `Pipeline.drain` gives the last ones.
 
     A backward pass uses the activations of its forward and the weights that are in memory when it runs. No copy of the weights is
-    made, so the gradient is that of no one network. Only tensors that share memory with a parameter are read anew: a cast, as
-    autocast makes it, or another value computed from a parameter stays that of the forward.
+    made, so the gradient is that of no one set of weights. Only tensors that share memory with a parameter are read anew: a cast,
+    as autocast makes it, or another value computed from a parameter stays that of the forward. `recompute` and
+    `torch.utils.checkpoint` are refused, and a checkpoint makes the passes that are due with the weights of its moment.
 
     Args:
         base: strategy whose order is relaxed, or its name; default: end-to-end.
