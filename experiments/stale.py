@@ -63,7 +63,7 @@ def claims() -> list[Claim]:
     for k, age in enumerate(ages):
         wanted = 2 * (STAGES - 1 - k)
         text = f"later gradients of stage {k} of {STAGES} are {wanted} updates old"
-        found.append(exact(text, "ours", age, holds=age == wanted, wanted=f"{wanted}", unit="updates"))
+        found.append(exact(text, "figure 1, derived", age, holds=age == wanted, wanted=f"{wanted}", unit="updates"))
     return found
 
 
