@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import nn
-
+from experiments import stale
 from experiments.harness import claims as claiming
 from experiments.harness.claims import Claim, exact
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result
@@ -15,10 +13,9 @@ from experiments.t.timing import steady
 from nwise.app.report.figures import flow_figure
 from nwise.app.report.grid import Picture, schedule_figure
 from nwise.flow import find_flow
-from nwise.pipeline import Pipeline
 from nwise.schedule import PAPER, paper_time
 from nwise.schedule.baselines import timed_method
-from nwise.strategies import EndToEnd, Hogwild, Local, NWise
+from nwise.strategies import EndToEnd, Local, NWise
 
 # Slots per batch without micro-batches, A = 4, as the paper's grid and its table have them.
 _SLOTS = {"end-to-end": 8, "hogwild": 2, "1-wise": 2, "2-wise": 4, "3-wise": 6}
@@ -46,27 +43,6 @@ class Drawn(Experiment):
 
     def claims(self, job: Job) -> list[Claim]:
         return self._count() if self.page(job).exists() else []
-
-
-def staleness(num_stages: int) -> list[int]:
-    """Return the updates between forward and update of each stage, as Hogwild really runs, once the grid is steady."""
-    stages = [nn.Linear(2, 2) for _ in range(num_stages)]
-    pipe = Pipeline(stages, [None] * (num_stages - 1), nn.functional.mse_loss, Hogwild())
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
-    for _ in range(3 * num_stages):
-        pipe.step(torch.ones(1, 2), target=torch.zeros(1, 2))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [int(age) for age in pipe.staleness[:, 0]]
-
-
-def _stale(num_stages: int = 4) -> list[Claim]:
-    claims = []
-    for k, age in enumerate(staleness(num_stages)):
-        text = f"Hogwild: the gradients of stage {k} of {num_stages} are {num_stages - 1 - k} updates old"
-        wanted = num_stages - 1 - k
-        claims.append(exact(text, "figure 1", age, holds=age == wanted, wanted=f"{wanted}", unit="updates"))
-    return claims
 
 
 def _flows() -> list[Claim]:
@@ -108,8 +84,8 @@ STALE = Drawn(
     "stale-gradients",
     "Stale gradients of Hogwild",
     Result("figure 1", "stale gradients of Hogwild", "figure 1"),
-    lambda path: schedule_figure([_picture("hogwild", 4, 1, batches=6)], path),
-    _stale,
+    stale.draw,
+    stale.claims,
 )
 FLOW = Drawn(
     "flow",

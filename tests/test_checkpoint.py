@@ -72,8 +72,8 @@ def saved(folder: Path) -> Path:
         "2-wise",
         "end-to-end",
         "rotating-2",
-        "2-wise-hogwild",
-        "hogwild",
+        "2-wise-hogwild-forward",
+        "hogwild-forward-least",
         "end-to-end-delay-2",
         "rotating-2-delay-1",
     ],
@@ -97,7 +97,7 @@ def test_resume_is_bitwise(strategy: str, optimizer: str, tmp_path: Path) -> Non
     assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("strategy", ["hogwild", "end-to-end-delay-2"])
+@pytest.mark.parametrize("strategy", ["hogwild-forward", "end-to-end-delay-2"])
 def test_checkpoints_change_nothing_under_a_delay(strategy: str, tmp_path: Path) -> None:
     """Regression: with a checkpoint every third step and a delay of two, 12 steps made 4 updates, without a word."""
     states = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,16 +16,17 @@ from nets import perceptron
 from nwise.flow import Flow, find_flow
 from nwise.reference import late_grads, reference_grads
 from nwise.schedule import Costs, best
-from nwise.schedule.ages import When, message_ages, weight_ages
+from nwise.schedule.ages import When, greedy_ages, message_ages, weight_ages
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_end_to_end_staleness_counts_stages_above(num_stages: int) -> None:
-    """Reproduce figure 1 of the paper."""
-    ages = nwise.staleness(find_flow(nwise.EndToEnd().credit(num_stages)))
-    assert ages == [[num_stages - 1 - k] for k in range(num_stages)]
+    """Twice if no stage ever waits (`tests/test_hogwild.py` has the accelerators of figure 1), once with the least ages."""
+    flow = find_flow(nwise.EndToEnd().credit(num_stages))
+    assert nwise.staleness(flow) == [[2 * (num_stages - 1 - k)] for k in range(num_stages)]
+    assert nwise.staleness(flow, ages="least") == [[num_stages - 1 - k] for k in range(num_stages)]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_end_to_end_staleness_counts_stages_above(num_stages: int) -> None:
     ],
 )
 def test_staleness_by_hand(strategy: str, num_microbatches: int, ages: list[int]) -> None:
-    found = nwise.staleness(find_flow(nwise.strategy(strategy).credit(4)), num_microbatches)
+    found = nwise.staleness(find_flow(nwise.strategy(strategy).credit(4)), num_microbatches, ages="least")
     assert found == [[age] * num_microbatches for age in ages]
 
 
@@ -72,16 +73,21 @@ def flows(draw: st.DrawFn, num_stages: int) -> Flow:
 
 
 @given(
-    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", "late"]),
+    st.data(), st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from(["early", "late", "greedy"]),
     st.sampled_from([None, 0, 1, 3]),
 )  # fmt: skip
 def test_no_result_is_older_than_its_use(
-    data: st.DataObject, num_stages: int, num_turns: int, num_microbatches: int, when: When, delay: int | None
+    data: st.DataObject,
+    num_stages: int,
+    num_turns: int,
+    num_microbatches: int,
+    when: When | Literal["greedy"],
+    delay: int | None,
 ) -> None:
     """Messages are at least as old as what they are made of, at most as old as what is made of them."""
     cycle = tuple((data.draw(flows(num_stages)),) * num_microbatches for _ in range(num_turns))
     strategy = nwise.Hogwild() if delay is None else nwise.Delayed(by=delay)
-    ages = message_ages(cycle, weight_ages(strategy, cycle), when)
+    ages = greedy_ages(cycle) if when == "greedy" else message_ages(cycle, weight_ages(strategy, cycle), when)
     for flow in {flow for batch in cycle for flow in batch}:
         for k, stage in enumerate(flow.stages):
             uses = [(ages.messages[k][q], message) for q, message in enumerate(stage.messages)]
@@ -90,14 +96,16 @@ def test_no_result_is_older_than_its_use(
                 assert all(0 <= ages.messages[k + 1][p] <= age for p in cotangent.needed)
             if stage.fused is not None:  # W starts from what its message has kept
                 assert ages.messages[k][stage.fused] <= ages.weights[k]
+                # What an I has kept of one call's weights serves no W of a later one.
+                assert when != "greedy" or ages.fuses(k, stage)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("strategy", ["hogwild", "end-to-end-delay-1"])
+@pytest.mark.parametrize("strategy", ["hogwild-forward-least", "end-to-end-delay-1"])
 def test_late_updates_by_hand(strategy: str) -> None:
     """y = w1 w0 x, loss = y, x = 1, rate 0.1, w0 = w1 = 2, so g0 = w1 and g1 = w0.
 
-    Hogwild: stage 0 is one update late, stage 1 is not.
+    Hogwild, least ages and the weights of the forward: stage 0 is one update late, stage 1 is not.
 
         call 0: forward at (2, 2)        w1 = 2 - 0.2 = 1.8              stage 0 has nothing yet
         call 1: forward at (2, 1.8)      w1 = 1.8 - 0.2 = 1.6            w0 = 2 - 0.2 = 1.8    (g0 of call 0: w1 = 2)
@@ -117,7 +125,7 @@ def test_late_updates_by_hand(strategy: str) -> None:
     pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), strategy)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     expected = {
-        "hogwild": ([(2, 1.8), (1.8, 1.6), (1.62, 1.42), (1.46, 1.42)], [4.0, 3.6, 2.88]),
+        "hogwild-forward-least": ([(2, 1.8), (1.8, 1.6), (1.62, 1.42), (1.46, 1.42)], [4.0, 3.6, 2.88]),
         "end-to-end-delay-1": ([(2, 2), (1.8, 1.8), (1.6, 1.6), (1.42, 1.42)], [4.0, 4.0, 3.24]),
     }[strategy]
     losses = []
@@ -170,7 +178,7 @@ STRATEGIES = ["local", "2-wise", "3-wise-mean", "end-to-end", "deep-supervision"
 # Every delay with every strategy, and every order with every delay.
 CASES = [
     (delay, strategy, 1 + k % 3, ORDERS[(i + k) % 4])
-    for i, delay in enumerate(("-delay-0", "-delay-1", "-delay-2", "-hogwild"))
+    for i, delay in enumerate(("-delay-0", "-delay-1", "-delay-2", "-hogwild-forward"))
     for k, strategy in enumerate(STRATEGIES)
 ]
 
@@ -185,7 +193,7 @@ def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, 
     now = pipe.strategy
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     ages = [row[0] for row in nwise.staleness(find_flow(pipe.credit), m)]
-    if delay != "-hogwild":
+    if delay != "-hogwild-forward":
         ages = [int(delay[-1])] * 4
     for size in (6, 5):
         calls: list[dict[str, Tensor]] = []
@@ -194,7 +202,7 @@ def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, 
             credit = torch.stack([now.credit(4, now.turn(pipe.steps, part)) for part in range(m)])
             calls.append(reference_grads(net.stages, net.heads, net.loss_fn, x, y, credit, m))
             pipe.step(x, target=y)
-            if delay == "-hogwild" and strategy.startswith("rotating"):
+            if delay == "-hogwild-forward" and strategy.startswith("rotating"):
                 ages = pipe.staleness[:, 0].tolist()
             check(pipe, late_grads(calls, ages))
             optimizer.step()
@@ -211,7 +219,7 @@ def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, 
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("strategy", ["end-to-end-delay-2", "rotating-2-delay-1", "hogwild"])
+@pytest.mark.parametrize("strategy", ["end-to-end-delay-2", "rotating-2-delay-1", "hogwild-forward-least"])
 def test_messages_of_one_stage_may_differ_in_age(strategy: str) -> None:
     """On slow links the messages of some micro-batches run a call later; no gradient changes."""
     torch.manual_seed(0)
@@ -322,7 +330,7 @@ def test_staleness_is_that_of_the_phase() -> None:
         pipe.step(x, target=y)
         ages.append(pipe.staleness[:, 0].tolist())
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
-    assert ages == [[0] * 4, [0] * 4, [1, 1, 1, 0], [1, 1, 1, 0], [2] * 4, [2] * 4]
+    assert ages == [[0] * 4, [0] * 4, [2, 1, 1, 0], [2, 1, 1, 0], [2] * 4, [2] * 4]
 
 
 def late(strategy: str = "2-wise-delay-1", num_microbatches: int = 2) -> tuple[Any, nwise.Pipeline]:

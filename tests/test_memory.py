@@ -14,7 +14,7 @@ from nwise.app.training.build import make_pipeline, measurable
 from nwise.planning.allocation import allocated
 from nwise.planning.profiling import Profile, profile
 from nwise.schedule import Costs
-from nwise.schedule.ages import weight_ages
+from nwise.schedule.ages import fixed_ages, weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
@@ -91,7 +91,9 @@ def planned(sizes: Profile, strategy: str, m: int, order: str) -> tuple[Schedule
     """The schedule and the costs of a strategy in one process."""
     flows = method_flows(strategy, len(sizes.starts), m)
     costs = stage_costs(sizes.pieces[m], sizes.starts, [turn[0] for turn in flows])
-    return choose(order, flows, (0,) * len(sizes.starts), weight_ages(parse(strategy), flows)), costs
+    rule = parse(strategy)
+    ages, fixed = weight_ages(rule, flows), fixed_ages(rule, flows)
+    return choose(order, flows, (0,) * len(sizes.starts), ages, fixed=fixed), costs
 
 
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")
@@ -117,10 +119,13 @@ def test_predicted_peak_is_that_of_a_step(
 
 
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")
-@pytest.mark.parametrize("strategy", ["end-to-end-delay-1", "2-wise-delay-1", "2-wise-hogwild"])
+@pytest.mark.parametrize(
+    "strategy", ["end-to-end-delay-1", "2-wise-delay-1", "2-wise-hogwild", "2-wise-hogwild-forward-least"]
+)
 @pytest.mark.parametrize("network", ["convnet", "mlp"])
 def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dict[str, Profile]) -> None:
-    """Five steps hold the activations and old parameters of the mini-batches whose gradients are due.
+    """Five steps hold the activations and old parameters of the mini-batches whose gradients are due; with the weights in memory
+    no old parameters.
 
     The prediction leaves out the mini-batches themselves. Here they are copies of one, and with a loader of their own memory.
     """

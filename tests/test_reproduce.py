@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import experiments
-from experiments import index
+from experiments import index, stale
 from experiments import pictures as drawn
 from experiments.__main__ import main as reproduce
 from experiments.e1 import experiment as e1
@@ -746,7 +746,9 @@ def test_network_costs_include_head_work() -> None:
 
 
 def test_picture_claims_hold(tmp_path: Path) -> None:
-    assert drawn.staleness(5) == [4, 3, 2, 1, 0]
+    reads, ages = stale.trained(5, 16)
+    assert reads[:7] == [(0, b) for b in range(7)]
+    assert ages == [8, 6, 4, 2, 0]
     for experiment in (drawn.STALE, drawn.FLOW, drawn.GRID, drawn.MICROBATCH_GRID):
         job = Job(folder=tmp_path)
         assert experiment.claims(job) == []

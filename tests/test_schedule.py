@@ -443,10 +443,11 @@ def test_latency_is_hidden_by_a_delay() -> None:
 
 @pytest.mark.parametrize("num_stages", range(1, 7))
 def test_hogwild_never_waits_without_micro_batches(num_stages: int) -> None:
-    """Two slots a mini-batch at any depth (section 3 of the paper)."""
-    found = of("hogwild", num_stages, 1, PAPER)
-    assert found.period == 2
-    assert found.schedule.ages == tuple(reversed(range(num_stages)))
+    """Two slots a mini-batch at any depth (section 2 of the paper), with the ages of the greedy rule and with half of them."""
+    for name, steps in (("hogwild", 2), ("hogwild-least", 1), ("hogwild-forward-least", 1)):
+        found = of(name, num_stages, 1, PAPER)
+        assert found.period == 2
+        assert found.schedule.ages == tuple(steps * k for k in reversed(range(num_stages)))
 
 
 # Lists ---------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from nwise.network import Chain
 from nwise.pipeline import Pipeline
 from nwise.planning.allocation import allocated
 from nwise.planning.profiling import Profile, profile
-from nwise.schedule.ages import weight_ages
+from nwise.schedule.ages import fixed_ages, weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
@@ -279,7 +279,8 @@ def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], bat
     flows = method_flows(cell.strategy, len(starts), cell.microbatches)
     costs = stage_costs(pieces, starts, [turn[0] for turn in flows])
     ranks = (0,) * len(starts)
-    schedule = choose(cell.order, flows, ranks, weight_ages(parse(cell.strategy), flows))
+    rule = parse(cell.strategy)
+    schedule = choose(cell.order, flows, ranks, weight_ages(rule, flows), fixed=fixed_ages(rule, flows))
     return peak_bytes(schedule, costs, recompute=cell.remedy == "recompute stages")[0] + batch
 
 

@@ -20,7 +20,7 @@ from nwise.schedule import TRANSFORMER, validate
 from nwise.schedule.methods import STRATEGIES, Methods, time_methods
 
 HERE = Path(__file__).parent
-METHODS = (*STRATEGIES, "2-wise-delay-1", "end-to-end-delay-2", "hogwild")
+METHODS = (*STRATEGIES, "2-wise-delay-1", "end-to-end-delay-2", "hogwild-forward-least")
 
 
 def plan(devices: int, latency: float) -> Methods:

@@ -25,6 +25,7 @@ from nwise.schedule.baselines import timed_method
 PAPER = ("1-wise", "2-wise-mean", "3-wise-mean", "end-to-end")
 BEYOND = ("2-wise", "3-wise", "rotating-2", "geometric-0.5", "deep-supervision")
 HOGWILD = (3, 4, 5)
+HOGWILD_FORMS = ("hogwild", "hogwild-forward-least")
 _STAGES = (3, 4, 5, 6)
 _FOUR = 4  # stages of figure 8, and of what goes beyond the paper
 _MOMENTS = 8  # of equal time
@@ -50,7 +51,7 @@ def cells(size: Size, seeds: int) -> list[Cell]:
     for seed in range(seeds):
         for stages in reversed(_STAGES):
             settings = replace(base, seed=seed, model=replace(model, num_stages=stages))
-            methods = [*PAPER, *(BEYOND if stages == _FOUR else ()), *(("hogwild",) if stages in HOGWILD else ())]
+            methods = [*PAPER, *(BEYOND if stages == _FOUR else ()), *(HOGWILD_FORMS if stages in HOGWILD else ())]
             cells += [Cell(method=m, recipe=replace(settings, strategy=m)) for m in methods]
     return cells
 
@@ -157,7 +158,7 @@ def _at_every_moment(runs: Runs, clock: str, source: str, methods: Sequence[str]
 
 def tables(runs: Runs) -> str:
     """Return perplexity and step time by stages; at four stages also of the methods beyond the paper."""
-    rows = [[m, *(runs.shown(perplexity, m, a) for a in _STAGES)] for m in (*PAPER, "hogwild")]
+    rows = [[m, *(runs.shown(perplexity, m, a) for a in _STAGES)] for m in (*PAPER, *HOGWILD_FORMS)]
     quality = markdown.table(["test perplexity per token", *markdown.stages(_STAGES)], rows)
     rows = [[m, *(_slots(m, a, clocks(runs, a)["honest"]) for a in _STAGES)] for m in PAPER]
     times = markdown.table(["slots a step: paper's costs, honest costs (M)", *markdown.stages(_STAGES)], rows)

@@ -44,7 +44,7 @@ _LOOKS = {
     "geometric-0.5": (COLOURS[5], "--"),
     "local@half,end-to-end": (COLOURS[6], "-"),
     "local@quarter,2-wise-mean@half,end-to-end": (COLOURS[6], "--"),
-    "hogwild": (COLOURS[5], ":"),
+    "hogwild-forward-least": (COLOURS[5], ":"),
 }
 # Families of credit and delay.
 _FAMILIES = (
@@ -55,7 +55,7 @@ _FAMILIES = (
     tuple(name for name in _LOOKS if name.startswith("rotating")),
     ("local", "local, heads of 1"),
     tuple(name for name in _LOOKS if "@" in name),
-    ("hogwild",),
+    ("hogwild-forward-least",),
 )
 _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
 

@@ -32,6 +32,7 @@ _PLACE = {
     "1-wise double size": 5,
     "deep-supervision": 6,
     "hogwild": 6,
+    "hogwild-forward-least": 7,
     "geometric-0.5": 7,
 }
 

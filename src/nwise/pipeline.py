@@ -141,12 +141,12 @@ class Pipeline(Settings):
         self.warns_of_divergence, self._divergence = True, Divergence()
         self._compared = self._input_asks = False  # whether the mini-batches of all ranks have been compared
         self._observer = None if plan is None else plan.observer(self.processes)
-        self._program = Program(self.processes, plan.prices(self.processes.num_ranks) if plan else (), shared)
+        prices = plan.prices(self.processes.num_ranks) if plan else ()
+        self._program = Program(self.processes, prices, shared, recompute)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
-        self._cutter = Cutter(self._stages, losses, self.processes, batch_dim)
-        self._hooks = Hooks()
+        self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim), Hooks()
         self._capture = capture_of(losses, self.processes.size, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None
@@ -281,6 +281,8 @@ class Pipeline(Settings):
 
     def pending_gradients(self) -> list[Gradients]:
         """Compute now the gradients that are due later under a delay, for a checkpoint; the next steps still add them.
+
+        Passes with the weights in memory (`nwise.Hogwild`) use those of now.
 
         Returns:
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.

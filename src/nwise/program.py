@@ -15,7 +15,7 @@ from nwise._arguments import HeadDict
 from nwise._summary import count, describe
 from nwise.flow import flows_for
 from nwise.runtime.processes import Processes
-from nwise.schedule.ages import Flows, weight_ages
+from nwise.schedule.ages import Flows, fixed_ages, weight_ages
 from nwise.schedule.named import Order, choose
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import Strategy
@@ -28,10 +28,17 @@ class Program:
         processes: the processes.
         prices: costs by which orders are compared, and the memory of every rank; empty for typical costs and no limit.
         shared: two names of a parameter that is in two places, or None.
+        recompute: whether stages run their forward again before their passes; default: no.
     """
 
-    def __init__(self, processes: Processes, prices: tuple[Any, ...], shared: tuple[str, str] | None) -> None:
-        self._processes, self._prices, self._shared = processes, prices, shared
+    def __init__(
+        self,
+        processes: Processes,
+        prices: tuple[Any, ...],
+        shared: tuple[str, str] | None,
+        recompute: bool = False,
+    ) -> None:
+        self._processes, self._prices, self._shared, self._recompute = processes, prices, shared, recompute
         self._trainable: tuple[bool, ...] = ()
         self._key: Any = None
         self._frozen: tuple[object, ...] = ()
@@ -99,22 +106,29 @@ class Program:
             structure: what it was made for; the same object as at the step before if no module or parameter has changed.
 
         Raises:
-            ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
+            ValueError: a head is missing, the order does not fit, a parameter in two places would have gradients of two ages, or
+                a forward would run again with newer weights.
         """
         frozen = now, num_microbatches, order, structure
         if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
             return self._schedule
         flows = self.flows(now, num_microbatches, heads)
         key = order, flows, self._processes.placement, weight_ages(now, flows)
-        if self._schedule is None or self._key != (key, tuple(heads)):
+        fixed = fixed_ages(now, flows)
+        if self._schedule is None or self._key != (key, fixed, tuple(heads)):
             self.check_heads(now, num_microbatches, heads)
-            schedule = choose(*key, *self._prices)
+            schedule = choose(*key, *self._prices, fixed=fixed)  # type: ignore[misc]  # the prices are at most two
             if self._shared is not None and schedule.late_stages:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
-            self._key, self._schedule = (key, tuple(heads)), schedule
+            if self._recompute and schedule.late_stages and not schedule.stash:
+                raise ValueError(
+                    f"`recompute` should be False under {now.name!r}: passes use the weights in memory, with which a second "
+                    "forward would compute other activations. Found True; use `nwise.Hogwild(weights='forward')`."
+                )
+            self._key, self._schedule = (key, fixed, tuple(heads)), schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
         self._frozen = frozen
         return self._schedule

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,119 @@ def late_grads(calls: Sequence[dict[str, Tensor]], ages: Sequence[int]) -> dict[
         if age < len(calls):
             grads[name] = calls[-1 - age][name] if age else newest
     return grads
+
+
+class Call(NamedTuple):
+    """A call of a pipeline's `step`, or of its `drain`.
+
+    Args:
+        stages, heads: copies of the network at its beginning, as for `reference_grads`.
+        x, y: the mini-batch and its target; None for `drain`.
+        credit: the credit matrix, ``[A, A]`` or ``[M, A, A]``.
+    """
+
+    stages: Sequence[nn.Module]
+    heads: Sequence[nn.Module | None]
+    x: Any
+    y: Any
+    credit: Tensor
+
+
+def in_memory_grads(
+    calls: Sequence[Call],
+    loss_fn: Callable[..., Tensor],
+    ages: Sequence[int],
+    passing: Sequence[Sequence[int]],
+    num_microbatches: int = 1,
+) -> dict[str, Tensor]:
+    """Compute the gradients that the newest call leaves under Hogwild with the weights in memory, from the definition.
+
+    The update of stage ``k`` belongs to a mini-batch of ``ages[k]`` calls ago. Its forward is that of then. On the way back from
+    loss ``j`` every stage multiplies by the derivative at the activations of then, with the weights that it had in the call in
+    which the gradient passed: the slow way to say this is to overwrite the weights after the forward, before each pass.
+
+    Args:
+        calls: every call so far, the newest last.
+        loss_fn: function ``loss_fn(head_output, target)`` that returns the mean over samples.
+        ages: for every stage the number of calls by which its gradients are late; those of heads are not.
+        passing: number of calls after which the gradient of loss ``j`` passes stage ``i``, ``passing[j][i]``, on its way to
+            earlier stages.
+        num_microbatches: number of micro-batches, M; default: 1.
+
+    Returns:
+        The gradients, named as by `reference_grads`; those of a stage whose first gradient is not due yet are missing.
+
+    >>> net = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    >>> def call(first, second):
+    ...     nn.init.constant_(net[0].weight, first), nn.init.constant_(net[1].weight, second)
+    ...     return Call(copy.deepcopy(net), [], torch.ones(1, 1), None, torch.tensor([[0, 0], [1, 1]]))
+    >>> calls = [call(2.0, 2.0), call(2.0, 3.0)]
+    >>> grads = in_memory_grads(calls, lambda output, target: output.mean(), ages=[1, 0], passing=[[0, 0], [1, 1]])
+    >>> grads["stages.0.weight"].item(), grads["stages.1.weight"].item()
+    (3.0, 2.0)
+    """
+    newest = len(calls) - 1
+    grads: dict[str, Tensor] = {}
+    if calls[newest].x is not None:
+        now = calls[newest]
+        found = reference_grads(now.stages, now.heads, loss_fn, now.x, now.y, now.credit, num_microbatches)
+        grads = {name: gradient for name, gradient in found.items() if name.startswith("heads.")}
+    for k, age in enumerate(ages):
+        then = newest - age
+        if then < 0 or calls[then].x is None:
+            continue
+        for name, parameter in calls[newest].stages[k].named_parameters():
+            grads[f"stages.{k}.{name}"] = torch.zeros_like(parameter)
+        _, _, x, y, credit = calls[then]
+        credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
+        parts, targets = _cut(x, num_microbatches), _cut(y, num_microbatches)
+        for part, target, matrix in zip(parts, targets, credits, strict=True):
+            for j in range(k, len(ages)):
+                if matrix[j, k] and len(_first(part)):
+                    share = float(matrix[j, k]) * len(_first(part)) / len(_first(x))
+                    gradients = _passed(calls, then, k, j, part, target, loss_fn, age, passing[j])
+                    for name, gradient in gradients.items():
+                        grads[f"stages.{k}.{name}"] += share * gradient
+    return grads
+
+
+def _passed(
+    calls: Sequence[Call],
+    then: int,
+    k: int,
+    j: int,
+    x: Any,
+    y: Any,
+    loss_fn: Callable[..., Tensor],
+    age: int,
+    passing: Sequence[int],
+) -> dict[str, Tensor]:
+    """Return the gradients of loss `j` that reach stage `k`, of a micro-batch of call `then`."""
+    stages, head = copy.deepcopy(calls[then].stages), None
+    if j < len(calls[then].heads):
+        head = calls[then].heads[j]
+    hidden, ins, outs = x, [], []
+    for i in range(j + 1):
+        if i:
+            hidden = hidden.detach().requires_grad_()
+        ins.append(hidden)
+        hidden = _call(stages[i], hidden)
+        outs.append(hidden)
+    last = outs[j].detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_fn(last if head is None else _call(head, last), y), [last])
+    for i in range(j, k, -1):
+        _overwrite(stages[i], calls[then + passing[i]].stages[i])
+        (gradient,) = torch.autograd.grad(outs[i], [ins[i]], gradient)
+    _overwrite(stages[k], calls[then + age].stages[k])
+    named = {name: parameter for name, parameter in stages[k].named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(outs[k], list(named.values()), gradient, allow_unused=True)
+    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def _overwrite(module: nn.Module, other: nn.Module) -> None:
+    """Copy another module's parameters to the memory of a module's, without autograd's notice."""
+    for parameter, value in zip(module.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(value.data)
 
 
 def _first(value: Any) -> Tensor:

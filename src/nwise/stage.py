@@ -32,7 +32,6 @@ from nwise.graph import add_gradients, check_leaves, nodes_of, without_backward,
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
-from nwise.modes import in_modes, modes_in
 from nwise.rerun import FirstRun
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -47,7 +46,7 @@ from nwise.tensors import (
     run_unchanged,
     unchanged,
 )
-from nwise.versions import copy_parameters, holding, move_gradients
+from nwise.versions import InMemory, Stashed, Versions, holding
 
 __all__ = ["LossFn", "Stage"]
 
@@ -87,7 +86,7 @@ class Stage:
         self.head_learns: list[Tensor] = []
         self._always = always
         self._forwards = self._losses = 0  # graphs so far, of which those of number 1, 2, 4, 8, ... are checked
-        self._kind = (True, 0)  # whether the last graph used the present parameters, and how many
+        self._kind: tuple[type, int] = (type(None), 0)  # of the parameters that the last graph used, and how many
         # Whether its graph has had nodes or hooks of the user's that may write over cotangents; None until a walk shows it.
         self._custom: bool | None = None
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
@@ -115,8 +114,9 @@ class Stage:
             batch: the mini-batch.
         """
         k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[turn]]
-        # Passes that come after an update need the parameters of the forward.
-        versions = copy_parameters(self.module) if k in schedule.late_stages else None
+        versions: Versions | None = None
+        if k in schedule.late_stages:  # passes come after updates
+            versions = (Stashed if schedule.stash else InMemory)(self.module, self._name)
         return [Tape(flow, batch, m, schedule.passes[turn][k, m], versions) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
@@ -136,7 +136,7 @@ class Stage:
             elif action.kind is Kind.HEAD:
                 self._run_head(tape)
             else:
-                with _NOTHING_ELSE if tape.modes is None else in_modes(tape.modes):
+                with _NOTHING_ELSE if tape.versions is None else tape.versions.modes():
                     made = self._backward(tape, action.kind, action.message, continued)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -154,14 +154,12 @@ class Stage:
         tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
         if tape.passes_left and self.recompute:
             tape.first = FirstRun(self.module)
-        if tape.versions is not None:
-            tape.modes = modes_in(self.module)
         # The gradient to the model's input goes back to the user's graph.
         asked = [x.requires_grad for x in tape.inputs] if self.index == 0 else ()
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
         for x, wanted in zip(tape.inputs, asked, strict=False):
             x.requires_grad_(wanted)
-        outputs = self._outputs(tape, tape.versions)
+        outputs = self._outputs(tape, {})
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
@@ -178,27 +176,31 @@ class Stage:
         # New leaves, because hooks that the first run put on its inputs are put on again.
         tape.inputs = each(tape.inputs, lambda x: x.detach().requires_grad_(x.requires_grad))
         with tape.first.again():
-            tape.outputs = self._outputs(tape, {**(tape.versions or {}), **tape.first.buffers()})
+            tape.outputs = self._outputs(tape, tape.first.buffers())
         tape.first.compare(tape.outputs, self._name)
         self._compared.add(_shapes(tape.inputs))
 
-    def _outputs(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
-        """Run the module, with these parameters and buffers instead of its own, and with a graph if the tape has one."""
+    def _outputs(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
+        """Run the module, with these buffers instead of its own, and with a graph if the tape has one."""
         draws = tape.batch.draws
         draws.begin("stage", self.index, tape.microbatch, tape.inputs[0].device)
-        outputs = self._computed(tape, replaced)
+        outputs = self._computed(tape, buffers)
         draws.end()
         return outputs
 
-    def _computed(self, tape: Tape, replaced: Mapping[str, Tensor] | None) -> Tensors:
-        held = holding(self.module, replaced, self._name) if replaced else _NOTHING_ELSE
+    def _computed(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
+        if tape.has_graph:
+            kind = type(tape.versions), len(self.learns)
+            if kind != self._kind:  # what the graph may end at has changed
+                self._kind, self._forwards = kind, 0
+            tape.checked = self._always or is_due(self._forwards + 1)
+        if tape.versions is not None:
+            held = tape.versions.computing(buffers, checked=tape.checked)
+        else:
+            held = holding(self.module, buffers, self._name) if buffers else _NOTHING_ELSE
         if not tape.has_graph:
             with held, torch.no_grad():
                 return run_unchanged(self.module, tape.inputs, self._name)
-        kind = tape.versions is None, len(self.learns)
-        if kind != self._kind:  # what the graph may end at has changed
-            self._kind, self._forwards = kind, 0
-        tape.checked = self._always or is_due(self._forwards + 1)
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
         tape.suspect = self._added.unknown
         if not tape.checked:
@@ -293,8 +295,7 @@ class Stage:
         cotangent = tape.flow.cotangent(message)
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
         tape.share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
-        # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
-        held = _NOTHING_ELSE if tape.versions is None else holding(self.module, tape.versions, self._name)
+        held = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
         with held, without_updates(self.learns, self._name) if tape.checked else _NOTHING_ELSE:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
                 tape.kept.replay(partial(add_gradients, retain_graph=again))
@@ -327,7 +328,7 @@ class Stage:
                     self._custom = self._custom or tape.differs(message, seeds)
         gradients = self._take(tape, again) if inputs else ()
         if weights and tape.versions is not None:
-            move_gradients(tape.versions, self.module, self._name)
+            tape.versions.move_gradients()
         if again and tape.first is not None and not continued and tape.kept is None:
             tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
             tape.has_graph = False
@@ -352,9 +353,7 @@ class Stage:
 
     def _leaves(self, tape: Tape) -> list[Tensor]:
         """Return the parameters that the micro-batch was computed with."""
-        if tape.versions is None:
-            return self.learns
-        return [version for version in tape.versions.values() if version.requires_grad]
+        return self.learns if tape.versions is None else tape.versions.learns
 
 
 def learning(stages: Iterable[Stage]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from nwise.flow import StageFlow
 from nwise.kept import Kept
 from nwise.microbatch import Batch, Weight
-from nwise.modes import Modes
 from nwise.rerun import FirstRun
 from nwise.tensors import Tensors
+from nwise.versions import Versions
 
 __all__ = ["Cotangents", "Tape"]
 
@@ -30,12 +29,11 @@ class Tape:
         batch: the mini-batch.
         microbatch: index of the micro-batch.
         passes_left: number of backward passes that will follow; the last one frees the graph.
-        versions: copies of the parameters to use instead of the current ones, by name, if those may change before the last pass.
+        versions: the parameters of its forward and passes, if they may change before the last pass.
         inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
         messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
         outputs: outputs of the forward.
         first: the state of the first forward, with `recompute`; otherwise None.
-        modes: training or evaluation mode of every module in the forward, if a pass may run parts of it in a later call.
         has_graph: whether `outputs` have their graph.
         checked: whether the graph was looked through.
         suspect: whether the graph may add gradients that do not come from its outputs, and the passes have to look.
@@ -50,12 +48,11 @@ class Tape:
     batch: Batch
     microbatch: int
     passes_left: int
-    versions: Mapping[str, Tensor] | None = None
+    versions: Versions | None = None
     inputs: Tensors = ()
     messages: dict[int, Cotangents] = field(default_factory=dict)
     outputs: Tensors = ()
     first: FirstRun | None = None
-    modes: Modes | None = None
     has_graph: bool = False
     checked: bool = False
     suspect: bool = False
@@ -69,7 +66,7 @@ class Tape:
         """Drop the tensors of the micro-batch once no action needs them."""
         if not self.passes_left and not self.head_left:
             self.inputs = self.outputs = self.own = ()
-            self.messages, self.first, self.modes, self.kept, self.versions = {}, None, None, None, None
+            self.messages, self.first, self.kept, self.versions = {}, None, None, None
 
     def cotangents(self, message: int | None, *, apart: bool) -> Cotangents:
         """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W.

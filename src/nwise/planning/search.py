@@ -17,13 +17,13 @@ import numpy as np
 from nwise.checks import check_at_least
 from nwise.flow import flows_for
 from nwise.planning.devices import Device, limits
-from nwise.schedule.ages import Flows, weight_ages
+from nwise.schedule.ages import Flows, fixed_ages, weight_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.named import named_schedule
+from nwise.schedule.named import choose
 from nwise.schedule.partitions import Piece, check_enough, stage_costs, sums, work
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
@@ -118,8 +118,9 @@ class Search:
             DoesNotFit: no order that was tried fits the devices' memory.
         """
         flows = self._flows_for(self._trainable(starts))
-        ages = weight_ages(self._strategy, flows)
-        result = best_order(flows, self.costs(starts, placement), placement, ages, memory=self._memory)
+        ages, fixed = weight_ages(self._strategy, flows), fixed_ages(self._strategy, flows)
+        costs = self.costs(starts, placement)
+        result = best_order(flows, costs, placement, ages, memory=self._memory, fixed=fixed)
         return Cut(tuple(starts), placement, result)
 
     def _trainable(self, starts: Sequence[int]) -> tuple[bool, ...]:
@@ -261,10 +262,10 @@ class Search:
         key = placement, self._trainable(starts)
         if key not in self._schedules:
             flows = self._flows_for(key[1])
-            ages = weight_ages(self._strategy, flows)
-            self._schedules[key] = [best_order(flows, costs, placement, ages).schedule]
+            ages, fixed = weight_ages(self._strategy, flows), fixed_ages(self._strategy, flows)
+            self._schedules[key] = [best_order(flows, costs, placement, ages, fixed=fixed).schedule]
             if self._memory is not None:
-                self._schedules[key].append(named_schedule("depth-first", flows, placement, ages, costs))
+                self._schedules[key].append(choose("depth-first", flows, placement, ages, costs, fixed=fixed))
         return self._schedules[key]
 
     def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:

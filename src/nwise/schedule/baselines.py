@@ -8,7 +8,7 @@ from typing import Any
 
 from nwise.checks import check_at_least, hint
 from nwise.flow import flows_for
-from nwise.schedule.ages import Flows
+from nwise.schedule.ages import Flows, fixed_ages
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import arrange, best, fastest, place
 from nwise.schedule.named import RULES, check_order, choose, named_schedule
@@ -135,8 +135,9 @@ def timed_order(
             f"`strategy` should be a strategy if an order is given. Found {strategy!r}, which is itself an order; use "
             "'end-to-end'."
         )
-    flows, ranks, ages = arrange(known_method(strategy), num_stages, num_microbatches, costs, placement, num_ranks)
-    return timed(choose(order, flows, ranks, ages, costs), costs)
+    rule = known_method(strategy)
+    flows, ranks, ages = arrange(rule, num_stages, num_microbatches, costs, placement, num_ranks)
+    return timed(choose(order, flows, ranks, ages, costs, fixed=fixed_ages(rule, flows)), costs)
 
 
 def known_method(name: str) -> Strategy:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 from nwise.checks import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
-from nwise.schedule.ages import Flows, message_ages, weight_ages
+from nwise.schedule.ages import Ages, Flows, fixed_ages, message_ages, weight_ages
 from nwise.schedule.bounds import lower_bound, resource_bound, stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import counted
@@ -87,7 +88,7 @@ def best(
     (18.0, 18.0, 'skewed', 2)
     """
     flows, ranks, ages = arrange(strategy, num_stages, num_microbatches, costs, placement, num_ranks)
-    return best_order(flows, costs, ranks, ages, memory=memory)
+    return best_order(flows, costs, ranks, ages, memory=memory, fixed=fixed_ages(parse(strategy), flows))
 
 
 def arrange(
@@ -126,6 +127,7 @@ def best_order(
     ages: tuple[int, ...],
     *,
     memory: Limit = None,
+    fixed: Ages | None = None,
 ) -> Timed:
     """Find the best of the closed-form orders and list schedules.
 
@@ -135,6 +137,8 @@ def best_order(
         placement: rank of every stage.
         ages: age of every stage's weight gradients.
         memory: limit in bytes, one for all ranks or one for each; default: none.
+        fixed: age of every pass, if gradients depend on it (`nwise.schedule.ages.fixed_ages`); default: None, a schedule may
+            choose those of messages.
 
     Raises:
         DoesNotFit: no order that it tries fits the memory.
@@ -144,7 +148,9 @@ def best_order(
         bound = lower_bound(flows, costs, placement, ages) / len(flows)
     else:
         bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
-    schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
+    schedules = _candidates(flows, costs, placement, ages, fixed, bound, small=memory is not None)
+    if fixed is not None:
+        schedules = (replace(schedule, stash=False) for schedule in schedules)
     # The first candidates need little memory, so the first that meets the bound will do.
     return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=bound * (1 + CLOSE))
 
@@ -184,10 +190,17 @@ def fastest(
 
 
 def _candidates(
-    flows: Flows, costs: Costs, placement: Placement, weights: tuple[int, ...], bound: float, *, small: bool
+    flows: Flows,
+    costs: Costs,
+    placement: Placement,
+    weights: tuple[int, ...],
+    fixed: Ages | None,
+    bound: float,
+    *,
+    small: bool,
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
-    ages, late, size = message_ages(flows, weights), any(weights), len(flows[0])
+    ages, late, size = fixed or message_ages(flows, weights), any(weights), len(flows[0])
 
     def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
@@ -197,7 +210,7 @@ def _candidates(
 
     def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
-            yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound)
+            yield from () if fixed else paced(flows, placement, ages, costs, cap=cap, pace=pace * bound)
 
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)

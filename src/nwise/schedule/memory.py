@@ -92,7 +92,8 @@ def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     fixed, weights = (costs.per_stage(f"{name}_bytes", size) for name in ("fixed", "weight"))
     sums = [0.0] * schedule.num_ranks
     for k, rank in enumerate(schedule.placement):
-        sums[rank] += fixed[k] + weights[k] * (schedule.ages[k] and schedule.ages[k] + 1)
+        versions = schedule.ages[k] + 1 if schedule.stash and schedule.ages[k] else 0
+        sums[rank] += fixed[k] + weights[k] * versions
     return tuple(sums)
 
 

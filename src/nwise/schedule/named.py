@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 from nwise.checks import hint
 from nwise.schedule import orders
-from nwise.schedule.ages import Flows, message_ages
+from nwise.schedule.ages import Ages, Flows, message_ages
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.graph import task_graph
@@ -98,6 +98,7 @@ def choose(
     ages: tuple[int, ...] = (),
     costs: Costs = TYPICAL,
     memory: Limit = None,
+    fixed: Ages | None = None,
 ) -> Schedule:
     """Return a schedule for the flows.
 
@@ -110,9 +111,11 @@ def choose(
         costs: costs by which orders are compared and lists are filled; default: typical ones, equal for all stages.
         memory: limit in bytes for the ``"best"`` order, one for all ranks or one for each; default: none. If no order fits, a
             warning says so, and the best of all is returned.
+        fixed: age of every pass, if gradients depend on it (`nwise.schedule.ages.fixed_ages`); default: None, a schedule may
+            choose those of messages.
 
     Raises:
-        ValueError: the order is unknown, or the schedule is for other flows or ranks or cannot run.
+        ValueError: the order is unknown, or the schedule is for other flows, ages or ranks or cannot run.
     """
     order = check_order(order)
     if isinstance(order, Timed):
@@ -125,6 +128,13 @@ def choose(
                 "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one for "
                 f"{order.num_stages} stages and {order.num_microbatches} micro-batches whose heads, messages or delays differ."
             )
+        if fixed is not None and not fixed.hold_in(order.graph.tasks):
+            raise ValueError(
+                "`schedule` should give every message the age that the strategy gives it, because gradients with the weights in "
+                "memory depend on it. Found other ages; make the schedule by `nwise.schedule.best`, or use "
+                "`nwise.Hogwild(weights='forward')`."
+            )
+        order = replace(order, stash=fixed is None)
         if order.placement != placement:
             if max(placement) > 0:
                 raise ValueError(
@@ -135,24 +145,32 @@ def choose(
         return order
     if order == "best":
         try:
-            return best_order(flows, costs, placement, ages, memory=memory).schedule
+            return best_order(flows, costs, placement, ages, memory=memory, fixed=fixed).schedule
         except DoesNotFit as error:
             warnings.warn(f"{error} The pipeline runs the fastest order, whatever its memory.", stacklevel=5)
-            return best_order(flows, costs, placement, ages).schedule
-    return named_schedule(order, flows, placement, ages, costs)
+            return best_order(flows, costs, placement, ages, fixed=fixed).schedule
+    return replace(named_schedule(order, flows, placement, ages, costs, fixed), stash=fixed is None)
 
 
-def named_schedule(name: str, flows: Flows, placement: Placement, ages: tuple[int, ...], costs: Costs) -> Schedule:
-    """Return the schedule of one of `RULES`."""
+def named_schedule(
+    name: str,
+    flows: Flows,
+    placement: Placement,
+    ages: tuple[int, ...],
+    costs: Costs,
+    fixed: Ages | None = None,
+) -> Schedule:
+    """Return the schedule of one of `RULES`; see `choose`."""
+    passes = fixed or message_ages(flows, ages)
     named, size, num_ranks = RULES[name], len(flows[0][0].stages), 1 + max(placement)
     even = size % num_ranks == 0 == len(flows[0]) % num_ranks
     made_for = even and placement == make_placement(named.placement, size, num_ranks)
     if named.by_rank is not None and made_for:
         rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
-        return make_schedule(name, flows, rule, placement, message_ages(flows, ages), costs=costs)
+        return make_schedule(name, flows, rule, placement, passes, costs=costs)
     # One process keeps the order of the rule.
     cap = None if named.cap is None or num_ranks == 1 else min(named.cap(size), len(flows[0]))
-    return make_schedule(name, flows, named.rule, placement, message_ages(flows, ages), costs=costs, cap=cap)
+    return make_schedule(name, flows, named.rule, placement, passes, costs=costs, cap=cap)
 
 
 def one_process(schedule: Schedule) -> Schedule:
@@ -163,4 +181,5 @@ def one_process(schedule: Schedule) -> Schedule:
     """
     validate(schedule)
     graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, schedule.graph.tasks)
-    return Schedule(schedule.order, graph, tuple((tuple(merge(graph, lists)),) for lists in schedule.lists))
+    lists = tuple((tuple(merge(graph, lists)),) for lists in schedule.lists)
+    return Schedule(schedule.order, graph, lists, schedule.stash)

@@ -154,7 +154,7 @@ def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action
         yield Action(Kind.INPUT_GRAD, k, m, q, turn, ages.messages[k][q or 0])
         yield Action(Kind.WEIGHT_GRAD, k, m, None, turn, ages.weights[k])
     else:
-        yield action._replace(age=ages.messages[k][q or 0] if kind is Kind.INPUT_GRAD else ages.weights[k])
+        yield action._replace(age=ages.of(action))
 
 
 def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:

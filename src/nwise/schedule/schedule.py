@@ -24,11 +24,13 @@ class Schedule:
         graph: the tasks, and what each needs.
         lists: numbers of the tasks in order, ``[turns][ranks][tasks]``: for every call of the cycle a list for each rank, which
             ends with the updates of its stages.
+        stash: whether late passes use copies of the weights of their forward, instead of those in memory; default: True.
     """
 
     order: str
     graph: TaskGraph
     lists: tuple[tuple[tuple[int, ...], ...], ...]
+    stash: bool = True
 
     @cached_property
     def flows(self) -> tuple[tuple[Flow, ...], ...]:
@@ -89,7 +91,7 @@ class Schedule:
 
     @cached_property
     def late_stages(self) -> frozenset[int]:
-        """Stages with passes of earlier mini-batches than the newest, which need old versions of their parameters."""
+        """Stages with passes of earlier mini-batches than the newest, whose parameters have changed since their forward."""
         return frozenset(a.stage for a in self.graph.tasks if a.age)
 
     @cached_property

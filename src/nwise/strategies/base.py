@@ -84,6 +84,11 @@ class Strategy(ABC):
         """Whether updates are applied the moment gradients arrive (`Hogwild`)."""
         return False
 
+    @property
+    def stashes(self) -> bool:
+        """Whether late backward passes use copies of the weights of their forward, instead of those in memory."""
+        return True
+
 
 def strategy(text: str | Strategy, **options: Any) -> Strategy:
     """Parse the name of a strategy.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -48,31 +48,58 @@ class _Late(Strategy):
 
 @dataclass(frozen=True)
 class Hogwild(_Late):
-    """Greedy asynchronous updates (section 3): no stage waits, so the age of the gradients differs from stage to stage.
+    """Greedy asynchronous updates (section 2, figure 1): no stage waits, and every gradient is applied when it arrives.
 
     The training loop stays the same, `Pipeline.step` and then the optimizer's step. But `step` leaves on stage ``k`` the
-    gradients of an earlier mini-batch, at the parameters of its forward, which have been updated `nwise.staleness` times since.
-    With end-to-end credit and M = 1 that is ``A - 1 - k`` times. The first steps leave none, and `Pipeline.drain` gives the last
-    ones.
+    gradients of an earlier mini-batch, whose forward came `nwise.staleness` updates before. With end-to-end credit and M = 1 that
+    is ``2 (A - 1 - k)`` updates. The first steps leave none, and `Pipeline.drain` gives the last ones.
+
+    A backward pass uses the activations of its forward and the weights that are in memory when it runs. No copy of the weights is
+    made, so the gradient is that of no one set of weights. Only tensors that share memory with a parameter are read anew: a cast,
+    as autocast makes it, or another value computed from a parameter stays that of the forward. `recompute` and
+    `torch.utils.checkpoint` are refused, and a checkpoint makes the passes that are due with the weights of its moment.
 
     Args:
         base: strategy whose order is relaxed, or its name; default: end-to-end.
+        weights: those of a backward pass: ``"memory"`` (default), or ``"forward"``, copies of those of its forward (weight
+            stashing), which make gradients exact, though late.
+        ages: ``"greedy"`` (default), or ``"least"``, the least with which no stage waits if mini-batches enter at the pace of the
+            busiest stage: ``A - 1 - k`` instead of ``2 (A - 1 - k)``.
+
+    >>> strategy("2-wise-hogwild-forward-least") == Hogwild("2-wise", weights="forward", ages="least")
+    True
     """
 
-    pattern = r"(?:([^@]+)-)?hogwild"
-    examples = ("hogwild", "2-wise-hogwild")
+    pattern = r"(?:([^@]+)-)?hogwild(-forward)?(-least)?"
+    examples = ("hogwild", "2-wise-hogwild", "hogwild-forward-least")
+
+    weights: Literal["memory", "forward"] = "memory"
+    ages: Literal["greedy", "least"] = "greedy"
+
+    def _check(self) -> None:
+        super()._check()
+        if self.weights not in ("memory", "forward"):
+            raise ValueError(f"`weights` should be 'memory' or 'forward'. Found {self.weights!r}.")
+        if self.ages not in ("greedy", "least"):
+            raise ValueError(f"`ages` should be 'greedy' or 'least'. Found {self.ages!r}.")
 
     @classmethod
     def from_match(cls, match: re.Match[str], **options: Any) -> Hogwild:
-        return cls(strategy(match[1] or "end-to-end"), **options)
+        form = {"weights": "forward" if match[2] else "memory", "ages": "least" if match[3] else "greedy"}
+        return cls(strategy(match[1] or "end-to-end"), **(form | options))
 
     @property
     def name(self) -> str:
-        return "hogwild" if self.base == EndToEnd() else f"{self.base.name}-hogwild"
+        base = "" if self.base == EndToEnd() else f"{self.base.name}-"
+        return f"{base}hogwild{'-forward' * (self.weights == 'forward')}{'-least' * (self.ages == 'least')}"
 
     @property
     def asynchronous(self) -> bool:
         return True
+
+    @property
+    def stashes(self) -> bool:
+        return self.weights == "forward"
 
 
 @dataclass(frozen=True)
