@@ -51,8 +51,15 @@ def cells(size: Size, seeds: int) -> list[Cell]:
         for stages in reversed(_STAGES):
             settings = replace(base, seed=seed, model=replace(model, num_stages=stages))
             methods = [*PAPER, *(BEYOND if stages == _FOUR else ()), *(("hogwild",) if stages in HOGWILD else ())]
-            cells += [Cell(method=m, recipe=replace(settings, strategy=m)) for m in methods]
+            cells += [Cell(method=m, recipe=_settings(settings, m)) for m in methods]
     return cells
+
+
+def _settings(base: Recipe, method: str) -> Recipe:
+    """Return the recipe of a method; Hogwild, whose first stage is whole mini-batches ahead, keeps only their inputs on a GPU."""
+    if method == "hogwild" and base.capture:  # which is not for delays
+        base = replace(base, capture=False, recompute=True)
+    return replace(base, strategy=method)
 
 
 def claims(runs: Runs) -> list[Claim]:

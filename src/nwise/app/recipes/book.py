@@ -140,6 +140,7 @@ def lm1b() -> Recipe:
         model=Gpt(vocabulary_size=50257),
         optimizer=Adam(lr=1024**-0.5, beta2=0.98, eps=1e-9, warmup_steps=4000),
         strategy="2-wise-mean",
+        microbatches=16,  # for memory: no gradient depends on it
         batch_size=1024,
         epochs=1,
         eval_every=0.05,
