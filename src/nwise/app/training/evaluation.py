@@ -115,9 +115,10 @@ def _device(pipe: Pipeline) -> torch.device:
 
 
 def _sums(log_p: Tensor, target: Tensor) -> Tensor:
+    """Return the sum of the losses, the number of right answers, and that of all answers; -100, behind a sentence, is none."""
     loss = functional.nll_loss(log_p, target, reduction="sum")
-    right = (log_p.argmax(-1) == target).sum()
-    return torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
+    right, count = (log_p.argmax(-1) == target).sum(), (target >= 0).sum()
+    return torch.stack([loss.double(), right.double(), count.double()])
 
 
 def _score(sums: Tensor) -> Score | None:
