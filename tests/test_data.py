@@ -478,7 +478,7 @@ def test_texts_are_encoded_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padding_is_no_answer() -> None:
     """Scores are per token of the sentences: those of the rows without padding."""
     train, _ = make_streams(["ab\n", "c\n"], ["ab\n"], 6, packed=False)
-    pipe = nwise.Pipeline([nn.Embedding(256, 256)], [], TokenCrossEntropy())
+    pipe = nwise.Pipeline([nn.Embedding(256, 256)], [], TokenCrossEntropy(), "end-to-end")
     x, y = train.batch(torch.arange(2))
     logits = pipe(x)[y >= 0].float()
     score = evaluate(pipe, train, 2).heads[0]

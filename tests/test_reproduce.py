@@ -50,7 +50,7 @@ from experiments.t import timing
 from nwise.app import models
 from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
 from nwise.app.recipes import recipe as recipe_of
-from nwise.app.training import Trainer, rate_factor
+from nwise.app.training import CheckpointPolicy, Trainer, rate_factor
 from nwise.schedule import PAPER, paper_time
 from nwise.schedule.costs import TRANSFORMER
 from nwise.strategies import strategy
@@ -95,6 +95,37 @@ def test_cells_are_deterministic_across_processes() -> None:
     assert {name: numbers(r) for name, r in first.items()} == {name: numbers(r) for name, r in second.items()}
     assert [news for news in progress if news[1] == news[2]] == [(cell.name, 6, 6) for cell in cells]
     assert len({json.dumps(numbers(r)["tests"]) for r in first.values()}) == 3
+
+
+@pytest.mark.parametrize("method", ["2-wise", "local@4,end-to-end", "hogwild"])
+def test_a_stopped_cell_continues_as_if_it_had_not_stopped(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a run of full size lasts days, and was lost whole at any stop. Its record is the same to the last digit."""
+    monkeypatch.setattr("experiments.harness.cell.POLICY", CheckpointPolicy(checkpoint_every=2))
+    recipe = dataclasses.replace(TINY, strategy=method, max_steps=11, eval_every=0.045)
+    cell, steps = Cell(method=method, recipe=recipe), []
+
+    def stop(done: int, total: int) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    whole = measure(cell)
+    with pytest.raises(KeyboardInterrupt):
+        measure(cell, on_progress=stop, folder=tmp_path)
+    again = measure(cell, on_progress=lambda done, total: steps.append(done), folder=tmp_path)
+    assert steps == [7, 8, 9, 10, 11], "the checkpoint of step 6 was there"
+    assert again["tests"] == whole["tests"]
+    assert again.get("ensembles") == whole.get("ensembles")
+    assert [test["step"] for test in whole["tests"]] == [0, 4, 8, 11]
+
+
+def test_a_cell_with_a_record_keeps_no_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(cells=lambda size, seeds: [tiny("2-wise")], claims=lambda runs: [], tables=lambda runs: "")
+    monkeypatch.setattr(EXPERIMENTS["e1"], "parts", parts)
+    EXPERIMENTS["e1"].reproduce(Job(folder=tmp_path, size="small", seeds=1, workers=1))
+    assert len(Store(tmp_path / "e1" / "small.jsonl").read()) == 1
+    assert list((tmp_path / "e1" / "checkpoints").iterdir()) == []
 
 
 def test_interrupted_cells_leave_no_processes() -> None:

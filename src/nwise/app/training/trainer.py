@@ -299,6 +299,7 @@ class Trainer:
             "config": to_json(self.recipe),
             "versions": versions(),
             "untested": self._is_untested,
+            "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state()) is not None},
         }
 
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
@@ -307,6 +308,10 @@ class Trainer:
         changes = self._saver.restore(checkpoint, done)
         is_untested = bool(checkpoint.facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
+        states = checkpoint.facts.get("callbacks", {})
+        for callback in self.callbacks:
+            if type(callback).__name__ in states:
+                callback.restore(states[type(callback).__name__])
         self._notify("resumed", self.pipe.steps, changes)
         return is_untested
 
