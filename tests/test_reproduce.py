@@ -47,6 +47,7 @@ from experiments.index import EXPERIMENTS
 from experiments.t import experiment as t
 from experiments.t import plots as timing_plots
 from experiments.t import timing
+from launch import forked
 from nwise.app import models
 from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
 from nwise.app.recipes import recipe as recipe_of
@@ -728,12 +729,40 @@ def test_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
     assert next(claim.effect for claim in t.claims(rows) if "table of best M" in claim.text) == 9
     assert "c0 = 1.00 ms, c1 = 50.0 ms" in t.tables(rows)
     assert "\n\nAbacus, 2 cores, Python 3.11, torch 2.13.\n" in t.tables(rows)
+    rows += [row | {"what": e6.MEASURED_STEPS} for row in rows if row["kind"] == "measured" and row["A"] == 4]
+    names = {claim.text: claim.source for claim in t.claims(rows)}
+    assert names[f"the fitted model explains measured times within 10 %: {e6.MEASURED_STEPS}"] == "figure 10"
+    assert f"{e6.MEASURED_STEPS}: c0 = 1.00 ms" in t.tables(rows)
+    fastest = e6.fastest_steps(rows)
+    assert fastest["end-to-end", 4] == pytest.approx(min(2 * (m + 3) * (0.001 + 0.05 / m) for m in (1, 2, 4)))
     timing_plots.draw(rows, tmp_path, "small")
     assert (tmp_path / "speedup.png").exists()
     assert (tmp_path / "small.png").exists()
     assert experiment.claims(job) == [], "until all pieces are there"
     with pytest.raises(ValueError, match=r"`only` should be part of a piece's name, .*Found \('zzz',\)"):
         experiment.reproduce(dataclasses.replace(job, only=("zzz",)))
+
+
+def test_steps_are_measured_under_torchrun(tmp_path: Path) -> None:
+    """Two processes, one for each stage, for some seconds; the first one writes the row, which is not measured again."""
+    only = "2 processes, end-to-end, M = 2"
+    done = forked(2, ["-m", "experiments", "t", "--folder", str(tmp_path), "--only", only], tmp_path)
+    assert done.returncode == 0, done.stderr
+    job, timing_model = Job(folder=tmp_path, only=(only,)), EXPERIMENTS["t"]
+    assert isinstance(timing_model, t.Timing)
+    timing_model.measure_steps(job, 2, is_first=True)
+    (row,) = timing_model.rows(job)
+    assert (row["piece"], row["what"]) == (only, e6.MEASURED_STEPS)
+    assert (row["method"], row["A"], row["M"], row["slots"]) == ("gpipe", 2, 2, 6)
+    assert row["seconds"] > 0
+
+
+def test_other_experiments_are_not_for_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.__main__.launched", lambda: True)
+    assert reproduce(["e1"]) != 0
+    assert "`EXPERIMENT` should be t under torchrun" in capsys.readouterr().err
 
 
 def test_timing_model_misjudges_end_to_end_by_a_quarter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,12 +10,13 @@ from pathlib import Path
 from statistics import median
 
 from experiments.harness import markdown
-from experiments.harness.cell import Cell
+from experiments.harness.cell import Cell, Record
 from experiments.harness.claims import Claim, Seeds, exact, greater, greater_at_all, mean_by_seed
 from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work, work_table
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import language_models, loss_over_time
 from experiments.harness.runs import Runs, loss, loss_at, perplexity
+from experiments.harness.store import Store
 from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.app.recipes import Gpt, Recipe, recipe
 from nwise.schedule import PAPER as PAPERS_COSTS
@@ -28,6 +30,7 @@ HOGWILD = (3, 4, 5)
 _STAGES = (3, 4, 5, 6)
 _FOUR = 4  # stages of figure 8, and of what goes beyond the paper
 _MOMENTS = 8  # of equal time
+MEASURED_STEPS = "Transformers, a process for each stage"  # rows of `python -m experiments t` under torchrun
 _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 
 
@@ -43,23 +46,23 @@ def clocks(runs: Runs, stages: int = _FOUR) -> dict[str, Costs]:
     return {"paper's": PAPERS_COSTS, "honest": network_costs(model, stages)}
 
 
+def settings(size: Size, num_stages: int, method: str, seed: int = 0) -> Recipe:
+    """Return the recipe of a run."""
+    base, model = _base(size)
+    if method == "hogwild" and size == "full":
+        # Its first stage is whole mini-batches ahead, and keeps only their inputs. A captured step has no delay.
+        base = replace(base, capture=False, recompute=True)
+    return replace(base, seed=seed, model=replace(model, num_stages=num_stages), strategy=method)
+
+
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: stages by methods by seeds, Hogwild (E7) among them."""
-    base, model = _base(size)
     cells = []
     for seed in range(seeds):
         for stages in reversed(_STAGES):
-            settings = replace(base, seed=seed, model=replace(model, num_stages=stages))
             methods = [*PAPER, *(BEYOND if stages == _FOUR else ()), *(("hogwild",) if stages in HOGWILD else ())]
-            cells += [Cell(method=m, recipe=_settings(settings, m)) for m in methods]
+            cells += [Cell(method=m, recipe=settings(size, stages, m, seed)) for m in methods]
     return cells
-
-
-def _settings(base: Recipe, method: str) -> Recipe:
-    """Return the recipe of a method; Hogwild, whose first stage is whole mini-batches ahead, keeps only their inputs on a GPU."""
-    if method == "hogwild" and base.capture:  # which is not for delays
-        base = replace(base, capture=False, recompute=True)
-    return replace(base, strategy=method)
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -202,8 +205,19 @@ def _four(runs: Runs) -> str:
 
 def draw(runs: Runs, path: Path) -> None:
     """Draw figures 7 and 8."""
-    language_models(runs, list(PAPER), _STAGES, path.with_suffix(".png"))
+    seconds = fastest_steps(Store(path.parents[1] / "t" / f"{path.name}.jsonl").read())
+    language_models(runs, list(PAPER), _STAGES, path.with_suffix(".png"), seconds)
     loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, clocks(runs), path.with_name(f"{path.name}-time.png"))
+
+
+def fastest_steps(rows: Sequence[Record]) -> dict[tuple[str, int], float]:
+    """Return the seconds of a step at the best M, by method and stages, of the rows that torchrun has measured (T)."""
+    seconds: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row.get("what") == MEASURED_STEPS:
+            key = "end-to-end" if row["method"] == "gpipe" else row["method"], row["A"]
+            seconds[key] = min(row["seconds"], seconds.get(key, math.inf))
+    return seconds
 
 
 EXPERIMENT = Trained(

@@ -188,15 +188,24 @@ def grid_of_fine_tuning(
         legend(right, 8)
 
 
-def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], path: Path) -> None:
-    """Draw perplexity and slots a step against the number of stages."""
+def language_models(
+    runs: Runs,
+    methods: Sequence[str],
+    stages: Sequence[int],
+    path: Path,
+    seconds: Mapping[tuple[str, int], float] | None = None,
+) -> None:
+    """Draw perplexity against the number of stages, and the time of a step: measured, or slots if nothing was."""
     with make_panels(2, path) as (_, (left, right)):
         for i, method in enumerate(methods):
             columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
             _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))
-            right.plot(stages, [step_time(method, a, PAPER).slots for a in stages], **style(method))
+            if seconds:
+                times = {a: seconds[method, a] for a in stages if (method, a) in seconds}
+            else:
+                times = {a: step_time(method, a, PAPER).slots for a in stages}
+            right.plot(list(times), list(times.values()), **style(method))
         left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
-        right.set(
-            xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time"
-        )
+        unit = "seconds a step, measured, best M" if seconds else "slots a step, paper's costs"
+        right.set(xlabel="stages", ylabel=unit, xticks=stages, ylim=(0, None), title="step time")
         legend(left, 8)
