@@ -459,6 +459,22 @@ def test_equal_time_epochs_match_the_paper(source: str, budget: int, plain: tupl
         assert 2 * first + 8 * second == 4 * budget
 
 
+def test_figure_8_trains_for_equal_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """192 hours at 1.304 s a slot: 8 slots a step end-to-end, 2 N in N-wise training. Measured seconds take their place."""
+    cells = {cell.method: cell.recipe for cell in e6.cells_of_fixed_time("full", 1)}
+    assert {method: recipe.max_steps for method, recipe in cells.items()} == {
+        method: round(192 * 3600 / (1.304 * slots))
+        for method, slots in (("1-wise", 2), ("2-wise-mean", 4), ("3-wise-mean", 6), ("end-to-end", 8))
+    }
+    assert len({dataclasses.replace(recipe, strategy="1-wise", max_steps=1) for recipe in cells.values()}) == 1
+    rows = [{"what": e6.MEASURED_STEPS, "method": "gpipe", "A": 4, "M": m, "seconds": 2.0 + m} for m in (1, 4)]
+    monkeypatch.setattr(Store, "read", lambda store: rows)
+    assert e6.step_seconds("full", "end-to-end") == 3, "the best M"
+    assert e6.step_seconds("full", "1-wise") == pytest.approx(2.608)
+    small = {cell.method: cell.recipe.max_steps for cell in e6.cells_of_fixed_time("small", 1)}
+    assert list(small.values()) == [805, 403, 268, 201], "35 minutes of such accelerators, as in no real measurement"
+
+
 def test_experiments_reusing_runs_share_their_cells() -> None:
     for name, of in (("e3", "e2"), ("e5", "e2"), ("e7", "e6")):
         one, other = EXPERIMENTS[name], EXPERIMENTS[of]
@@ -616,7 +632,8 @@ def test_e6_and_e7_of_made_up_records(tmp_path: Path) -> None:
     # Losses fall by one in a hundred steps: 1-wise, four times as fast, leads by 0.75 - 0.3 at the end, by less before.
     key = "is better than end-to-end at all of 8 moments of equal time, paper's costs (the worst)"
     claim = next(c for c in EXPERIMENTS["e6"].claims(Job(folder=tmp_path)) if c.text == f"1-wise {key}")
-    first = e6.moments(EXPERIMENTS["e6"].all_runs(Job(folder=tmp_path))[0], PAPER)[0]  # type: ignore[attr-defined]
+    (runs,) = EXPERIMENTS["e6"].all_runs(Job(folder=tmp_path))  # type: ignore[attr-defined]
+    first = e6.moments(runs, PAPER, e6.FIXED_TIME)[0]
     assert first == 5 * 8, "end-to-end has been tested once"
     assert claim.effect == pytest.approx(first / 2 / 100 * (1 - 1 / 4) - 0.3)
     assert claim.verdict == "does not hold", "at the first moment end-to-end leads"
