@@ -5,7 +5,7 @@ Torch spends seconds to import what such tensors need, and as many on each numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -70,7 +70,7 @@ def pieces(recipe: Recipe) -> list[Piece]:
         return profile(network, (m,), rounds=1).pieces[m]
 
 
-def peaks(recipe: Recipe, placement: Sequence[int], order: str) -> tuple[float, ...]:
+def peaks(recipe: Recipe, placement: tuple[int, ...], order: str) -> tuple[float, ...]:
     """The peak of every rank."""
     model, m = recipe.model, recipe.microbatches
     assert isinstance(model, Gpt)
@@ -95,7 +95,7 @@ def test_full_cells_fit_a_gpu(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_each_rank_of_full_cells_fits_a_gpu(cell: Cell, m: int) -> None:
     """Also without micro-batches, as the paper's fast methods run; there the logits of a mini-batch alone would take 13 GB."""
-    ranks = peaks(replace(cell.recipe, microbatches=m), range(cell.num_stages), "best")
+    ranks = peaks(replace(cell.recipe, microbatches=m), tuple(range(cell.num_stages)), "best")
     assert len(ranks) == cell.num_stages
     assert max(ranks) < LIMIT
 

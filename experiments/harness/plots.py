@@ -128,7 +128,7 @@ def accuracy_and_step_time(runs: Runs, slots: Mapping[str, float], stages: int, 
 def loss_over_time(
     runs: Runs, methods: Sequence[str], stages: int, clocks: Mapping[str, tuple[Costs, str]], path: Path
 ) -> None:
-    """Draw losses in tests and, dotted, in training: against steps, and against time by several clocks, until the first has ended.
+    """Draw losses in tests and, dotted, in training: against steps, and against time by clocks, until the first has ended.
 
     A clock has costs, and the part of the runs to draw; of methods that have none, the runs of equal steps are drawn.
     """

@@ -38,7 +38,8 @@ def sliced_cross_entropy(
     >>> bool(sliced_cross_entropy(x, w, y, -100, 0.0, 1).isclose(functional.cross_entropy(x, y)))
     True
     """
-    loss: Tensor = _Sliced.apply(hidden_ND, weight_VD, target_N, ignore_index, label_smoothing, at_once)
+    arguments = hidden_ND, weight_VD, target_N, ignore_index, label_smoothing, at_once
+    loss: Tensor = _Sliced.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own lacks types
     return loss
 
 
@@ -64,14 +65,14 @@ class _Sliced(torch.autograd.Function):
     ) -> Tensor:
         counted = target != ignored
         rows = max(1, at_once // len(weight))
-        loss, to_hidden, to_weight = 0.0, [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        losses, to_hidden, to_weight = [], [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for x, y, counts in zip(*(part.split(rows) for part in (hidden, target, counted)), strict=True):
             logits = functional.linear(x, weight)  # in bf16 under autocast
             wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
             log_p, y = wide.log_softmax(-1), torch.where(counts, y, 0)[:, None]
             del wide
             each = (smoothing - 1) * log_p.gather(1, y)[:, 0] - smoothing * log_p.mean(-1)
-            loss = loss + torch.where(counts, each, 0).sum()
+            losses.append(torch.where(counts, each, 0).sum())
             if not any(ctx.needs_input_grad):
                 continue
             to_logits = log_p.exp_().sub_(smoothing / len(weight))  # the probabilities minus the target
@@ -82,7 +83,7 @@ class _Sliced(torch.autograd.Function):
                 to_weight += to_logits.T @ x
         count = counted.sum()
         ctx.save_for_backward(torch.cat(to_hidden) if to_hidden else None, to_weight, count.clamp(min=1))
-        return torch.as_tensor(loss / count)
+        return torch.stack(losses).sum() / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -120,13 +120,14 @@ class Vocabulary(nn.Sequential):
         self.at_once = at_once
 
     def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        norm, matrix = self
-        hidden, weight = norm(x_BTD), matrix.weight
+        norm, matrix = self.children()
+        hidden, weight = norm(x_BTD), matrix.get_parameter("weight")
         if hidden[..., 0].numel() * len(weight) > self.at_once:
             return hidden, weight.view_as(
                 weight
             )  # not the parameter itself, because a step gives its outputs gradients
-        return matrix(hidden)
+        logits: Tensor = matrix(hidden)
+        return logits
 
 
 Norm = Literal["batch", "group"]

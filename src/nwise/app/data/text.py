@@ -235,7 +235,8 @@ _AT_ONCE = 10_000  # pieces of text to encode, by all cores
 
 def _encoded(tokenizer: Tokenizer, pieces: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
     """Return the tokens of all pieces in one row, int32, and the number of each piece's."""
-    numbers, lengths = [], []
+    numbers: list[Any] = []
+    lengths: list[int] = []
     for start in with_progress_bar(range(0, len(pieces), _AT_ONCE), what, least=2):
         encoded = tokenizer.encode_all(pieces[start : start + _AT_ONCE])
         numbers.append(np.fromiter(chain.from_iterable(encoded), dtype=np.int32))

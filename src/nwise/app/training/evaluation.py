@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nwise.app.data import Images, Tokens
+from nwise.app.data import Images, Tokens, batches
 from nwise.modes import evaluating
 from nwise.pipeline import Pipeline
 from nwise.sliced import AT_ONCE, logits_of
@@ -95,12 +95,11 @@ def head_outputs(
 ) -> Iterator[tuple[list[Any], Tensor]]:
     """Yield for each batch of a data set the outputs of some heads, by stage, and the target, on the pipeline's device."""
     device = _device(pipe)
-    starts = range(0, len(data), batch_size)
-    for done, start in enumerate(starts, start=1):
-        inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+    rows = torch.arange(len(data)).split(batch_size)
+    for done, (inputs, target) in enumerate(batches(data, ((some, None) for some in rows)), start=1):
         yield pipe.head_outputs(inputs.to(device), only=heads), target.to(device)
         if on_batch is not None:
-            on_batch(done, len(starts))
+            on_batch(done, len(rows))
 
 
 def slices(num_tokens: int, outputs: Sequence[Any]) -> Iterator[slice]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise.app.data import Images, Tokens, batch_indices, steps_per_epoch
+from nwise.app.data import Images, Tokens, batch_indices, batches, steps_per_epoch
 from nwise.app.recipes import Recipe, to_json
 from nwise.app.records import write_text
 from nwise.app.training.agreement import Agreement
@@ -224,9 +224,11 @@ class Trainer:
                 checkpoint = None
             if is_untested:
                 scores = self._test(begin, first, last)
+            wanted = ((self._indices(s), generator(self.recipe.seed, "augmentation", s)) for s in range(begin, last))
+            mini_batches = batches(self.train_data, wanted)
             for step in range(begin, last):
                 self._do_requests(step)
-                self._step(step)
+                self._step(step, *next(mini_batches))
                 if step + 1 == last:
                     self._phase.drain()
                 if self._is_due(step + 1):
@@ -249,9 +251,8 @@ class Trainer:
             self._saver.stepped(loss, is_last=step == self.num_steps)
         return scores
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int, inputs: Tensor, target: Tensor) -> None:
         recipe, phase = self.recipe, self._phase
-        inputs, target = self.train_data.batch(self._indices(step), generator(recipe.seed, "augmentation", step))
         phase.guard.remember()
         with autocast(recipe, self.device):
             inputs = inputs.to(self.device, memory_format=self._layout)
