@@ -24,6 +24,7 @@ from nwise.app.recipes import Gpt, Recipe
 from nwise.app.recipes import recipe as recipe_of
 from nwise.app.training.build import measurable
 from nwise.app.training.evaluation import slices
+from nwise.losses import logits_of
 from nwise.planning.allocation import allocated
 from nwise.planning.profiling import profile
 from nwise.schedule.ages import weight_ages
@@ -31,7 +32,6 @@ from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
 from nwise.schedule.partitions import Piece, stage_costs
-from nwise.sliced import logits_of
 from nwise.strategies import strategy as parse
 
 LIMIT = 76 * 2**30

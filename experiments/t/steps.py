@@ -18,9 +18,7 @@ from experiments.harness.experiment import Size
 from experiments.t.timing import Row, measured_row
 from nwise.app.data import Bytes, Tokens
 from nwise.app.recipes import Gpt, Recipe
-from nwise.app.training import autocast, make_pipeline
-from nwise.app.training.build import pick_device
-from nwise.app.training.phase import Phase
+from nwise.app.training import LearningRate, autocast, make_optimizer, make_pipeline, pick_device
 from nwise.schedule import PAPER as PAPERS_COSTS
 from nwise.schedule.baselines import timed_method
 
@@ -61,7 +59,8 @@ def step_seconds(recipe: Recipe, steps: int) -> float:
     stream = torch.randint(words.vocabulary_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     data = Tokens(stream, recipe.model.sequence_length, words).to(device)
     pipe = make_pipeline(recipe, data, steps_per_epoch=1).to(device)
-    phase = Phase(recipe, pipe, 0, range(_WARM + steps), lambda facts: None)
+    optimizer = make_optimizer(recipe.optimizer, pipe.parameters())
+    rate = LearningRate(recipe.optimizer, optimizer, _WARM + steps, recipe.eval_every)
     x, target = data.batch(torch.arange(recipe.batch_size))
     start = 0.0
     for step in range(_WARM + steps):
@@ -70,8 +69,9 @@ def step_seconds(recipe: Recipe, steps: int) -> float:
             start = time.perf_counter()
         with autocast(recipe, device):
             pipe.step(x, target=target)
-        phase.update()
-        phase.rate.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        rate.step()
     _wait(device)
     return max(pipe.processes.gather("seconds", (time.perf_counter() - start) / steps))
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.sliced import AT_ONCE, sliced_cross_entropy
+from nwise.sliced import AT_ONCE, logits_of, sliced_cross_entropy
 from nwise.tensors import Tensors, names
 
-__all__ = ["Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain"]
+__all__ = ["AT_ONCE", "Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
 
 
 class Loss(Tensor):

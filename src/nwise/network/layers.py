@@ -103,7 +103,7 @@ def vocabulary(width: int, size: int) -> nn.Sequential:
 class Vocabulary(nn.Sequential):
     """The layers of `vocabulary`; where the logits would take too much memory, the output is their two factors.
 
-    `nwise.losses.TokenCrossEntropy` takes both, and `nwise.sliced.logits_of` multiplies the factors of some tokens.
+    `nwise.losses.TokenCrossEntropy` takes both, and `nwise.losses.logits_of` multiplies the factors of some tokens.
 
     Args:
         width: width of the tokens, D.

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nwise.app.data import Images, Tokens, batches
+from nwise.losses import AT_ONCE, logits_of
 from nwise.modes import evaluating
 from nwise.pipeline import Pipeline
-from nwise.sliced import AT_ONCE, logits_of
 
 
 @dataclass(frozen=True, slots=True)
