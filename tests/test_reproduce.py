@@ -49,7 +49,7 @@ from experiments.t import plots as timing_plots
 from experiments.t import timing
 from launch import forked
 from nwise.app import models
-from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
+from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, TextSource, to_json
 from nwise.app.recipes import recipe as recipe_of
 from nwise.app.training import CheckpointPolicy, Trainer, rate_factor
 from nwise.schedule import PAPER, paper_time
@@ -433,6 +433,9 @@ def test_full_size_settings_match_the_paper() -> None:
         assert (model.width, model.blocks_per_stage, model.num_heads, model.sequence_length) == (1024, 6, 4, 128)
         assert (model.head_blocks, model.vocabulary_size, cell.recipe.batch_size) == (2, 50257, 1024)
         assert cell.recipe.optimizer == Adam(lr=1024**-0.5, beta2=0.98, eps=1e-9, warmup_steps=4000)
+        assert cell.recipe.capture == (cell.method != "hogwild"), "a captured step has no delay: the first one failed"
+        assert isinstance(cell.recipe.data, TextSource)
+        assert not cell.recipe.data.packed
 
 
 @pytest.mark.parametrize(
