@@ -30,10 +30,12 @@ from rich.table import Table
 from experiments.harness.claims import NOTE, Claim, seeds_text, seeds_to_decide
 from experiments.harness.experiment import Job, NothingMatches, Size
 from experiments.index import EXPERIMENTS, experiment, write_index
+from experiments.t.experiment import Timing
 from nwise.app.cli.dispatch import execute
 from nwise.app.cli.output import INTERRUPTED, OK, PARSING, print_json
 from nwise.checks import check_limits
 from nwise.machine import num_cores
+from nwise.runtime.launch import launched, variable
 
 PROGRAM = "python -m experiments"
 
@@ -90,6 +92,8 @@ class Reproduce:
             on_begin=display.begin,
             on_skip=display.report_skip,
         )
+        if launched():
+            return self._measure_steps(job)
         try:
             with display.progress:
                 matches = [name for name in names if _reproduce(name, job, alone=len(names) == 1)]
@@ -120,6 +124,18 @@ class Reproduce:
                 soft_wrap=True,
                 highlight=False,
             )
+        return OK
+
+    def _measure_steps(self, job: Job) -> int:
+        """Measure with a process for each stage; every process of torchrun calls it."""
+        timing = EXPERIMENTS["t"]
+        if self.experiment != "t" or not isinstance(timing, Timing):
+            raise ValueError(
+                "`EXPERIMENT` should be t under torchrun, which measures steps of Transformers with a process for each stage. "
+                f"Found {self.experiment}; start it without torchrun."
+            )
+        timing.check(job)
+        timing.measure_steps(job, variable("WORLD_SIZE"), is_first=variable("RANK") == 0)
         return OK
 
 

@@ -47,6 +47,7 @@ RANKS = [
         "randomness",
         "reference",
         "rerun",
+        "sliced",
         "tensors",
         "terms",
     ],

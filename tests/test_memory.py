@@ -43,6 +43,20 @@ def test_allocated_counts_what_is_kept_and_what_is_needed_at_once() -> None:
     assert backward.kept == 8 * 8 * 4 - 4 * 8 * 4 * 2, "a gradient, and no activations"
 
 
+def test_on_meta_the_results_of_operators_are_counted() -> None:
+    """Nothing is allocated there, but a test of a large network counts on it."""
+    counts = []
+    for device in (CPU, torch.device("meta")):
+        layer, x = nn.Linear(8, 8, device=device), torch.ones(4, 8, device=device)
+
+        def forward(_: None = None, layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
+            return layer(x).relu().view(-1).sum()
+
+        both = allocated(forward, device), allocated(lambda y: y.backward(), device, forward)
+        counts.append([(one.kept, one.peak) for one in both])
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize(
     ("sizes", "recompute", "peak"),
     [

@@ -49,10 +49,11 @@ from experiments.index import EXPERIMENTS
 from experiments.t import experiment as t
 from experiments.t import plots as timing_plots
 from experiments.t import timing
+from launch import forked
 from nwise.app import models
-from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, to_json
+from nwise.app.recipes import Adam, ConvNet, Gpt, ImageSource, Recipe, ResNet, Sgd, TextSource, to_json
 from nwise.app.recipes import recipe as recipe_of
-from nwise.app.training import Trainer, rate_factor
+from nwise.app.training import CheckpointPolicy, Trainer, rate_factor
 from nwise.schedule import PAPER, paper_time
 from nwise.schedule.costs import TRANSFORMER
 from nwise.strategies import strategy
@@ -97,6 +98,37 @@ def test_cells_are_deterministic_across_processes() -> None:
     assert {name: numbers(r) for name, r in first.items()} == {name: numbers(r) for name, r in second.items()}
     assert [news for news in progress if news[1] == news[2]] == [(cell.name, 6, 6) for cell in cells]
     assert len({json.dumps(numbers(r)["tests"]) for r in first.values()}) == 3
+
+
+@pytest.mark.parametrize("method", ["2-wise", "local@4,end-to-end", "hogwild"])
+def test_a_stopped_cell_continues_as_if_it_had_not_stopped(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a run of full size lasts days, and was lost whole at any stop. Its record is the same to the last digit."""
+    monkeypatch.setattr("experiments.harness.cell.POLICY", CheckpointPolicy(checkpoint_every=2))
+    recipe = dataclasses.replace(TINY, strategy=method, max_steps=11, eval_every=0.045)
+    cell, steps = Cell(method=method, recipe=recipe), []
+
+    def stop(done: int, total: int) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    whole = measure(cell)
+    with pytest.raises(KeyboardInterrupt):
+        measure(cell, on_progress=stop, folder=tmp_path)
+    again = measure(cell, on_progress=lambda done, total: steps.append(done), folder=tmp_path)
+    assert steps == [7, 8, 9, 10, 11], "the checkpoint of step 6 was there"
+    assert again["tests"] == whole["tests"]
+    assert again.get("ensembles") == whole.get("ensembles")
+    assert [test["step"] for test in whole["tests"]] == [0, 4, 8, 11]
+
+
+def test_a_cell_with_a_record_keeps_no_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(cells=lambda size, seeds: [tiny("2-wise")], claims=lambda runs: [], tables=lambda runs: "")
+    monkeypatch.setattr(EXPERIMENTS["e1"], "parts", parts)
+    EXPERIMENTS["e1"].reproduce(Job(folder=tmp_path, size="small", seeds=1, workers=1))
+    assert len(Store(tmp_path / "e1" / "small.jsonl").read()) == 1
+    assert list((tmp_path / "e1" / "checkpoints").iterdir()) == []
 
 
 def test_interrupted_cells_leave_no_processes() -> None:
@@ -403,6 +435,9 @@ def test_full_size_settings_match_the_paper() -> None:
         assert (model.width, model.blocks_per_stage, model.num_heads, model.sequence_length) == (1024, 6, 4, 128)
         assert (model.head_blocks, model.vocabulary_size, cell.recipe.batch_size) == (2, 50257, 1024)
         assert cell.recipe.optimizer == Adam(lr=1024**-0.5, beta2=0.98, eps=1e-9, warmup_steps=4000)
+        assert cell.recipe.capture == (cell.method != "hogwild"), "a captured step has no delay: the first one failed"
+        assert isinstance(cell.recipe.data, TextSource)
+        assert not cell.recipe.data.packed
 
 
 @pytest.mark.parametrize(
@@ -480,6 +515,20 @@ def test_printed_tables_are_the_papers() -> None:
         assert setting.best == max(setting.grid, key=lambda point: setting.grid[point][1]) == (80, 0.1)
     seeds = {name: EXPERIMENTS[name].parts.seeds["full"] for name in ("e1", "e2", "e4", "e6")}  # type: ignore[attr-defined]
     assert seeds == {"e1": 4, "e2": 3, "e4": 4, "e6": 1}
+def test_figure_8_trains_for_equal_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """192 hours at 1.304 s a slot: 8 slots a step end-to-end, 2 N in N-wise training. Measured seconds take their place."""
+    cells = {cell.method: cell.recipe for cell in e6.cells_of_fixed_time("full", 1)}
+    assert {method: recipe.max_steps for method, recipe in cells.items()} == {
+        method: round(192 * 3600 / (1.304 * slots))
+        for method, slots in (("1-wise", 2), ("2-wise-mean", 4), ("3-wise-mean", 6), ("end-to-end", 8))
+    }
+    assert len({dataclasses.replace(recipe, strategy="1-wise", max_steps=1) for recipe in cells.values()}) == 1
+    rows = [{"what": e6.MEASURED_STEPS, "method": "gpipe", "A": 4, "M": m, "seconds": 2.0 + m} for m in (1, 4)]
+    monkeypatch.setattr(Store, "read", lambda store: rows)
+    assert e6.step_seconds("full", "end-to-end") == 3, "the best M"
+    assert e6.step_seconds("full", "1-wise") == pytest.approx(2.608)
+    small = {cell.method: cell.recipe.max_steps for cell in e6.cells_of_fixed_time("small", 1)}
+    assert list(small.values()) == [805, 403, 268, 201], "35 minutes of such accelerators, as in no real measurement"
 
 
 def test_experiments_reusing_runs_share_their_cells() -> None:
@@ -672,7 +721,8 @@ def test_e6_and_e7_of_made_up_records(tmp_path: Path) -> None:
     # Losses fall by one in a hundred steps: 1-wise, four times as fast, leads by 0.75 - 0.3 at the end, by less before.
     key = "is better than end-to-end at all of 8 moments of equal time, paper's costs (the worst)"
     claim = next(c for c in EXPERIMENTS["e6"].claims(Job(folder=tmp_path)) if c.text == f"1-wise {key}")
-    first = e6.moments(EXPERIMENTS["e6"].all_runs(Job(folder=tmp_path))[0], PAPER)[0]  # type: ignore[attr-defined]
+    (runs,) = EXPERIMENTS["e6"].all_runs(Job(folder=tmp_path))  # type: ignore[attr-defined]
+    first = e6.moments(runs, PAPER, e6.FIXED_TIME)[0]
     assert first == 5 * 8, "end-to-end has been tested once"
     assert claim.effect == pytest.approx(first / 2 / 100 * (1 - 1 / 4) - 0.3)
     assert claim.verdict == "does not hold", "at the first moment end-to-end leads"
@@ -794,6 +844,12 @@ def test_timing_model_of_made_up_measurements(tmp_path: Path) -> None:
     assert next(claim.effect for claim in t.claims(rows) if "table of best M" in claim.text) == 9
     assert "c0 = 1.00 ms, c1 = 50.0 ms" in t.tables(rows)
     assert "\n\nAbacus, 2 cores, Python 3.11, torch 2.13.\n" in t.tables(rows)
+    rows += [row | {"what": e6.MEASURED_STEPS} for row in rows if row["kind"] == "measured" and row["A"] == 4]
+    names = {claim.text: claim.source for claim in t.claims(rows)}
+    assert names[f"the fitted model explains measured times within 10 %: {e6.MEASURED_STEPS}"] == "figure 10"
+    assert f"{e6.MEASURED_STEPS}: c0 = 1.00 ms" in t.tables(rows)
+    fastest = e6.fastest_steps(rows)
+    assert fastest["end-to-end", 4] == pytest.approx(min(2 * (m + 3) * (0.001 + 0.05 / m) for m in (1, 2, 4)))
     timing_plots.draw(rows, tmp_path, "small")
     assert (tmp_path / "speedup.png").exists()
     assert (tmp_path / "small.png").exists()
@@ -806,6 +862,26 @@ def test_advantage_grows_with_the_share_of_the_overhead() -> None:
     """Appendix C.2: no pair of A and N falls; in the other direction all fall but N = A, which is end-to-end itself."""
     assert t.falling() == []
     assert set(t.falling((10, 1, 0.1))) == {(a, n) for a in range(2, 31) for n in range(1, 6) if n < a}
+def test_steps_are_measured_under_torchrun(tmp_path: Path) -> None:
+    """Two processes, one for each stage, for some seconds; the first one writes the row, which is not measured again."""
+    only = "2 processes, end-to-end, M = 2"
+    done = forked(2, ["-m", "experiments", "t", "--folder", str(tmp_path), "--only", only], tmp_path)
+    assert done.returncode == 0, done.stderr
+    job, timing_model = Job(folder=tmp_path, only=(only,)), EXPERIMENTS["t"]
+    assert isinstance(timing_model, t.Timing)
+    timing_model.measure_steps(job, 2, is_first=True)
+    (row,) = timing_model.rows(job)
+    assert (row["piece"], row["what"]) == (only, e6.MEASURED_STEPS)
+    assert (row["method"], row["A"], row["M"], row["slots"]) == ("gpipe", 2, 2, 6)
+    assert row["seconds"] > 0
+
+
+def test_other_experiments_are_not_for_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.__main__.launched", lambda: True)
+    assert reproduce(["e1"]) != 0
+    assert "`EXPERIMENT` should be t under torchrun" in capsys.readouterr().err
 
 
 def test_timing_model_misjudges_end_to_end_by_a_quarter() -> None:

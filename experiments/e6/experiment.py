@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 
 from experiments.harness import markdown
-from experiments.harness.cell import Cell
+from experiments.harness.cell import Cell, Record
 from experiments.harness.claims import Claim, Seeds, difference, exact, greater, greater_at_all, mean_by_seed, slope
 from experiments.harness.clock import describe_costs, network_costs, slots_text, step_time, work, work_table
 from experiments.harness.experiment import Result, Size
 from experiments.harness.plots import language_models, loss_over_time
 from experiments.harness.runs import Runs, loss, loss_at, perplexity
+from experiments.harness.store import Store
 from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.app.recipes import Gpt, Recipe, recipe
 from nwise.schedule import PAPER as PAPERS_COSTS
-from nwise.schedule import TRANSFORMER, Costs, DoesNotFit
+from nwise.schedule import TRANSFORMER, Costs, DoesNotFit, Slot
 from nwise.schedule.baselines import timed_method
 
 # The paper's N-wise runs of Transformers have the mean of the own and the far loss.
@@ -29,6 +31,9 @@ HOGWILD_FORMS = ("hogwild", "hogwild-forward-least")
 _STAGES = (3, 4, 5, 6)
 _FOUR = 4  # stages of figure 8, and of what goes beyond the paper
 _MOMENTS = 8  # of equal time
+MEASURED_STEPS = "Transformers, a process for each stage"  # rows of `python -m experiments t` under torchrun
+FIXED_TIME = "fixed time"  # part of the runs of figure 8
+HOURS: dict[Size, float] = {"small": 35 / 60, "full": 192}  # of figure 8
 _LEAN = 0.5  # mini-batches' activations of a stage, where memory is short
 
 
@@ -44,16 +49,40 @@ def clocks(runs: Runs, stages: int = _FOUR) -> dict[str, Costs]:
     return {"paper's": PAPERS_COSTS, "honest": network_costs(model, stages)}
 
 
+def settings(size: Size, num_stages: int, method: str, seed: int = 0) -> Recipe:
+    """Return the recipe of a run."""
+    base, model = _base(size)
+    if method == "hogwild" and size == "full":
+        # Its first stage is whole mini-batches ahead, and keeps only their inputs. A captured step has no delay.
+        base = replace(base, capture=False, recompute=True)
+    return replace(base, seed=seed, model=replace(model, num_stages=num_stages), strategy=method)
+
+
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: stages by methods by seeds, Hogwild (E7) among them."""
-    base, model = _base(size)
     cells = []
     for seed in range(seeds):
         for stages in reversed(_STAGES):
-            settings = replace(base, seed=seed, model=replace(model, num_stages=stages))
             methods = [*PAPER, *(BEYOND if stages == _FOUR else ()), *(HOGWILD_FORMS if stages in HOGWILD else ())]
-            cells += [Cell(method=m, recipe=replace(settings, strategy=m)) for m in methods]
+            cells += [Cell(method=m, recipe=settings(size, stages, m, seed)) for m in methods]
     return cells
+
+
+def cells_of_fixed_time(size: Size, seeds: int) -> list[Cell]:
+    """Return the cells of figure 8: as many steps as each method makes in equal hours, on an accelerator a stage."""
+    cells = []
+    for seed, method in product(range(seeds), PAPER):
+        steps = round(3600 * HOURS[size] / step_seconds(size, method))
+        recipe = replace(settings(size, _FOUR, method, seed), epochs=1e6, max_steps=steps)
+        cells.append(Cell(method=method, part=FIXED_TIME, recipe=recipe))
+    return cells
+
+
+def step_seconds(size: Size, method: str) -> float:
+    """Return the seconds of a step with four stages: in full size measured, if T has rows; else by the paper's fitted clock."""
+    rows = Store(Path(__file__).parents[1] / "t" / "full.jsonl").read() if size == "full" else []
+    expected = Slot().seconds(1) * step_time(method, _FOUR, PAPERS_COSTS).slots
+    return fastest_steps(rows).get((method, _FOUR), expected)
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -111,13 +140,19 @@ def _about_time(runs: Runs) -> list[Claim]:
     return claims
 
 
-def moments(runs: Runs, costs: Costs, count: int = _MOMENTS) -> list[float]:
+def _part_of(runs: Runs, clock: str) -> str:
+    """Return the part of the runs for a figure of equal time: those of fixed time, if there are any and the clock is theirs."""
+    return FIXED_TIME if clock == "paper's" and runs.records_for("end-to-end", _FOUR, FIXED_TIME) else ""
+
+
+def moments(runs: Runs, costs: Costs, part: str = "", count: int = _MOMENTS) -> list[float]:
     """Return times, in slots, at which all methods of figure 8 can be compared.
 
     They begin with the first test of the slowest method after its begin, since nothing is known of its way there, and end with
     the run of the fastest.
     """
-    known = [(record[0], step_time(m, _FOUR, costs).slots) for m in PAPER if (record := runs.records_for(m, _FOUR))]
+    records = {m: runs.records_for(m, _FOUR, part) for m in PAPER}
+    known = [(found[0], step_time(m, _FOUR, costs).slots) for m, found in records.items() if found]
     if not known:
         return []
     last = min(record["steps"] * slots for record, slots in known)
@@ -141,12 +176,12 @@ def _at_every_step(runs: Runs) -> list[Claim]:
 
 def _at_every_moment(runs: Runs, clock: str, source: str, methods: Sequence[str]) -> list[Claim]:
     """Compare at equal time."""
-    costs = clocks(runs)[clock]
+    costs, part = clocks(runs)[clock], _part_of(runs, clock)
 
     def at(method: str, moment: float) -> Seeds:
-        return runs.scores(loss_at(moment / step_time(method, _FOUR, costs).slots), method, _FOUR)
+        return runs.scores(loss_at(moment / step_time(method, _FOUR, costs).slots), method, _FOUR, part)
 
-    ends, claims = moments(runs, costs), []
+    ends, claims = moments(runs, costs, part), []
     for method in methods:
         text = (
             f"{method} is better than end-to-end at all of {_MOMENTS} moments of equal time, {clock} costs (the worst)"
@@ -215,14 +250,31 @@ def _four(runs: Runs) -> str:
 
 def draw(runs: Runs, path: Path) -> None:
     """Draw figures 7 and 8."""
-    language_models(runs, list(PAPER), _STAGES, path.with_suffix(".png"))
-    loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, clocks(runs), path.with_name(f"{path.name}-time.png"))
+    seconds = fastest_steps(Store(path.parents[1] / "t" / f"{path.name}.jsonl").read())
+    language_models(runs, list(PAPER), _STAGES, path.with_suffix(".png"), seconds)
+    parts = {name: (costs, _part_of(runs, name)) for name, costs in clocks(runs).items()}
+    loss_over_time(runs, [*PAPER, *BEYOND], _FOUR, parts, path.with_name(f"{path.name}-time.png"))
+
+
+def fastest_steps(rows: Sequence[Record]) -> dict[tuple[str, int], float]:
+    """Return the seconds of a step at the best M, by method and stages, of the rows that torchrun has measured (T)."""
+    seconds: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row.get("what") == MEASURED_STEPS:
+            key = "end-to-end" if row["method"] == "gpipe" else row["method"], row["A"]
+            seconds[key] = min(row["seconds"], seconds.get(key, math.inf))
+    return seconds
+
+
+def all_cells(size: Size, seeds: int) -> list[Cell]:
+    """Return the cells of equal steps and of fixed time."""
+    return cells(size, seeds) + cells_of_fixed_time(size, seeds)
 
 
 EXPERIMENT = Trained(
     "e6",
     "E6, Transformers on One Billion Word",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 1}),
+    Parts(cells=all_cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 1}),
     [
         Result("figure 7", "perplexity and step time against stages (E6)", "figure 7"),
         Result("figure 8", "equal time against equal steps (E6)", "figure 8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import subprocess
 import time
@@ -21,8 +22,20 @@ from nwise.app.data import Images, Tokens
 from nwise.app.data.sources import tables
 from nwise.app.data.text import standard_library
 from nwise.app.recipes import Adam, EmbeddedText, ImageSource, Recipe, TextSource, from_json, to_json
-from nwise.app.training import Callback, Scores, Trainer, autocast, evaluate, versions
+from nwise.app.training import (
+    Callback,
+    CheckpointPolicy,
+    Run,
+    Scores,
+    Trainer,
+    autocast,
+    evaluate,
+    new_run,
+    versions,
+)
 from nwise.machine import machine
+
+POLICY = CheckpointPolicy(keep=1)  # every ten minutes
 
 Record = dict[str, Any]
 Data = tuple[Images, Images] | tuple[Tokens, Tokens]
@@ -62,6 +75,11 @@ class Cell:
         parts = [data, f"{self.num_stages} stages", self.method, self.part, f"seed {self.recipe.seed}"]
         return ", ".join(part for part in parts if part)
 
+    def folder(self, parent: Path) -> Path:
+        """Return the folder in which the run keeps its checkpoints until it has a record."""
+        text = json.dumps([self.method, self.part, to_json(self.recipe)])
+        return parent / hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 def read_cell(record: Record) -> Cell | None:
     """Return the cell of a record; None if it was written by a version whose configurations cannot be read."""
@@ -96,6 +114,13 @@ class History(Callback):
     tests: list[Record] = field(default_factory=list)
     steps: int = 0
     losses: list[Tensor] = field(default_factory=list)  # of the last head in training, since the last test
+    earlier: float = 0.0  # seconds of training before a stop
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, of all its parts between stops."""
+        return self.earlier + time.perf_counter() - self.began
 
     def started(self, trainer: Trainer) -> None:
         self.steps = trainer.num_steps
@@ -104,10 +129,17 @@ class History(Callback):
         self.losses.append(losses[-1].detach())
         self.on_progress(step, self.steps)
 
+    def state(self) -> Record:
+        return {"tests": self.tests, "losses": [float(loss) for loss in self.losses], "seconds": self.seconds}
+
+    def restore(self, state: Record) -> None:
+        self.tests, self.earlier = state["tests"], state["seconds"]
+        self.losses = [torch.tensor(loss) for loss in state["losses"]]
+
     def evaluated(self, step: int, scores: Scores) -> None:
         loss = [None if s is None or not isfinite(s.loss) else round(s.loss, 6) for s in scores.heads]
         accuracy = [None if s is None else round(s.accuracy, 6) for s in scores.heads]
-        mean = float(torch.stack(self.losses).mean()) if self.losses else math.nan
+        mean = float(torch.stack([loss.cpu() for loss in self.losses]).mean()) if self.losses else math.nan
         train = round(mean, 6) if isfinite(mean) else None
         self.losses = []
         self.tests.append({"step": step, "train": train, "loss": loss, "accuracy": accuracy})
@@ -139,8 +171,21 @@ def _check_length(cell: Cell, steps: int) -> None:
         )
 
 
+def _train(trainer: Trainer, history: History, folder: Path | None) -> None:
+    """Run all steps, or those behind the last checkpoint in a folder."""
+    if folder is None:
+        trainer.train(callbacks=(history,))
+        return
+    earlier = next(iter(sorted(folder.glob("*/run.json"))), None)
+    run = new_run(trainer.recipe, folder) if earlier is None else Run.open(earlier.parent)
+    trainer.train(run, (history,), POLICY, resume=earlier is not None, allow_restart=True)
+
+
 def measure(
-    cell: Cell, data: Data | None = None, on_progress: Callable[[int, int], None] = lambda done, total: None
+    cell: Cell,
+    data: Data | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path | None = None,
 ) -> Record:
     """Train and test a cell.
 
@@ -148,6 +193,7 @@ def measure(
         cell: the cell.
         data: the data of its recipe, if they were loaded before.
         on_progress: function called with the number of steps done and of all steps.
+        folder: folder of checkpoints, from which a run that was stopped continues; default: none, and it starts over.
 
     Returns:
         The record: the cell, every test of every head, the digest of source code, the ensembles of the top heads at the end,
@@ -156,12 +202,11 @@ def measure(
     Raises:
         ValueError: the run would end within its warm-up.
     """
-    start_time = time.perf_counter()
+    history = History(on_progress)
     trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
     _check_length(cell, trainer.num_steps)
-    history = History(on_progress)
-    trainer.train(callbacks=(history,))
-    seconds = time.perf_counter() - start_time
+    _train(trainer, history, folder)
+    seconds = history.seconds
     record: Record = {
         "method": cell.method,
         "part": cell.part,

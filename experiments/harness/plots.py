@@ -96,9 +96,9 @@ def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[st
         all_axes[0].set_ylabel(quality)
 
 
-def _mean_curve(runs: Runs, method: str, stages: int, column: str) -> tuple[list[int], list[float]]:
+def _mean_curve(runs: Runs, method: str, stages: int, column: str, part: str = "") -> tuple[list[int], list[float]]:
     """Return the steps of all tests but the one before training, and their means over seeds."""
-    records = [r["tests"] for r in runs.records_for(method, stages)]
+    records = [r["tests"] for r in runs.records_for(method, stages, part)]
     if not records:
         return [], []
 
@@ -126,24 +126,29 @@ def accuracy_and_step_time(runs: Runs, slots: Mapping[str, float], stages: int, 
         legend(left, 7)
 
 
-def loss_over_time(runs: Runs, methods: Sequence[str], stages: int, clocks: Mapping[str, Costs], path: Path) -> None:
-    """Draw test loss against steps (dotted: in training), and against time by both clocks, until the first has ended."""
-    titles: dict[str, Costs | None] = {"equal steps (dotted: in training)": None}
-    titles |= {f"equal time, {name} costs": costs for name, costs in clocks.items()}
+def loss_over_time(
+    runs: Runs, methods: Sequence[str], stages: int, clocks: Mapping[str, tuple[Costs, str]], path: Path
+) -> None:
+    """Draw losses in tests and, dotted, in training: against steps, and against time by clocks, until the first has ended.
+
+    A clock has costs, and the part of the runs to draw; of methods that have none, the runs of equal steps are drawn.
+    """
+    titles: dict[str, tuple[Costs | None, str]] = {"equal steps": (None, "")}
+    titles |= {f"equal time, {name} costs": clock for name, clock in clocks.items()}
     with make_panels(3, path, width=3.7, share=True) as (_, panels):
-        for axes, (title, clock) in zip(panels, titles.items(), strict=True):
+        for axes, (title, (clock, wanted)) in zip(panels, titles.items(), strict=True):
             ends = []
             for method in methods:
+                part = wanted if runs.records_for(method, stages, wanted) else ""
                 each = 1.0 if clock is None else step_time(method, stages, clock).slots
-                steps, values = _mean_curve(runs, method, stages, "loss")
+                steps, values = _mean_curve(runs, method, stages, "loss", part)
                 axes.plot([step * each for step in steps], values, **{**style(method), "markersize": 2.5})
-                if clock is None:
-                    steps, values = _mean_curve(runs, method, stages, "train")
-                    axes.plot(steps, values, ":", color=style(method)["color"], lw=1.2)
                 ends += [step * each for step in steps[-1:]]
+                steps, values = _mean_curve(runs, method, stages, "train", part)
+                axes.plot([step * each for step in steps], values, ":", color=style(method)["color"], lw=1.2)
             axes.set(title=title, xlabel="steps" if clock is None else "slots")
             axes.set_xlim(0, 1.02 * min(ends, default=1.0))
-        panels[0].set_ylabel("test loss, nats per token")
+        panels[0].set_ylabel("loss, nats per token (dotted: in training)")
         legend(panels[0], 7)
 
 
@@ -189,15 +194,24 @@ def grid_of_fine_tuning(
         legend(right, 8)
 
 
-def language_models(runs: Runs, methods: Sequence[str], stages: Sequence[int], path: Path) -> None:
-    """Draw perplexity and slots a step against the number of stages."""
+def language_models(
+    runs: Runs,
+    methods: Sequence[str],
+    stages: Sequence[int],
+    path: Path,
+    seconds: Mapping[tuple[str, int], float] | None = None,
+) -> None:
+    """Draw perplexity against the number of stages, and the time of a step: measured, or slots if nothing was."""
     with make_panels(2, path) as (_, (left, right)):
         for i, method in enumerate(methods):
             columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
             _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))
-            right.plot(stages, [step_time(method, a, PAPER).slots for a in stages], **style(method))
+            if seconds:
+                times = {a: seconds[method, a] for a in stages if (method, a) in seconds}
+            else:
+                times = {a: step_time(method, a, PAPER).slots for a in stages}
+            right.plot(list(times), list(times.values()), **style(method))
         left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
-        right.set(
-            xlabel="stages", ylabel="slots a step, paper's costs", xticks=stages, ylim=(0, None), title="step time"
-        )
+        unit = "seconds a step, measured, best M" if seconds else "slots a step, paper's costs"
+        right.set(xlabel="stages", ylabel=unit, xticks=stages, ylim=(0, None), title="step time")
         legend(left, 8)

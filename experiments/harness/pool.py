@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
 from itertools import takewhile
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 def run_cells(
-    cells: Iterable[Cell | None], workers: int, on_progress: OnProgress
+    cells: Iterable[Cell | None], workers: int, on_progress: OnProgress, folder: Path | None = None
 ) -> Generator[tuple[Cell, Record], None, None]:
     """Run cells and yield the record of each as it ends.
 
@@ -36,6 +37,7 @@ def run_cells(
         cells: the cells, each of them asked for when a process is free; None if the next one waits for a record.
         workers: number of processes; 1 runs in this one.
         on_progress: function called with a cell's name, its steps done, and all its steps.
+        folder: folder in which each cell has a folder of checkpoints; default: none.
 
     Raises:
         OSError: a process died.
@@ -44,7 +46,7 @@ def run_cells(
         _set_threads()
         for cell in takewhile(bool, cells):
             assert cell is not None
-            yield cell, measure(cell, _data_for(cell), partial(on_progress, cell.name))
+            yield cell, measure(cell, _data_for(cell), partial(on_progress, cell.name), folder and cell.folder(folder))
         return
     context = _context()
     news: SimpleQueue[tuple[int, int, int]] = context.SimpleQueue()
@@ -55,7 +57,7 @@ def run_cells(
         left = iter(cells)
         while True:
             while len(waiting) < workers and (cell := next(left, None)) is not None:
-                waiting[pool.submit(_run, len(names), cell)] = cell
+                waiting[pool.submit(_run, len(names), cell, folder)] = cell
                 names.append(cell.name)
             if not waiting:
                 return
@@ -126,11 +128,11 @@ def _set_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def _run(number: int, cell: Cell) -> Record:
+def _run(number: int, cell: Cell, folder: Path | None) -> Record:
     def report(done: int, total: int) -> None:
         if done % max(1, total // 50) == 0 or done == total:
             _news.put((number, done, total))
 
-    record = measure(cell, _data_for(cell), report)
+    record = measure(cell, _data_for(cell), report, folder and cell.folder(folder))
     gc.collect()  # a pipeline has cycles, and the next cell needs the memory of a GPU
     return record

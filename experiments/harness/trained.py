@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,8 +80,10 @@ class Trained(Experiment):
         job.begin(self.title, len(pairs), len(missing))
         if missing:
             store.check_writable()  # before hours of work
-        for _, record in run_cells(missing, job.workers, job.on_progress):
+        checkpoints = store.path.parent / "checkpoints"
+        for cell, record in run_cells(missing, job.workers, job.on_progress, checkpoints):
             store.add(record)
+            shutil.rmtree(cell.folder(checkpoints), ignore_errors=True)
         self.write(job)
 
     def _select_possible(self, cells: Sequence[Cell], job: Job) -> list[Cell]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from experiments.e6.experiment import MEASURED_STEPS
 from experiments.harness.plots import legend, make_panels, style
-from experiments.t.timing import MEASURED, Row, fitted, window
+from experiments.t.timing import Row, fitted, window
 from nwise.app.report.figures import COLOURS
 from nwise.schedule import Slot, paper_time
 
@@ -28,7 +29,7 @@ def modelled(row: Row, slot: Slot | None) -> float:
 
 
 def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
-    """Draw the paper's figure of A = 4 and 6; with it costs as they are, and a real network."""
+    """Draw the paper's figure of A = 4 and 6; with it costs as they are, and real networks."""
     measured_rows = [row for row in rows if row["kind"] == "measured"]
     titles = {
         ("virtual, paper costs", 4): "A = 4, paper's costs",
@@ -36,11 +37,14 @@ def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
         ("virtual, transformer costs", 4): "A = 4, F = I = W, head 0.5",
         ("real", 2): "A = 2, a real network",
     }
+    if fitted(rows, MEASURED_STEPS) is not None:
+        stages = sorted({row["A"] for row in measured_rows if row["what"] == MEASURED_STEPS})
+        titles |= {(MEASURED_STEPS, a): f"A = {a}, Transformers" for a in stages}
     with make_panels(len(titles), path, width=2.9, height=3.2) as (_, panels):
-        for axes, ((what, stages), title) in zip(panels, titles.items(), strict=True):
+        for axes, ((what, a), title) in zip(panels, titles.items(), strict=True):
             slot = None if "transformer" in what else fitted(rows, what)
-            for method in MEASURED:
-                own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, stages, method)]
+            for method in dict.fromkeys(row["method"] for row in measured_rows):
+                own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, a, method)]
                 _points(axes, own, method, slot)
             axes.set(title=title, xlabel="micro-batches M")
         panels[0].set_ylabel("ms per mini-batch (lines: modelled)")

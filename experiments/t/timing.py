@@ -124,6 +124,7 @@ class Setting:
         fewer: values of M where costs are not the paper's, and of the real network.
         batches: mini-batches that are timed.
         steps: training steps of the real network.
+        timed_steps: steps of the paper's Transformers on a process for each stage.
     """
 
     slot_ms: float = 30.0
@@ -131,6 +132,7 @@ class Setting:
     fewer: Sequence[int] = (1, 2, 4, 8)
     batches: int = 8
     steps: int = 40
+    timed_steps: int = 10
 
 
 # The full size has the slot that the paper fitted, 1.279 s.
@@ -168,12 +170,13 @@ def virtual(costs: str, methods: Sequence[str], stages: int, sizes: Sequence[int
     rows = []
     for case, result in zip(cases, start_all(cases), strict=True):
         slots, seconds = result.predicted_slots, result.measured_slots * case.slot_ms / 1e3
-        row = _row(f"virtual, {costs} costs", case.method, case.stages, case.microbatches, slots, seconds)
+        row = measured_row(f"virtual, {costs} costs", case.method, case.stages, case.microbatches, slots, seconds)
         rows.append(row | {"slot_seconds": case.slot_ms / 1e3})
     return rows
 
 
-def _row(what: str, method: str, stages: int, m: int, slots: float, seconds: float) -> Row:
+def measured_row(what: str, method: str, stages: int, m: int, slots: float, seconds: float) -> Row:
+    """Return the row of a measured time."""
     facts = {"what": what, "method": method, "A": stages, "M": m, "slots": slots, "seconds": seconds}
     return {"kind": "measured", **facts, "machine": machine(), "versions": versions()}
 
@@ -204,7 +207,7 @@ def real(method: str, m: int, steps: int, train: Sequence[str] = _NETWORK) -> li
     seconds = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
     name = "gpipe" if method == "end-to-end" else method
     slots = timed_method(name, num_stages=2, num_microbatches=m, costs=PAPER).period
-    return [_row("real", name, 2, m, slots, seconds)]
+    return [measured_row("real", name, 2, m, slots, seconds)]
 
 
 def window(row: Row) -> int:

@@ -41,9 +41,10 @@ def add_gradients(
     >>> x.grad
     tensor([3., 3.])
     """
-    # Backward operations have the dtype of their forward and must not be cast again.
+    # Backward operations have the dtype of their forward and must not be cast again. On "meta" nothing is ever cast.
     device = seeds[0].device.type
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING_ELSE:
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_cast else _NOTHING_ELSE:
         run_backward(
             tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
         )

@@ -73,7 +73,8 @@ class Kept:
     @property
     def num_bytes(self) -> int:
         """Size of the cotangents, in bytes."""
-        tensors = {g.data_ptr(): g for part in self.parts for g in part.gradients if g is not None}
+        every = (g for part in self.parts for g in part.gradients if g is not None)
+        tensors = {(g.untyped_storage(), g.storage_offset()): g for g in every}
         return sum(g.nbytes for g in tensors.values())
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nwise.sliced import AT_ONCE, logits_of, sliced_cross_entropy
 from nwise.tensors import Tensors, names
 
-__all__ = ["Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain"]
+__all__ = ["AT_ONCE", "Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
 
 
 class Loss(Tensor):
@@ -172,22 +173,31 @@ class Divergence:
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):
-    """Mean cross-entropy over the tokens ``[B, T]`` of logits ``[B, T, V]``.
+    """Mean cross-entropy over the tokens ``[B, T]`` of logits ``[B, T, V]``, or of their factors ``[B, T, D]`` and ``[V, D]``.
+
+    Of factors, as `nwise.network.layers.Vocabulary` returns them, it multiplies a slice of tokens at a time: the logits never
+    exist as a whole.
 
     Args:
         ignore_index: target that does not count; default: -100.
         label_smoothing: weight of the uniform distribution in the target; default: 0.
+        at_once: most logits of a slice; default: 2^28, half a GiB in bf16.
 
     >>> import torch
     >>> round(TokenCrossEntropy()(torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)).exp().item(), 4)
     7.0
     """
 
-    def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+    def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0, at_once: int = AT_ONCE) -> None:
         super().__init__(ignore_index=ignore_index, label_smoothing=label_smoothing)
+        self.at_once = at_once
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return super().forward(logits.flatten(0, 1), target.flatten())
+    def forward(self, logits: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        if isinstance(logits, Tensor):
+            return super().forward(logits.flatten(0, 1), target.flatten())
+        hidden, weight = logits
+        rows = hidden.flatten(0, 1), weight, target.flatten()
+        return sliced_cross_entropy(*rows, self.ignore_index, self.label_smoothing, self.at_once)
 
     def count(self, target: Tensor) -> Tensor:
         """Return the number of tokens that count."""

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nwise.sliced import AT_ONCE
+
 __all__ = [
     "Embedding",
     "Linear",
     "NormalEmbedding",
     "SelfAttention",
     "TransformerBlock",
+    "Vocabulary",
     "conv_norm_relu",
     "vocabulary",
 ]
@@ -95,6 +98,36 @@ class Embedding(nn.Module):
 def vocabulary(width: int, size: int) -> nn.Sequential:
     """Make a layer norm and a vocabulary matrix, ``[B, T, D] -> [B, T, V]``."""
     return nn.Sequential(nn.LayerNorm(width), Linear(width, size, bias=False))
+
+
+class Vocabulary(nn.Sequential):
+    """The layers of `vocabulary`; where the logits would take too much memory, the output is their two factors.
+
+    `nwise.losses.TokenCrossEntropy` takes both, and `nwise.losses.logits_of` multiplies the factors of some tokens.
+
+    Args:
+        width: width of the tokens, D.
+        size: number of different tokens, V.
+        at_once: most logits to return; default: 2^28, half a GiB in bf16.
+
+    >>> x, output = torch.zeros(2, 3, 4), Vocabulary(4, 7, at_once=41)
+    >>> [list(factor.shape) for factor in output(x)], list(output(x[:1]).shape)
+    ([[2, 3, 4], [7, 4]], [1, 3, 7])
+    """
+
+    def __init__(self, width: int, size: int, at_once: int = AT_ONCE) -> None:
+        super().__init__(*vocabulary(width, size))
+        self.at_once = at_once
+
+    def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        norm, matrix = self.children()
+        hidden, weight = norm(x_BTD), matrix.get_parameter("weight")
+        if hidden[..., 0].numel() * len(weight) > self.at_once:
+            return hidden, weight.view_as(
+                weight
+            )  # not the parameter itself, because a step gives its outputs gradients
+        logits: Tensor = matrix(hidden)
+        return logits
 
 
 Norm = Literal["batch", "group"]

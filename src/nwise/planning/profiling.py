@@ -208,9 +208,9 @@ class _Bench:
         return self._timed(whole)[0] if wrt else 0.0
 
     def _head(self, i: int, size: int) -> tuple[nn.Module | None, Callable[[Tensors], Tensor]]:
-        """Return the module after piece i, the identity for the last one, and the loss of its output."""
+        """Return the module after piece i, one that does nothing for the last one, and the loss of its output."""
         target = self._network.batch(size)[1]
-        head = nn.Identity() if i == len(self._pieces) - 1 else self._network.heads[i]
+        head = _Nothing() if i == len(self._pieces) - 1 else self._network.heads[i]
         return head, lambda outputs: self._network.loss_fn(as_argument(outputs), target)
 
     def sizes(self, i: int, size: int) -> dict[str, Any]:
@@ -272,6 +272,13 @@ class _Bench:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class _Nothing(nn.Module):
+    """Stands for the head of the last stage, whose outputs go to the loss."""
+
+    def forward(self, *outputs: Tensor) -> Tensor | Tensors:
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _optimizer(network: Network, piece: nn.Module) -> torch.optim.Optimizer | None:

@@ -35,8 +35,9 @@ class PieceSizes:
         first = allocated(lambda _: self._forward(), self._device)
         graph = allocated(lambda _: [y.grad_fn for y in self._forward()], self._device)
         passing = allocated(lambda _: [y.grad_fn for y in self._forward(passing=True)], self._device)
-        given = {x.data_ptr() for x in self._inputs}  # a piece may pass an input on, such as a mask
-        made = sum(y.nbytes for y in first.result if y.data_ptr() not in given)
+        # A piece may pass on an input, such as a mask, or a parameter.
+        given = {x.untyped_storage() for x in (*self._inputs, *self._piece.parameters())}
+        made = sum(y.nbytes for y in first.result if y.untyped_storage() not in given)
         sizes = {
             "activation_bytes": max(0, first.kept - made),
             "held_bytes": max(0, graph.kept - first.kept + made),

@@ -3,6 +3,7 @@
 from functools import partial
 
 from nwise.app.data.images import Images, digits, load_images
+from nwise.app.data.loading import batches
 from nwise.app.data.order import batch_indices, permutation, steps_per_epoch
 from nwise.app.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, make_streams
 from nwise.lazy import submodule
@@ -13,6 +14,7 @@ __all__ = [
     "Images",
     "Tokens",
     "batch_indices",
+    "batches",
     "digits",
     "embedded_text",
     "load_images",

@@ -68,22 +68,38 @@ class Images:
             indices: rows of the batch.
             random: generator for the augmentation; None for evaluation.
         """
-        if isinstance(self.pixels, Tensor):
-            pixels = self.pixels[indices.to(self.pixels.device)]
-            if random is not None and self.augmentation != "none":
-                pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
-        else:
-            pixels = torch.stack([self._resize(self.pixels[i], random) for i in indices.tolist()])
-            if random is not None and self.augmentation != "none":
-                pixels = augment.flip(pixels, random)
+        if not isinstance(self.pixels, Tensor):
+            return self.finished(torch.stack([self[key] for key in self.keys(indices, random)]), indices, random)
+        pixels = self.pixels[indices.to(self.pixels.device)]
+        if random is not None and self.augmentation != "none":
+            pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
+        return self._normalised(pixels), self.labels[indices.to(self.labels.device)]
+
+    def keys(self, indices: Tensor, random: torch.Generator | None) -> list[tuple[int, int | None]]:
+        """Return row and seed of the crop of each image of a batch that is decoded on access; the seed is None without a crop."""
+        if random is None or self.augmentation == "none":
+            return [(row, None) for row in indices.tolist()]
+        seeds = torch.randint(2**62, (len(indices),), generator=random)
+        return list(zip(indices.tolist(), seeds.tolist(), strict=True))
+
+    def __getitem__(self, key: tuple[int, int | None]) -> Tensor:
+        """Decode an image and cut it to size, uint8 ``[C, H, W]``; `key` is one of `keys`."""
+        row, seed = key
+        if seed is None:
+            return augment.centre_crop(self.pixels[row], self.size)
+        return augment.random_resized_crop(self.pixels[row], self.size, torch.Generator().manual_seed(seed))
+
+    def finished(self, pixels: Tensor, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return the batch of images that were decoded for `keys`, on the labels' device; `random` is what made the keys."""
+        pixels = pixels.to(self.labels.device)
+        if random is not None and self.augmentation != "none":
+            pixels = augment.flip(pixels, random)
+        return self._normalised(pixels), self.labels[indices.to(self.labels.device)]
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
         mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
         deviation = torch.tensor(self.deviation, device=pixels.device)[:, None, None]
-        return (pixels.float() / 255 - mean) / deviation, self.labels[indices.to(self.labels.device)]
-
-    def _resize(self, image: Tensor, random: torch.Generator | None) -> Tensor:
-        if random is not None and self.augmentation == "resized-crop-flip":
-            return augment.random_resized_crop(image, self.size, random)
-        return augment.centre_crop(image, self.size)
+        return (pixels.float() / 255 - mean) / deviation
 
     def subset(self, indices: Tensor) -> Images:
         """Select some of the images; the normalisation stays."""

@@ -49,11 +49,16 @@ def library() -> Any:
     return datasets
 
 
-_LM1B = "billion-word-benchmark/lm1b"  # whose files have a name of their own for the test split
+# One Billion Word: its files have a name of their own for the test split, and on the hub only the branch of converted files has
+# data, since `datasets` runs no loading scripts.
+_LM1B, _CONVERTED = "billion-word-benchmark/lm1b", "refs/convert/parquet"
 
 
 def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
-    """Open the tables of a split: the files ``<split>...`` of a local folder, its folder of images, or a split of the hub.
+    """Open the tables of a split: files of a local folder, its folder of images, or a split of the hub.
+
+    The files are ``<split>*.parquet``, ``<split>/*.parquet``, ``<split>*.txt``, or those of One Billion Word as its archive has
+    them, ``<split>*-monolingual.tokenized.shuffled/news*``.
 
     Args:
         source: a local folder or file, a name inside ``$NWISE_DATA``, or a data set of the hub.
@@ -67,11 +72,12 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     datasets = library()
     if path is None:
         name = hub or source
-        if name == _LM1B and split == "heldout":
-            split = "test"
+        branch = None
+        if name == _LM1B:
+            split, branch = "test" if split == "heldout" else split, _CONVERTED
         try:
             with _cache_only_without_hub(datasets) as is_reached:
-                return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split))]
+                return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split, revision=branch))]
         except Exception as error:
             why = f"({type(error).__name__})" if is_reached else "and no connection to the hub"
             raise FileNotFoundError(
@@ -93,7 +99,7 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
 
 
 def _layout(split: str) -> str:
-    return f"{split}*.parquet, {split}*.txt or a folder {split}/ with one folder of images per class"
+    return f"{split}*.parquet, {split}*.txt or a folder {split}/ with parquet files or one folder of images per class"
 
 
 @contextmanager
@@ -127,7 +133,15 @@ def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
     # Text beside parquet files is a note about them.
-    return sorted(path.glob(f"{split}*.parquet")) or sorted(path.glob(f"{split}*.txt"))
+    patterns = (
+        f"{split}*.parquet",
+        f"{split}/*.parquet",
+        f"{split}*.txt",
+        f"{split}*-monolingual.tokenized.shuffled/news*",
+    )
+    found = next(filter(None, (sorted(path.glob(pattern)) for pattern in patterns)), [])
+    # Files that the hub has converted call the held-out text the test split.
+    return found if found or split != "heldout" else _files(path, "test")
 
 
 def _read(datasets: Any, file: Path) -> Any:

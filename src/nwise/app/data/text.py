@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from nwise.app.data import sources
 from nwise.checks import check_at_least, check_range, needed
-from nwise.progress import MANY, with_progress_bar
+from nwise.progress import with_progress_bar
 
 __all__ = ["Bpe", "Bytes", "Tokens", "embedded_text", "load_text", "make_streams", "standard_library"]
 
@@ -37,6 +38,10 @@ class Bytes:
         [110, 195, 169]
         """
         return list(text.encode())
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of several texts."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: list[int]) -> str:
         """Decode bytes; invalid UTF-8 becomes a replacement character."""
@@ -89,6 +94,10 @@ class Bpe:
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text).ids)
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of several texts; all cores encode."""
+        return [one.ids for one in self._inner.encode_batch(texts)]
+
     def decode(self, tokens: list[int]) -> str:
         return str(self._inner.decode(tokens))
 
@@ -103,37 +112,58 @@ def _tokenizers() -> Any:
 Tokenizer = Bytes | Bpe
 
 
+_NOT_COUNTED = -100  # what losses ignore as a target
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """A stream of tokens cut into sequences; the target is the next token.
 
     Args:
-        stream: int64 ``[num]``.
+        stream: integers ``[num]``.
         sequence_length: tokens in a sequence, T.
         tokenizer: the tokenizer that made the stream.
+        ends: for a row a sentence: where each one ends in the stream, after the end of the text before the first,
+            ``[num sentences + 1]``. A longer sentence is cut off, and behind a shorter one the targets are -100. Default: packed
+            windows of T tokens, over the borders of sentences.
+
+    >>> tokens = Tokens(torch.tensor([0, 5, 6, 0, 7, 0]), 3, Bytes(), ends=torch.tensor([1, 4, 6]))
+    >>> [part.tolist() for part in tokens.batch(torch.tensor([0, 1]))]
+    [[[0, 5, 6], [0, 7, 0]], [[5, 6, 0], [7, 0, -100]]]
     """
 
     stream: Tensor
     sequence_length: int
     tokenizer: Tokenizer
+    ends: Tensor | None = None
 
     def __len__(self) -> int:
-        return (len(self.stream) - 1) // self.sequence_length
+        return (len(self.stream) - 1) // self.sequence_length if self.ends is None else len(self.ends) - 1
 
     def to(self, device: torch.device) -> Tokens:
         """Move the stream to a device."""
-        return Tokens(self.stream.to(device), self.sequence_length, self.tokenizer)
+        ends = None if self.ends is None else self.ends.to(device)
+        return replace(self, stream=self.stream.to(device), ends=ends)
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return tokens and next tokens, ``[B, T]`` each.
+        """Return tokens and next tokens, int64 ``[B, T]`` each.
 
         Args:
             indices: numbers of the sequences.
             random: unused; text is not augmented.
         """
-        starts = indices.to(self.stream.device) * self.sequence_length
-        window = self.stream[starts[:, None] + torch.arange(self.sequence_length + 1, device=self.stream.device)]
-        return window[:, :-1], window[:, 1:]
+        indices, offsets = (
+            x.to(self.stream.device)[:, None] for x in (indices, torch.arange(self.sequence_length + 1))
+        )
+        if self.ends is None:
+            places = indices * self.sequence_length + offsets.T
+            window = self.stream[places].long()
+            return window[:, :-1], window[:, 1:]
+        # A row begins with the last token of the sentence before, its line feed.
+        places = self.ends[indices] - 1 + offsets.T
+        window = self.stream[places.clamp(max=len(self.stream) - 1)].long()
+        inside = places[:, 1:] < self.ends[indices + 1]
+        return window[:, :-1], torch.where(inside, window[:, 1:], _NOT_COUNTED)
 
 
 def standard_library(max_bytes: int = 2_000_000) -> str:
@@ -167,6 +197,8 @@ def make_streams(
     sequence_length: int,
     vocabulary_size: int | None = None,
     tokenizer: Tokenizer | None = None,
+    *,
+    packed: bool = True,
 ) -> tuple[Tokens, Tokens]:
     """Tokenise training and test text.
 
@@ -176,20 +208,40 @@ def make_streams(
         sequence_length: tokens in a sequence, T.
         vocabulary_size: size of the BPE's vocabulary; None for bytes.
         tokenizer: existing tokenizer to use instead of training one.
+        packed: whether sequences continue over the borders of pieces; if not, every piece is a row, cut off or padded, and should
+            end with a line feed. Default: True.
     """
     check_at_least(1, sequence_length=sequence_length)
     if tokenizer is None:
         tokenizer = Bytes() if vocabulary_size is None else Bpe.train(train_text, vocabulary_size)
     parts = []
     for name, text in (("training", train_text), ("test", test_text)):
-        pieces = with_progress_bar(text, f"tokenising {name} text", least=MANY)
-        numbers = np.concatenate([np.asarray(tokenizer.encode(piece), dtype=np.int64) for piece in pieces])
-        if len(numbers) <= sequence_length:
+        numbers, lengths = _encoded(tokenizer, text, f"tokenising {name} text")
+        if packed and len(numbers) <= sequence_length:
             raise ValueError(
                 f"The {name} text should have more than `sequence_length = {sequence_length}` tokens. Found {len(numbers)}."
             )
-        parts.append(Tokens(torch.from_numpy(numbers), sequence_length, tokenizer))
+        if packed:
+            parts.append(Tokens(numbers, sequence_length, tokenizer))
+            continue
+        before = torch.tensor(tokenizer.encode("\n"), dtype=numbers.dtype)  # as the sentence before would end
+        ends = torch.cat([torch.tensor([0]), lengths.cumsum(0)]) + len(before)
+        parts.append(Tokens(torch.cat([before, numbers]), sequence_length, tokenizer, ends))
     return parts[0], parts[1]
+
+
+_AT_ONCE = 10_000  # pieces of text to encode, by all cores
+
+
+def _encoded(tokenizer: Tokenizer, pieces: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
+    """Return the tokens of all pieces in one row, int32, and the number of each piece's."""
+    numbers: list[Any] = []
+    lengths: list[int] = []
+    for start in with_progress_bar(range(0, len(pieces), _AT_ONCE), what, least=2):
+        encoded = tokenizer.encode_all(pieces[start : start + _AT_ONCE])
+        numbers.append(np.fromiter(chain.from_iterable(encoded), dtype=np.int32))
+        lengths += map(len, encoded)
+    return torch.from_numpy(np.concatenate(numbers)), torch.tensor(lengths)
 
 
 def embedded_text(

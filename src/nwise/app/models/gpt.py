@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from nwise import heads
 from nwise.app.models.staged import StagedModel, build, name_blocks
 from nwise.checks import check_at_least
-from nwise.network.layers import Embedding, TransformerBlock, vocabulary
+from nwise.network.layers import Embedding, TransformerBlock, Vocabulary
 
 
 def gpt(
@@ -39,7 +38,8 @@ def gpt(
         seed: seed of the initial values.
 
     Returns:
-        A model with ``.stages`` (tokens ``[B, T]`` to logits ``[B, T, V]``) and ``.heads``.
+        A model with ``.stages`` (tokens ``[B, T]`` to logits ``[B, T, V]``) and ``.heads``. More than 2^28 logits are
+        returned as their factors, which `nwise.losses.TokenCrossEntropy` takes too.
 
     >>> len(gpt(2, blocks_per_stage=1, width=8, num_heads=2, vocabulary_size=11).stages)
     2
@@ -51,9 +51,12 @@ def gpt(
     pieces: dict[str, nn.Module] = {
         "embedding": Embedding(vocabulary_size, sequence_length, width),
         **blocks,
-        "output": vocabulary(width, vocabulary_size),
+        "output": Vocabulary(width, vocabulary_size),
     }
     starts = [f"blocks.{k * blocks_per_stage}" for k in range(1, num_stages)]
-    return build(
-        pieces, starts, lambda piece: heads.transformer(width, num_heads, vocabulary_size, num_blocks=head_blocks), seed
-    )
+
+    def head(_: str) -> nn.Module:
+        blocks = (TransformerBlock(width, num_heads) for _ in range(head_blocks))
+        return nn.Sequential(*blocks, Vocabulary(width, vocabulary_size))
+
+    return build(pieces, starts, head, seed)

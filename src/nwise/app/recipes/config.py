@@ -98,6 +98,8 @@ class TextSource:
     """Names of the training and the test split."""
     sentences: bool = False
     """Whether every line is a sentence, so an empty one is an error."""
+    packed: bool = True
+    """Whether sequences continue over line ends; if not, every line is a row, cut off or padded to the sequence length."""
     train_limit: int | None = None
     """Training lines to keep, from the start; None for all."""
     test_limit: int | None = None
@@ -309,7 +311,9 @@ class Recipe:
             return self.data.load(self.seed)
         assert isinstance(self.model, Gpt)
         train, test = self.data.texts()
-        return text_data.make_streams(train, test, self.model.sequence_length, self.model.vocabulary_size, tokenizer)
+        sizes = self.model.sequence_length, self.model.vocabulary_size
+        packed = not isinstance(self.data, TextSource) or self.data.packed
+        return text_data.make_streams(train, test, *sizes, tokenizer, packed=packed)
 
     def build(self, data: Images | Tokens) -> StagedModel:
         """Build the network for the data."""

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from nwise.app.training.build import autocast, compile_blocks, make_loss, make_pipeline, measurable
+from nwise.app.training.build import autocast, compile_blocks, make_loss, make_pipeline, measurable, pick_device
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Score, Scores, evaluate
 from nwise.app.training.optimizers import LearningRate, make_optimizer, parameter_groups, rate_factor
@@ -29,6 +29,7 @@ __all__ = [
     "measurable",
     "new_run",
     "parameter_groups",
+    "pick_device",
     "rate_factor",
     "versions",
 ]

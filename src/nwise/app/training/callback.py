@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,6 +32,13 @@ class Callback:
 
     def evaluating(self, done: int, total: int) -> None:
         """Called after each batch of an evaluation."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint should keep for `restore`, as JSON; None for nothing."""
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Called with the `state` of a checkpoint before `resumed`, if it has one of this class."""
 
     def resumed(self, step: int, changes: str) -> None:
         """Called after a checkpoint was loaded, with the differences from the saved state."""

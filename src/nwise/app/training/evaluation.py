@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nwise.app.data import Images, Tokens
+from nwise.app.data import Images, Tokens, batches
+from nwise.losses import AT_ONCE, logits_of
 from nwise.modes import evaluating
 from nwise.pipeline import Pipeline
 
@@ -54,7 +55,7 @@ def evaluate(
     """Score every trained head on a whole test set.
 
     Args:
-        pipe: a pipeline whose heads and last stage return logits ``[B, ..., classes]``.
+        pipe: a pipeline whose heads and last stage return logits ``[B, ..., classes]``, or their factors.
         data: the test set.
         batch_size: samples per batch.
         ensembles: whether to score the ensembles, too; default no.
@@ -72,19 +73,15 @@ def evaluate(
     heads, tops = torch.zeros(2, pipe.num_stages, 3, dtype=torch.float64, device=_device(pipe))
     with evaluating(pipe):
         for outputs, target in head_outputs(pipe, data, batch_size, scored, on_batch):
-            answers = target.flatten()
-            top: Tensor | None = None
-            count = 0
-            for k in reversed(range(pipe.num_stages)):
-                logits = outputs[k]
-                if not isinstance(logits, Tensor):
-                    continue
-                log_p = functional.log_softmax(logits.flatten(0, -2).float(), dim=-1)
-                heads[k] += _sums(log_p, answers)
-                if ensembles:
-                    top = log_p if top is None else torch.logaddexp(top, log_p)
-                    count += 1
-                    tops[count - 1] += _sums(top - math.log(count), answers)
+            answers, here = target.flatten(), [k for k in scored if outputs[k] is not None]
+            for some in slices(len(answers), [outputs[k] for k in here]):
+                top: Tensor | None = None
+                for count, k in enumerate(sorted(here, reverse=True), start=1):
+                    log_p = functional.log_softmax(logits_of(outputs[k], some).float(), dim=-1)
+                    heads[k] += _sums(log_p, answers[some])
+                    if ensembles:
+                        top = log_p if top is None else torch.logaddexp(top, log_p)
+                        tops[count - 1] += _sums(top - math.log(count), answers[some])
     everywhere = pipe.processes.table({k: heads[k].cpu() for k in pipe.processes.here})
     return Scores(tuple(map(_score, everywhere)), tuple(score for score in map(_score, tops) if score is not None))
 
@@ -98,12 +95,18 @@ def head_outputs(
 ) -> Iterator[tuple[list[Any], Tensor]]:
     """Yield for each batch of a data set the outputs of some heads, by stage, and the target, on the pipeline's device."""
     device = _device(pipe)
-    starts = range(0, len(data), batch_size)
-    for done, start in enumerate(starts, start=1):
-        inputs, target = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+    rows = torch.arange(len(data)).split(batch_size)
+    for done, (inputs, target) in enumerate(batches(data, ((some, None) for some in rows)), start=1):
         yield pipe.head_outputs(inputs.to(device), only=heads), target.to(device)
         if on_batch is not None:
-            on_batch(done, len(starts))
+            on_batch(done, len(rows))
+
+
+def slices(num_tokens: int, outputs: Sequence[Any]) -> Iterator[slice]:
+    """Cut the samples or tokens so that the logits of outputs that are factors do not take too much memory; else not at all."""
+    sizes = [len(weight) for _, weight in (output for output in outputs if isinstance(output, tuple))]
+    step = AT_ONCE // max(sizes) if sizes else num_tokens
+    return (slice(start, start + step) for start in range(0, num_tokens, step))
 
 
 def _device(pipe: Pipeline) -> torch.device:
@@ -111,9 +114,10 @@ def _device(pipe: Pipeline) -> torch.device:
 
 
 def _sums(log_p: Tensor, target: Tensor) -> Tensor:
+    """Return the sum of the losses, the number of right answers, and that of all answers; -100, behind a sentence, is none."""
     loss = functional.nll_loss(log_p, target, reduction="sum")
-    right = (log_p.argmax(-1) == target).sum()
-    return torch.stack([loss.double(), right.double(), torch.tensor(float(len(target)), device=loss.device).double()])
+    right, count = (log_p.argmax(-1) == target).sum(), (target >= 0).sum()
+    return torch.stack([loss.double(), right.double(), count.double()])
 
 
 def _score(sums: Tensor) -> Score | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise.app.data import Images, Tokens, batch_indices, steps_per_epoch
+from nwise.app.data import Images, Tokens, batch_indices, batches, steps_per_epoch
 from nwise.app.recipes import Recipe, in_force, spans, to_json
 from nwise.app.records import write_text
 from nwise.app.training.agreement import Agreement
@@ -224,9 +224,11 @@ class Trainer:
                 checkpoint = None
             if is_untested:
                 scores = self._test(begin, first, last)
+            wanted = ((self._indices(s), generator(self.recipe.seed, "augmentation", s)) for s in range(begin, last))
+            mini_batches = batches(self.train_data, wanted)
             for step in range(begin, last):
                 self._do_requests(step)
-                self._step(step)
+                self._step(step, *next(mini_batches))
                 if step + 1 == last:
                     self._phase.drain()
                 if self._is_due(step + 1):
@@ -260,9 +262,8 @@ class Trainer:
             self._saver.stepped(loss, is_last=step == self.num_steps)
         return scores
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int, inputs: Tensor, target: Tensor) -> None:
         recipe, phase = self.recipe, self._phase
-        inputs, target = self.train_data.batch(self._indices(step), generator(recipe.seed, "augmentation", step))
         phase.guard.remember()
         with autocast(recipe, self.device):
             inputs = inputs.to(self.device, memory_format=self._layout)
@@ -310,6 +311,7 @@ class Trainer:
             "config": to_json(self.recipe),
             "versions": versions(),
             "untested": self._is_untested,
+            "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state()) is not None},
         }
 
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
@@ -322,6 +324,10 @@ class Trainer:
         changes = "; ".join([f"strategy {before} -> {now}"] * (before != now) + rest)
         is_untested = bool(checkpoint.facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
+        states = checkpoint.facts.get("callbacks", {})
+        for callback in self.callbacks:
+            if type(callback).__name__ in states:
+                callback.restore(states[type(callback).__name__])
         self._notify("resumed", self.pipe.steps, changes)
         return is_untested
 

@@ -1,0 +1,130 @@
+"""Cross-entropy in slices of tokens: exact, with its gradients, and never all logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nwise
+from nwise._torch import TorchDispatchMode
+from nwise.app.data import Bytes, Tokens
+from nwise.app.training import evaluate
+from nwise.losses import TokenCrossEntropy
+from nwise.network.layers import Embedding, TransformerBlock, Vocabulary
+from nwise.strategies import strategy as parse
+
+BATCH, LENGTH, WIDTH, WORDS = 4, 5, 6, 11
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def example() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden tokens, a vocabulary matrix, and the target."""
+    hidden, weight = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(WORDS, WIDTH)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, WORDS, (BATCH, LENGTH))
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * WORDS, BATCH * LENGTH * WORDS, 10**6])
+@pytest.mark.parametrize(("ignored", "smoothing"), [(0, 0.0), (3, 0.0), (3, 0.1), (BATCH * LENGTH, 0.0)])
+def test_a_sliced_loss_is_that_of_all_logits(at_once: int, ignored: int, smoothing: float) -> None:
+    """Loss and gradients; where no token counts, torch's loss is nan and its gradients are zero."""
+    hidden, weight, target = example()
+    target.view(-1)[:ignored] = -100
+    plain, sliced = TokenCrossEntropy(label_smoothing=smoothing), TokenCrossEntropy(-100, smoothing, at_once)
+    wanted, found = plain(hidden @ weight.T, target), sliced((hidden, weight), target)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    gradients = [torch.autograd.grad(3 * loss, (hidden, weight)) for loss in (wanted, found)]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_factor_may_be_frozen(frozen: int) -> None:
+    *factors, target = example()
+    factors[frozen].requires_grad_(False)
+    hidden, weight = factors
+    losses = TokenCrossEntropy()(hidden @ weight.T, target), TokenCrossEntropy(at_once=20)((hidden, weight), target)
+    wanted, found = (torch.autograd.grad(loss, factors[1 - frozen]) for loss in losses)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert TokenCrossEntropy(at_once=20)((hidden, weight), target) == pytest.approx(losses[0].item(), abs=1e-12)
+
+
+class _Largest(TorchDispatchMode):
+    """Sees the size of the largest result."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in (made,) if isinstance(x, Tensor))])
+        return made
+
+
+def test_all_logits_are_never_there_at_once() -> None:
+    hidden, weight, target = example()
+    with _Largest() as seen:  # type: ignore[no-untyped-call]  # torch's own lacks types
+        TokenCrossEntropy(at_once=3 * WORDS)((hidden, weight), target).backward()
+    assert seen.numel == max(hidden.numel(), weight.numel()) < BATCH * LENGTH * WORDS
+
+
+def test_logits_are_bf16_under_autocast() -> None:
+    """The matrix product of both, and the loss in float32, as autocast does it with whole logits."""
+    hidden, weight, target = (x.float().detach() if x.is_floating_point() else x for x in example())
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = TokenCrossEntropy()(nn.functional.linear(hidden, weight), target)
+        assert TokenCrossEntropy(at_once=40)((hidden, weight), target).item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def network(at_once: int) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Three stages of a language model and their heads, whose output is factors above so many logits."""
+    torch.manual_seed(1)
+    stages: list[nn.Module] = [
+        nn.Sequential(Embedding(WORDS, LENGTH, WIDTH), TransformerBlock(WIDTH, 2)),
+        TransformerBlock(WIDTH, 2),
+        nn.Sequential(TransformerBlock(WIDTH, 2), Vocabulary(WIDTH, WORDS, at_once)),
+    ]
+    heads: list[nn.Module] = [
+        nn.Sequential(TransformerBlock(WIDTH, 2), Vocabulary(WIDTH, WORDS, at_once)) for _ in range(2)
+    ]
+    return stages, heads
+
+
+@pytest.mark.parametrize("strategy", ["end-to-end", "1-wise", "2-wise", "2-wise-mean", "deep-supervision"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pipeline_of_factors_has_the_gradients_of_logits(strategy: str, recompute: bool) -> None:
+    """Both micro-batches give factors, since 2 * 5 * 11 logits are more than 40."""
+    x, y = torch.randint(0, WORDS, (2, BATCH, LENGTH))
+    gradients = []
+    for at_once in (10**6, 40):
+        stages, heads = network(at_once)
+        assert isinstance(stages[2](torch.randn(2, LENGTH, WIDTH)), tuple) == (at_once == 40)
+        pipe = nwise.Pipeline(stages, heads, TokenCrossEntropy(at_once=40), strategy, 2, recompute=recompute)
+        losses = pipe.step(x, target=y)
+        gradients.append([losses.last, *(p.grad for p in pipe.parameters())])
+        assert pipe(x[:1, :3]).shape == (1, 3, WORDS), "few logits are returned as such"
+    for found, wanted in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_scores_in_slices_are_those_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head and ensemble, with a few tokens at once."""
+    data = Tokens(torch.randint(0, WORDS, (7 * LENGTH + 1,)), LENGTH, Bytes())
+    scores = []
+    for at_once in (10**6, 40):
+        monkeypatch.setattr("nwise.app.training.evaluation.AT_ONCE", at_once)
+        pipe = nwise.Pipeline(*network(at_once), TokenCrossEntropy(), parse("2-wise", heads="all"))
+        scores.append(evaluate(pipe, data, BATCH, ensembles=True))
+    for part in ("heads", "ensembles"):
+        plain, sliced = ([(s.loss, s.accuracy) for s in getattr(one, part)] for one in scores)
+        assert len(plain) == 3
+        assert torch.tensor(sliced).allclose(torch.tensor(plain), rtol=1e-6)
