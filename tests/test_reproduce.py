@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from experiments.e2 import experiment as e2
 from experiments.e4 import experiment as e4
 from experiments.e6 import experiment as e6
 from experiments.frontier import clock as frontier_clock
-from experiments.harness import pool
+from experiments.harness import clock, pool
 from experiments.harness.cell import Cell, Record, measure, read_cell
 from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater, seeds_to_decide
 from experiments.harness.claims import table as claim_table
@@ -575,6 +576,16 @@ def test_e4_of_made_up_records(tmp_path: Path) -> None:
     assert claim.effect == pytest.approx((0.5 + 0.5 + 1.5) / 3, abs=0.1)
 
 
+@pytest.fixture
+def _two_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Search among two M. They change the times of the tables and no verdict; `test_step_time_and_work_of_methods` has all."""
+    monkeypatch.setattr(clock, "_SIZES", (1, 4))
+    step_time.cache_clear()
+    yield
+    step_time.cache_clear()
+
+
+@pytest.mark.usefixtures("_two_counts")
 def test_e6_and_e7_of_made_up_records(tmp_path: Path) -> None:
     losses = {"end-to-end": 4.0, "3-wise-mean": 4.1, "2-wise-mean": 4.2, "1-wise": 4.3, "hogwild": 6.0}
     found = reproduced(
