@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import re
 import sys
@@ -122,9 +123,11 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
 )
 def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, num_steps: int, tmp_path: Path) -> None:
     """One process, or several stages on each of two, four or eight; gradients of any age, an order written by torch."""
-    written("ScheduleZBVZeroBubble", 4, 4, tmp_path / "zbv.csv")
-    found = results(num_ranks, "placements.py", tmp_path, str(num_ranks), str(tmp_path / "zbv.csv"), str(num_steps))
+    csv = written("ScheduleZBVZeroBubble", 4, 4, tmp_path / "zbv.csv")
     cases: list[Any] = [one for one in placements.CASES if one[0] == num_ranks]
+    orders = [placements.find(*one[:4], one[5], csv) for one in cases]
+    (tmp_path / "orders").write_bytes(pickle.dumps(orders))
+    found = results(num_ranks, "placements.py", tmp_path, str(num_ranks), str(tmp_path / "orders"), str(num_steps))
     options: list[dict[str, Any]] = [{} for _ in cases]
     if num_ranks == 4:
         cases += placements.FROZEN
