@@ -49,7 +49,7 @@ def credits(draw: st.DrawFn) -> NDArray[np.float64]:
     return matrix
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(credits(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.4]))
 def test_random_credit_gives_valid_schedules_of_minimal_work(
     matrix: NDArray[np.float64], m: int, share: float, latency: float
@@ -261,9 +261,9 @@ _MANY = (1, 2, 3, 4, 6, 8, 16)
 @pytest.mark.parametrize(
     ("depths", "sizes"),
     [
-        (range(1, 8), _MANY),
-        ((8, 12), (1, 2, 3, 8, 16)),
-        pytest.param(range(8, 13), _MANY, marks=pytest.mark.slow("more of the same, half a minute")),
+        (range(1, 8), (1, 2, 3, 4, 6, 8)),
+        ((8, 12), (1, 3, 8)),
+        pytest.param(range(1, 13), _MANY, marks=pytest.mark.slow("more of the same, half a minute")),
     ],
 )
 def test_n_wise_and_end_to_end_schedules_are_optimal(depths: Sequence[int], sizes: Sequence[int], head: float) -> None:
