@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -293,3 +294,34 @@ def test_of_as_few_messages_the_mixtures_share_more_passes() -> None:
     matrix[3, :4], matrix[4, :4] = (-1, 1, 1, -1), (2, 0, 0, 0.5)
     flow = find_flow(torch.from_numpy(matrix))
     assert (sum(flow.messages), sum(stage.passes for stage in flow.stages)) == (6, 9)
+
+
+@pytest.mark.parametrize("num_stages", [3, 6, 8, 12, 16])
+@pytest.mark.parametrize("kind", ["geometric", "power", "gaussian", "wild"])
+def test_credit_of_extreme_magnitudes_stays_accurate(kind: str, num_stages: int) -> None:
+    """Regression: fading credit failed an assertion, or lost digits by multiplying messages by 1e10."""
+    distance = np.arange(num_stages)[:, None] - np.arange(num_stages)[None, :]
+    random = np.random.default_rng(num_stages)
+    matrix = np.tril(
+        {
+            "geometric": 1e-3 ** np.maximum(distance, 0.0),
+            "power": 1.0 / (1.0 + np.maximum(distance, 0)) ** 6,
+            "gaussian": np.exp(-2.0 * distance**2.0),
+            "wild": 10.0 ** random.uniform(-10, 4, (num_stages, num_stages)),
+        }[kind]
+    )
+    flow = find_flow(torch.from_numpy(matrix))
+    above: list[np.ndarray[Any, Any]] = []
+    for k in reversed(range(num_stages)):
+        stage = flow.stages[k]
+        contents = []
+        for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
+            vector = np.zeros(num_stages)
+            vector[k] = cotangent.own
+            for weight, message in zip(cotangent.received, above, strict=True):
+                vector += weight * message
+            contents.append(vector)
+        np.testing.assert_allclose(contents[-1], matrix[:, k], rtol=1e-9, atol=1e-11 * matrix[:, k].max())
+        above = contents[: len(stage.messages)]
+    if kind == "geometric":
+        assert set(flow.messages) == {1}

@@ -21,6 +21,7 @@ from torch.nn import functional
 import nwise
 from launch import forked
 from nwise.losses import TokenCrossEntropy
+from nwise.microbatch import Batch
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -885,3 +886,9 @@ def test_modules_that_cannot_be_copied_train() -> None:
     pipeline(twins).step(x, target=x)
     for found, wanted in zip(grads(twins), grads(net), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_losses_of_two_precisions_keep_theirs() -> None:
+    losses = {(0, 0): torch.tensor(1.0, dtype=torch.bfloat16), (1, 0): torch.tensor(1.0236), (2, 0): torch.tensor(2)}
+    batch = Batch([], [], [[1.0] * 4], losses=losses)
+    assert batch.mean_losses(4).tolist() == pytest.approx([1.0, 1.0236, 2.0, float("nan")], nan_ok=True, abs=1e-6)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.methods import Methods, time_methods
 from nwise.schedule.partitions import Piece, partition, stage_costs
-from nwise.schedule.placement import balanced
+from nwise.schedule.placement import balanced, make_placement
 
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.
@@ -382,3 +383,12 @@ def test_costs_as_text(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             parse_costs(str(file))
+
+
+def test_memory_by_rank_and_numbers_of_micro_batches_are_checked() -> None:
+    costs = Costs(1, 0.5, 1, 1)
+    with pytest.raises(ValueError, match=r"`memory` should be one number, or one for each of 4 ranks. Found \[3.0"):
+        baseline("1f1b", num_stages=4, num_microbatches=4, costs=costs, memory=[3.0, 3.0, 3.0])
+    with pytest.raises(ValueError, match=r"`microbatches` should be an integer of at least 1. Found 0"):
+        time_methods(lambda flows, m: costs, 4, microbatches=(0,))
+    assert make_placement(list(np.array([0, 1, 1])), 3, 2) == (0, 1, 1)
