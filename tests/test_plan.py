@@ -100,13 +100,13 @@ def test_plan_treats_full_window_as_end_to_end() -> None:
 
 def test_plan_skips_options_beyond_memory() -> None:
     costs = Costs(1, 0.5, 1, 1, overhead=0.02, activation_bytes=80, fixed_bytes=10)
-    few = (1, 16)  # more take seconds
-    found = transformer(8, costs=costs, memory=50, strategies=("2-wise",), microbatches=few)
+    few = (1, 8)  # more take seconds
+    found = transformer(4, costs=costs, memory=50, strategies=("2-wise",), microbatches=few)
     assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
     assert found.skipped.keys() == {"gpipe"}
     assert found.skipped["gpipe"] == 90
-    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a rank for .*. Found 11"):
-        transformer(8, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 20 bytes a rank for .*. Found 11"):
+        transformer(4, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
     assert "No end-to-end" in verdict(Methods(POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
         time_methods(lambda flows, m: TRANSFORMER, 4, microbatches=())
