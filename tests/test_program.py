@@ -6,12 +6,10 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import nwise
 from nets import X, Y, three, train
@@ -159,18 +157,3 @@ def test_deepcopy_of_compiled_pipeline_is_independent() -> None:
         "stages.0.0.weight"
     ].any()
     torch.compiler.reset()
-
-
-def test_a_seed_of_numpy_draws_what_the_integer_draws() -> None:
-    """It drew other numbers, and a checkpoint with it could not be written."""
-
-    def loss(seed: Any) -> Tensor:
-        torch.manual_seed(0)
-        stages = [nn.Sequential(nn.Dropout(), nn.Linear(8, 3))]
-        return nwise.Pipeline(stages, strategy="end-to-end", seed=seed).step(X, target=Y)
-
-    assert torch.equal(loss(np.int64(3)), loss(3))
-    pipe = three("local", seed=0)
-    pipe.seed = np.int64(3)  # type: ignore[assignment]
-    pipe.step(X, target=Y)
-    assert type(pipe.seed) is int

@@ -344,9 +344,6 @@ def test_samples_and_weights_step_after_a_resume_with_larger_batches(tmp_path: P
     assert (last["step"], last["samples"]) == (6, 4 * before.batch_size + 2 * after.batch_size)
 
 
-# Schedules of the rate
-
-
 # Scores
 
 
