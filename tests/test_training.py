@@ -47,7 +47,7 @@ from nwise.app.training import (
 from nwise.app.training.build import check_channels_last, pick_device
 from nwise.checkpoint import main_state, save_tensors
 
-SHORT = dataclasses.replace(recipe("digits"), epochs=2, heads="all")
+SHORT = dataclasses.replace(recipe("digits"), epochs=2, heads="all", model=ConvNet(num_stages=4, filters=8))
 TEXT = Recipe(
     name="tiny-text",
     data=EmbeddedText(),
@@ -133,22 +133,22 @@ def test_text_recipe_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"precision": "bf16", "epochs": 2, "model": ConvNet(num_stages=4, filters=8)},  # small: most cores have no bf16
+        {"precision": "bf16"},
         {"recompute": True},
         {"clip": 0.1},
         {"strategy": "hogwild", "heads": "live"},
         {"strategy": "rotating-2-microbatch", "microbatches": 2},
         {"strategy": "credit-1,0,0,0;0,1,0,0;0.5,0,1,0;0,1,0,1"},
-        {"optimizer": Sgd(lr=0.05, plateau_epochs=1), "epochs": 2},
+        {"optimizer": Sgd(lr=0.05, plateau_epochs=1)},
     ],
     ids=lambda change: next(iter(change)),
 )
 @pytest.mark.filterwarnings("ignore:With 2 micro-batches")
 def test_every_option_trains(change: dict[str, Any], tmp_path: Path) -> None:
-    run, _, scores = train(dataclasses.replace(SHORT, **{"epochs": 1, **change}), tmp_path)
+    run, _, scores = train(dataclasses.replace(SHORT, **change), tmp_path)
     last = scores.heads[-1]
     assert last is not None
-    assert last.accuracy > 0.6
+    assert last.accuracy > 0.8
     if change.get("strategy") == "hogwild":
         # The steady grid of four stages: 3, 2, 1, 0 updates old.
         assert next(r["staleness"] for r in run.metrics() if r["kind"] == "train") == [[3], [2], [1], [0]]
